@@ -1,0 +1,137 @@
+"""Training steps written by hand, as somebody would without core-rl: what the engine is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+__all__ = ["bare_step", "build", "pack", "padded_step", "shard_model"]
+
+CHUNK = 512
+
+
+def segment_attention(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """SDPA on each packed sequence."""
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, a:b],
+            key[:, :, a:b],
+            value[:, :, a:b],
+            is_causal=True,
+            enable_gqa=True,
+            scale=kwargs["scaling"],
+        )
+        for a, b in pairwise(kwargs["bounds"])
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def build(config: dict[str, Any], *, packed: bool, seed: int = 0) -> nn.Module:
+    """The plain transformers model in float32."""
+    AttentionInterface.register("bare_segments", segment_attention)
+    torch.manual_seed(seed)
+    implementation = "bare_segments" if packed else "sdpa"
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation=implementation
+    )
+    return model.train()
+
+
+class WithLoss(nn.Module):
+    """The model with its loss inside ``forward``, so that FSDP gathers the head for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, bounds: list[int] | None, mask: Tensor | None
+    ) -> Tensor:
+        """Sum of negative log-probs; ``ids`` and ``positions`` are ``[1, T]`` packed or ``[B, L]`` padded."""
+        extra = {} if bounds is None else {"bounds": bounds}
+        hidden = self.model.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, **extra
+        ).last_hidden_state
+        keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        keep[:, 0] = False
+        if bounds is not None:
+            keep[0, bounds[:-1]] = False
+        states, targets = hidden[:, :-1][keep[:, 1:]], ids[keep]
+        total = hidden.new_zeros(())
+        for chunk, wanted in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
+            total = total + F.cross_entropy(self.model.lm_head(chunk).float(), wanted, reduction="sum")
+        return total
+
+
+def shard_model(model: nn.Module) -> nn.Module:
+    """``fully_shard`` on each block and on the whole."""
+    wrapped = WithLoss(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(wrapped)
+
+
+def pack(ids: Sequence[Tensor], budget: int) -> list[tuple[Tensor, Tensor, list[int]]]:
+    """First-fit-decreasing bins as ``(ids [1, T], positions [1, T], bounds)``."""
+    bins: list[list[Tensor]] = []
+    for row in sorted(ids, key=len, reverse=True):
+        home = next((b for b in bins if sum(map(len, b)) + len(row) <= budget), None)
+        if home is None:
+            bins.append([row])
+        else:
+            home.append(row)
+    packed = []
+    for rows in bins:
+        bounds = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
+        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        packed.append((torch.cat(rows)[None], positions[None], bounds))
+    return packed
+
+
+def bare_step(
+    model: nn.Module, ids: Sequence[Tensor], *, budget: int, lr: float = 1e-4
+) -> Callable[[], None]:
+    """A packed optimizer step: forward, backward, clip, AdamW; packing is part of the step, as in the engine."""
+    module = model if isinstance(model, WithLoss) else WithLoss(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, foreach=True)
+    count = sum(len(row) - 1 for row in ids)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for tokens, positions, bounds in pack(ids, budget):
+            (module(tokens, positions, bounds, None) / count).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True)
+        optimizer.step()
+
+    return step
+
+
+def padded_step(
+    model: nn.Module, ids: Sequence[Tensor], *, rows: int, lr: float = 1e-4
+) -> Callable[[], None]:
+    """The same with right padding, in micro-batches of ``rows`` sequences."""
+    module = WithLoss(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, foreach=True)
+    count = sum(len(row) - 1 for row in ids)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for start in range(0, len(ids), rows):
+            part = list(ids[start : start + rows])
+            tokens = nn.utils.rnn.pad_sequence(part, batch_first=True)
+            mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in part], batch_first=True)
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+            (module(tokens, positions, None, mask) / count).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True)
+        optimizer.step()
+
+    return step

@@ -1,0 +1,52 @@
+"""The work that all training benchmarks share: a small Qwen3, and rollouts of skewed lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.metrics import Metric
+from core_rl.engines.outputs import ModelOutput
+
+__all__ = ["MODEL", "make_batch", "skewed_lengths", "token_nll"]
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 8192,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+def skewed_lengths(
+    count: int, *, seed: int = 0, low: int = 16, high: int = 512, mean: float = 120.0
+) -> list[int]:
+    """Log-normal lengths (sigma 0.8) clipped to ``low``..``high``, with a mean near ``mean`` tokens."""
+    random = torch.Generator().manual_seed(seed)
+    sigma = 0.8
+    location = torch.log(torch.tensor(mean)) - sigma**2 / 2
+    lengths = torch.exp(location + sigma * torch.randn(count, generator=random))
+    return [int(n) for n in lengths.clamp(low, high)]
+
+
+def make_batch(lengths: list[int], *, seed: int = 0) -> SequenceBatch:
+    """Random token ids; every token but the first of each sequence is trained."""
+    random = torch.Generator().manual_seed(seed)
+    return SequenceBatch.from_sequences(
+        [torch.randint(0, MODEL["vocab_size"], (n,), generator=random) for n in lengths]
+    )
+
+
+def token_nll(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """Sum of negative log-probs over the trained tokens."""
+    return -torch.where(batch.loss_mask, output["logprobs"], 0.0).sum(), {}

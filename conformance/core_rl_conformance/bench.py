@@ -1,0 +1,212 @@
+"""Expected values and their tolerances, each computed once in a process, and the groups of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from core_rl.config.engine import Head, TrainEngineConfig
+from core_rl.engines.meta import FinetuneSpec
+from core_rl.engines.spec import EngineSpec
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.data import Ragged
+from core_rl_conformance.losses import CheckLoss
+from core_rl_conformance.oracle import Gradients, Oracle, grad_norm
+from core_rl_conformance.plain import VARIANTS, PlainModel
+from core_rl_conformance.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.tolerance import SignedMean, Tolerance, signed_mean, tolerance, tolerances
+
+__all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs", "GroupPool"]
+
+CALL_TIMEOUT_S = 120.0
+"""No call on a tiny model takes that long, unless a rank hangs."""
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedOutputs:
+    """One output for each sequence, from the oracle and from the plain model's variants."""
+
+    values: list[Tensor]
+    variants: list[list[Tensor]]
+    tolerance: Tolerance
+
+    def signed_mean(self, got: Sequence[Tensor]) -> SignedMean:
+        """Whether the errors of ``got`` point one way; first tokens, which are 0 by definition, left out."""
+        own = [_errors(left, right) for left, right in zip(got, self.values, strict=True)]
+        plain = [
+            [_errors(a, b) for a, b in zip(variant, self.values, strict=True)] for variant in self.variants
+        ]
+        return signed_mean(own, plain, self.tolerance.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedGradients:
+    """Loss, gradients and their norm, each with its tolerance."""
+
+    oracle: Gradients
+    tolerances: dict[str, Tolerance]
+    loss: Tolerance
+    norm: Tolerance
+
+
+class GroupPool:
+    """One group of ranks for each engine, kept between checks and initialized anew for each of them."""
+
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+        self._groups: dict[str, EngineGroup] = {}
+
+    def start(
+        self, spec: EngineSpec, config: TrainEngineConfig, ft_spec: FinetuneSpec | None = None
+    ) -> EngineGroup:
+        """A group of ``spec`` that is initialized with ``config``; what it held before is gone."""
+        group = self._groups.get(spec.name)
+        if group is None or group.spec != spec:
+            self.discard(spec.name)
+            group = EngineGroup(spec, config, timeout_s=self.timeout_s, threads_per_rank=1)
+            self._groups[spec.name] = group
+        group.initialize(ft_spec, config)
+        return group
+
+    def discard(self, name: str) -> None:
+        """End the processes of the engine ``name``; the next `start` begins with new ones."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for name in list(self._groups):
+            self.discard(name)
+
+
+class Bench:
+    """What checks share in one process. Close it, or use it as a context manager."""
+
+    def __init__(self, directory: Path, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self.directory = directory
+        self.models = ModelStore(directory / "models")
+        self.groups = GroupPool(timeout_s)
+        self._kept: dict[Hashable, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes of the groups."""
+        self.groups.close()
+
+    def oracle(self, model: TinyModel) -> Oracle:
+        """The oracle of ``model``, with the weights of its directory."""
+        return self._keep(("oracle", model), lambda: Oracle(self.models.directory(model), model.head))
+
+    def outputs(
+        self,
+        model: TinyModel,
+        data: Ragged,
+        name: str,
+        temperature: float,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> ExpectedOutputs:
+        """The output ``name`` of each sequence."""
+        runs = self._keep(
+            ("outputs", model, data, temperature, dtype, device),
+            lambda: _run_outputs(self.oracle(model), self._plain(model, dtype, device), data, temperature),
+        )
+        return runs.expected(name, dtype)
+
+    def outputs_at(
+        self, directory: Path, head: Head, data: Ragged, name: str, dtype: torch.dtype, device: str = "cpu"
+    ) -> ExpectedOutputs:
+        """The output ``name`` of each sequence at temperature 1, with the weights of ``directory``."""
+        plain = PlainModel(directory, head, dtype, device)
+        return _run_outputs(Oracle(directory, head), plain, data, 1.0).expected(name, dtype)
+
+    def gradients(
+        self, model: TinyModel, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
+    ) -> ExpectedGradients:
+        """Loss, gradients and norm of ``loss`` over ``data``."""
+        return self._keep(
+            ("gradients", model, data, loss, dtype, device),
+            lambda: self._gradients(model, data, loss, dtype, device),
+        )
+
+    def _gradients(
+        self, model: TinyModel, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str
+    ) -> ExpectedGradients:
+        sequences = data.for_oracle()
+        truth = self.oracle(model).gradients(sequences, loss.of_sequence, loss.temperature)
+        plain = self._plain(model, dtype, device)
+        runs = [
+            plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS
+        ]
+        return ExpectedGradients(
+            oracle=truth,
+            tolerances=tolerances([grads for _, grads in runs], truth.grads, dtype),
+            loss=_scalar_tolerance([value for value, _ in runs], truth.loss, dtype),
+            norm=_scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, dtype),
+        )
+
+    def _plain(self, model: TinyModel, dtype: torch.dtype, device: str) -> PlainModel:
+        return self._keep(
+            ("plain", model, dtype, device),
+            lambda: PlainModel(self.models.directory(model), model.head, dtype, device),
+        )
+
+    def _keep(self, key: Hashable, compute: Callable[[], ValueT]) -> ValueT:
+        if key not in self._kept:
+            self._kept[key] = compute()
+        value: ValueT = self._kept[key]
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OutputRuns:
+    """All outputs of the oracle, and of each variant of the plain model, by sequence."""
+
+    truth: list[dict[str, Tensor]]
+    variants: list[list[dict[str, Tensor]]]
+
+    def expected(self, name: str, dtype: torch.dtype) -> ExpectedOutputs:
+        values = [outputs[name] for outputs in self.truth]
+        variants = [[outputs[name] for outputs in variant] for variant in self.variants]
+        limit = tolerance([_flat(variant) for variant in variants], _flat(values), dtype)
+        return ExpectedOutputs(values=values, variants=variants, tolerance=limit)
+
+
+def _run_outputs(oracle: Oracle, plain: PlainModel, data: Ragged, temperature: float) -> _OutputRuns:
+    sequences = data.for_oracle()
+    return _OutputRuns(
+        truth=oracle.evaluate(sequences, temperature),
+        variants=[plain.outputs(variant, sequences, temperature) for variant in VARIANTS],
+    )
+
+
+def _flat(values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in values])
+
+
+def _errors(got: Tensor, expected: Tensor) -> Tensor:
+    difference = got.double() - expected.double()
+    return difference[1:] if difference.dim() else difference.reshape(1)
+
+
+def _scalar_tolerance(variants: Sequence[float], expected: float, dtype: torch.dtype) -> Tolerance:
+    def tensor(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float64)
+
+    return tolerance([tensor(value) for value in variants], tensor(expected), dtype)

@@ -1,0 +1,146 @@
+"""The checks: what marks a function as one, and how all of them are found.
+
+A check is a plain function over a `Subject` in a module of `core_rl_conformance.checks`::
+
+    @check("I9.dropout-off")
+    def dropout_is_off_in_forward(subject: Subject) -> None:
+        '''What is required.
+
+        Why: the real bug that it prevents.
+        Look at: where the cause is when it fails.
+        '''
+
+To add one, write it there and add its line to the engine author's guide.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, TypeVar
+
+from core_rl.engines.spec import Capability, EngineKind
+
+__all__ = ["CHECKS_DIRECTORY", "Check", "check", "check_of", "load_checks"]
+
+CHECKS_DIRECTORY = Path(__file__).parent / "checks"
+ATTRIBUTE = "__conformance_check__"
+IDENTIFIER = re.compile(r"(I\d+|contract)\.[a-z0-9]+(-[a-z0-9]+)*")
+Each = Literal["layout and model", "layout", "engine"]
+
+Function = TypeVar("Function", bound=Callable[..., None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What is known about a check without running it."""
+
+    identifier: str
+    """Stable: ``I7.logprobs`` shows the invariant I7, ``contract.x`` a rule of the interface."""
+    description: str
+    """The docstring: what is required, why, and where to look."""
+    requires: frozenset[Capability]
+    """The check is *not supported* for an engine that lacks one of these."""
+    provisional: bool
+    """It runs and is reported, and does not count against an engine yet."""
+    kind: EngineKind
+    each: Each
+    """What it is repeated for."""
+    min_dp: int
+    """It needs at least this many data-parallel ranks."""
+    min_layouts: int
+    """It needs a profile with at least this many layouts."""
+    families: tuple[str, ...] | None
+    """The tiny models that it can use; None is all."""
+    function: Callable[..., None]
+    """The check itself; it takes a `Subject`."""
+
+    @property
+    def title(self) -> str:
+        """The first line of the description."""
+        return self.description.splitlines()[0]
+
+    @property
+    def where_to_look(self) -> str:
+        """The part of the description for somebody whose engine fails."""
+        _, found, rest = self.description.partition("Look at:")
+        return " ".join(rest.split()) if found else ""
+
+
+def check(
+    identifier: str,
+    *,
+    requires: Iterable[Capability] = (),
+    provisional: bool = False,
+    kind: EngineKind = "train",
+    each: Each = "layout and model",
+    min_dp: int = 1,
+    min_layouts: int = 1,
+    families: tuple[str, ...] | None = None,
+) -> Callable[[Function], Function]:
+    """Mark a function as the check ``identifier``; see `Check` for the rest.
+
+    Raises `ValueError` for an identifier or docstring that does not follow the rules.
+    """
+
+    def mark(function: Function) -> Function:
+        description = "\n".join(line.strip() for line in (function.__doc__ or "").strip().splitlines())
+        if not IDENTIFIER.fullmatch(identifier):
+            raise ValueError(
+                f"check identifier {identifier!r} must look like 'I7.logprobs' or 'contract.outputs'"
+            )
+        absent = [part for part in ("Why:", "Look at:") if part not in description]
+        if absent:
+            raise ValueError(
+                f"the docstring of check {identifier!r} lacks {absent}; say why, and where to look"
+            )
+        found = Check(
+            identifier=identifier,
+            description=description,
+            requires=frozenset(requires),
+            provisional=provisional,
+            kind=kind,
+            each=each,
+            min_dp=min_dp,
+            min_layouts=min_layouts,
+            families=families,
+            function=function,
+        )
+        setattr(function, ATTRIBUTE, found)
+        return function
+
+    return mark
+
+
+def check_of(function: object) -> Check | None:
+    """The check that ``function`` is, if it is one."""
+    found = getattr(function, ATTRIBUTE, None)
+    return found if isinstance(found, Check) else None
+
+
+def load_checks() -> dict[str, Check]:
+    """All checks of the suite by identifier, in the order of their modules. Imports torch.
+
+    Raises `ValueError` when two checks have one identifier.
+    """
+    checks: dict[str, Check] = {}
+    for module in _modules():
+        for value in vars(module).values():
+            found = check_of(value)
+            if found is None or getattr(value, "__module__", None) != module.__name__:
+                continue
+            if found.identifier in checks:
+                raise ValueError(f"two checks are called {found.identifier!r}; identifiers are unique")
+            checks[found.identifier] = found
+    return checks
+
+
+def _modules() -> list[ModuleType]:
+    package = "core_rl_conformance.checks"
+    names = sorted(module.name for module in pkgutil.iter_modules([str(CHECKS_DIRECTORY)]))
+    return [importlib.import_module(f"{package}.{name}") for name in names]

@@ -1,0 +1,200 @@
+"""Rules of the interface itself: what is not declared refuses, and the version belongs to the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from core_rl.engines.registry import load_config
+from core_rl.engines.spec import Capability
+from core_rl.errors import CoreRLError, EngineStateError, LayoutError, UnsupportedCapability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.diagnose import compare_tokens, same_named
+from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.ranks import disable_adapter
+from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
+from core_rl_conformance.training import verify_outputs
+
+C = Capability
+LAYOUTS = {
+    C.DATA_PARALLEL: ParallelLayout(dp=2),
+    C.TENSOR_PARALLEL: ParallelLayout(tp=2),
+    C.PIPELINE_PARALLEL: ParallelLayout(pp=2),
+    C.CONTEXT_PARALLEL: ParallelLayout(cp=2),
+}
+SYNC = {
+    C.SYNC_TENSOR: WeightUpdateMeta(method="tensor", version=1),
+    C.SYNC_DISTRIBUTED: WeightUpdateMeta(method="distributed", version=1),
+    C.SYNC_LORA: WeightUpdateMeta(method="lora", version=1),
+}
+
+
+@check("contract.undeclared", each="engine")
+def undeclared_capabilities_refuse(subject: Subject) -> None:
+    """What the engine does not declare raises `UnsupportedCapability` (a layout `LayoutError`), and it goes on.
+
+    Why: an option that is ignored without a word trains something else than was asked for.
+    Look at: capabilities that work but are missing in the spec, and public methods that were overridden.
+    """
+    refusals = {
+        capability: action
+        for capability, action in _refusals(subject).items()
+        if capability not in subject.spec.capabilities
+    }
+    for capability, action in refusals.items():
+        expected = (UnsupportedCapability, LayoutError) if capability in LAYOUTS else (UnsupportedCapability,)
+        subject.require(
+            _refuses(action, expected),
+            f"{capability.value!r} is not declared, and asking for it did not raise {expected[0].__name__}",
+        )
+    data = subject.data()
+    expected_outputs = subject.outputs(subject.model(), data, "logprobs")
+    got = per_sequence(subject.start().forward(data.batch(), ONE_PASS), "logprobs", data)
+    subject.verify(
+        compare_tokens("log-probs after refusals", got, expected_outputs.values, expected_outputs.tolerance)
+    )
+
+
+def _refuses(action: Callable[[], object], expected: tuple[type[CoreRLError], ...]) -> bool:
+    try:
+        action()
+    except expected:
+        return True
+    return False
+
+
+def _refusals(subject: Subject) -> dict[Capability, Callable[[], object]]:
+    """For each capability, something that must raise where it is not declared."""
+    data = subject.data().batch()
+
+    def sync(meta: WeightUpdateMeta) -> Callable[[], object]:
+        return lambda: subject.start().upload_weights(meta)
+
+    def layout(asked: ParallelLayout) -> Callable[[], object]:
+        return lambda: subject.start(layout=asked)
+
+    actions: dict[Capability, Callable[[], object]] = {
+        C.VALUE_HEAD: lambda: subject.start(subject.model(head="value")),
+        C.REWARD_HEAD: lambda: subject.start(subject.model(head="reward")),
+        C.LOGITS: lambda: subject.start().forward(data, ONE_PASS, ("logits",)),
+        C.FROZEN_PARAMETERS: lambda: subject.start(frozen=["*.0.*"]),
+        C.BFLOAT16: lambda: _start_in_bfloat16(subject),
+        C.OFFLOAD: lambda: subject.start().offload(),
+        C.LORA: lambda: subject.start().run(disable_adapter),
+        C.SHARDED_CHECKPOINT: lambda: _save(subject, "sharded"),
+        C.PORTABLE_CHECKPOINT: lambda: _save(subject, "portable"),
+        C.SYNC_DISK: sync(WeightUpdateMeta(version=1, path=str(subject.directory("sync")))),
+    }
+    actions |= {capability: sync(meta) for capability, meta in SYNC.items()}
+    return actions | {capability: layout(asked) for capability, asked in LAYOUTS.items()}
+
+
+def _save(subject: Subject, format_: str) -> None:
+    path = str(subject.directory(format_))
+    meta = SaveLoadMeta(path=path, format="sharded" if format_ == "sharded" else "portable")
+    subject.start().save(meta)
+
+
+def _start_in_bfloat16(subject: Subject) -> EngineGroup:
+    values = {**subject.config().model_dump(), "dtype": "bfloat16"}
+    config = parse_config(load_config(subject.spec), values)
+    assert isinstance(config, TrainEngineConfig)
+    return subject.bench.groups.start(subject.spec, config, FinetuneSpec())
+
+
+@check("contract.version", each="layout")
+def version_is_the_drivers(subject: Subject) -> None:
+    """The version is what the driver set last; training does not raise it.
+
+    Why: an engine that counts by itself publishes wrong staleness (AReaL #941, prime-rl #1901).
+    Look at: nothing, unless ``set_version`` or ``get_version`` was overridden.
+    """
+    group = subject.start()
+    group.set_version(41)
+    group.train_batch(subject.data().batch(), TokenMeanLoss().spec(), ONE_PASS)
+    subject.require(group.get_version() == 41, f"the version is {group.get_version()}; the driver set 41")
+
+
+@check("I3.from-config", each="layout")
+def drawn_weights_are_one_model(subject: Subject) -> None:
+    """Weights that are drawn from the seed are the same on every rank and in every run, and buffers are right.
+
+    Why: ranks that draw weights of their own train several models at once; a build on the meta device
+    leaves rotary frequencies in a smaller dtype, or unset (SkyRL #1725).
+    Look at: the seed on each rank, and what fills parameters and buffers after a build on ``meta``.
+    """
+    model = subject.model()
+    section = {"config": model.config().to_dict(), "head": "lm"}
+    runs = []
+    for seed in (11, 11, 12):
+        group = subject.start(model, changes={"model": section, "seed": seed})
+        runs.append(group.named_tensors("master"))
+        verify_outputs(subject, group, model, f"drawn from seed {seed} ({len(runs)})")
+    subject.verify(same_named("weights drawn from the same seed again", runs[1], runs[0]))
+    matrices = [name for name, value in runs[0].items() if value.dim() > 1]
+    same = [name for name in matrices if torch.equal(runs[0][name], runs[2][name])]
+    subject.require(not same, f"weights that do not depend on the seed: {', '.join(same[:6])}")
+
+
+@check("I3.new-head", requires=[Capability.VALUE_HEAD], each="layout")
+def a_new_head_is_one_head(subject: Subject) -> None:
+    """A value head on a language model's weights is new, the same on every rank, and the trunk stays as it was.
+
+    Why: each rank draws a head of its own, or loading refuses or reshuffles the trunk.
+    Look at: what fills a parameter that no file gives.
+    """
+    language, model = subject.model(), subject.model(head="value")
+    path = str(subject.bench.models.directory(language))
+    group = subject.start(model, changes={"model": {"path": path, "head": "value"}})
+    master = group.named_tensors("master")
+    expected = subject.bench.oracle(language).parameters()
+    trunk = {name: expected[name].float() for name in master if name != "score.weight"}
+    subject.verify(same_named("the trunk", {name: master[name] for name in trunk}, trunk))
+    subject.require(
+        bool(master["score.weight"].any()), "the new head is zero, so no gradient reaches the trunk"
+    )
+    verify_outputs(subject, group, model, "with a new head")
+
+
+@check("contract.forward-only", each="layout")
+def an_engine_without_optimizer_only_runs_forward(subject: Subject) -> None:
+    """With ``optimizer = null`` an engine gives outputs and exports, and refuses to train.
+
+    Why: a reference policy that trains along is no reference.
+    Look at: whatever takes an optimizer for granted.
+    """
+    model, data = subject.model(), subject.data()
+    group = subject.start(model, changes={"optimizer": None})
+    before = group.named_tensors("master")
+    verify_outputs(subject, group, model, "of an engine without an optimizer")
+    loss = TokenMeanLoss().spec()
+    group.eval_batch(data.batch(), loss, ONE_PASS)
+    for name, action in {
+        "train_batch()": lambda: group.train_batch(data.batch(), loss, ONE_PASS),
+        "forward_backward()": lambda: group.forward_backward(data.batch(), loss, ONE_PASS),
+        "named_tensors('exp_avg')": lambda: group.named_tensors("exp_avg"),
+    }.items():
+        subject.require(_refuses(action, (EngineStateError,)), f"{name} without an optimizer did not refuse")
+    subject.verify(same_named("weights without an optimizer", group.named_tensors("master"), before))
+
+
+@check("contract.order", each="layout")
+def outputs_come_in_the_callers_order(subject: Subject) -> None:
+    """Outputs are in the order of the batch, whatever micro-batches and ranks it went through.
+
+    Why: rows that come back in the order of packing belong to other samples, and nothing fails.
+    Look at: ``step(output, micro_batch)``, which must be called with the very micro-batch of that output.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.outputs(model, data, "logprobs")
+    group = subject.start(model)
+    for cut in (MicroBatchSpec(count=1), MicroBatchSpec(count=5), MicroBatchSpec(max_tokens=41)):
+        got = per_sequence(group.forward(data.batch(), cut), "logprobs", data)
+        subject.verify(compare_tokens(f"log-probs with {cut}", got, expected.values, expected.tolerance))

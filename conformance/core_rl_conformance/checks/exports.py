@@ -1,0 +1,128 @@
+"""Model directories: what an engine writes for transformers and servers, and what it reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from core_rl.config.engine import Head
+from core_rl.engines.meta import SaveLoadMeta, WeightUpdateMeta
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.diagnose import compare_named, same_named
+from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.subject import ONE_PASS, Subject
+
+LOSS = TokenMeanLoss(temperature=0.8)
+
+
+@check("I10.export")
+def export_loads_in_transformers(subject: Subject) -> None:
+    """An ``hf`` export after training loads in transformers: every tensor bitwise, tied weights written once.
+
+    Why: an export that writes both copies of a tied weight comes back untied, one that writes none comes
+    back with a random head (verl #6334, Automodel #2511).
+    Look at: the names of ``named_tensors("params")``, and ``tie_word_embeddings`` in the written config.
+    """
+    group = subject.start(optimizer={"lr": 3e-3, "weight_decay": 0.1})
+    for seed in range(2):
+        group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
+    path = subject.directory("export")
+    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    _verify_export(subject, group, path, "lm")
+
+
+@check("I10.export-value-head", requires=[Capability.VALUE_HEAD], each="layout")
+def value_export_loads_in_transformers(subject: Subject) -> None:
+    """The export of a model with a value head is a ``...ForSequenceClassification`` with ``score.weight``.
+
+    Why: a head under a private name is lost, and a critic starts again from noise.
+    Look at: the name of the head, and ``num_labels`` in the written config.
+    """
+    group = subject.start(subject.model(head="value"))
+    path = subject.directory("export")
+    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    _verify_export(subject, group, path, "value")
+
+
+@check("I12.disk", requires=[Capability.SYNC_DISK], each="layout")
+def disk_sync_writes_the_present_weights(subject: Subject) -> None:
+    """``upload_weights`` by disk writes every parameter as it is after the last step, bit for bit.
+
+    Why: weights of an earlier step, of one shard, or without buffers make the rollout server sample from
+    another policy (verl #7014, #5801).
+    Look at: ``named_tensors("params")`` and ``("buffers")``, and gathered copies that outlive a step.
+    """
+    group = subject.start(optimizer={"lr": 1e-2})
+    group.set_version(3)
+    for seed in range(2):
+        group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
+        path = subject.directory(f"sync-{seed}")
+        group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
+        _verify_export(subject, group, path, "lm")
+    subject.require(
+        group.get_version() == 3, "uploading weights changed the engine's version; the driver raises it"
+    )
+
+
+def _verify_export(subject: Subject, group: EngineGroup, path: Path, head: Head) -> None:
+    family = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    loading: tuple[PreTrainedModel, dict[str, object]] = family.from_pretrained(  # type: ignore[assignment]
+        path, output_loading_info=True, local_files_only=True, dtype=torch.float32
+    )
+    model, report = loading
+    problems = {name: str(found) for name, found in report.items() if found}
+    subject.require(not problems, f"transformers reports while loading the export: {problems}")
+    loaded = {name: value.detach() for name, value in model.named_parameters()}
+    # The scalar heads stay in float32, whatever the compute dtype.
+    params = {
+        name: value if name == "score.weight" else value.to(subject.dtype).float()
+        for name, value in group.named_tensors("master").items()
+    }
+    subject.verify(same_named("parameters of the export", loaded, params))
+    tied = model.config.tie_word_embeddings and head == "lm"
+    same = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    subject.require(same or not tied, "the config says tied, and the export does not load as tied")
+    written = {name for file in sorted(path.glob("*.safetensors")) for name in _names(file)}
+    subject.require(
+        written == set(loaded),
+        f"the files hold other tensors than the model: {sorted(written ^ set(loaded))}; a tied one is written once",
+    )
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+@check("I10.import", each="layout")
+def engine_loads_an_export(subject: Subject) -> None:
+    """``load(format="hf")`` sets every parameter, on every rank, and the next outputs are those of the new weights.
+
+    Why: a reload that forgets master weights, the tie, or a gathered copy computes with a mixture (vllm #44371).
+    Look at: ``_load_named_tensors``, and copies of the weights that are gathered or cached.
+    """
+    model = subject.model()
+    source = replace(model, seed=model.seed + 100)
+    data = subject.data()
+    group = subject.start(model)
+    group.forward(data.batch(), ONE_PASS)
+    group.load(SaveLoadMeta(path=str(subject.bench.models.directory(source)), format="hf"))
+    values = subject.bench.oracle(source).parameters()
+    expected = {name: value.float() for name, value in values.items()}
+    subject.verify(same_named("parameters after a load", group.named_tensors("master"), expected))
+    logprobs = subject.outputs(source, data, "logprobs")
+    finding = compare_named(
+        "log-probs after a load",
+        {"all": group.forward(data.batch(), ONE_PASS)["logprobs"]},
+        {"all": torch.cat(logprobs.values)},
+        {"all": logprobs.tolerance},
+    )
+    subject.verify(finding)

@@ -1,0 +1,310 @@
+"""Gradients, their norm and the loss: the same however the batch is cut, and equal to the oracle's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.data import Ragged
+from core_rl_conformance.diagnose import compare_named, compare_scalar, same_named
+from core_rl_conformance.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
+from core_rl_conformance.oracle import grad_norm
+from core_rl_conformance.ranks import backward_on_parts
+from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.tiny_models import TinyModel
+from core_rl_conformance.tolerance import Tolerance
+
+TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
+LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())
+
+
+@check("I1.gradients")
+def gradients_match_the_oracle(subject: Subject) -> None:
+    """The gradient of every parameter is that of (sum of totals) / (sum of weights), the oracle's.
+
+    Why: two backends that differ in the loss scale, a denominator or a reduction train differently
+    without an error (verl #4710: one backend's gradient norm is three times the other's).
+    Look at: who divides by what. The core has scaled the loss; the engine adds gradients up, over
+    micro-batches and over data-parallel ranks, and divides by nothing.
+    """
+    model, data = subject.model(), subject.data()
+    group = subject.start(model)
+    for loss in LOSSES:
+        metrics = group.forward_backward(data.batch(), loss.spec(), ONE_PASS)
+        expected = subject.gradients(model, data, loss)
+        subject.verify_gradients(f"of {type(loss).__name__}", group, metrics, expected)
+        group.optimizer_zero_grad()
+
+
+@check("I1.micro-batches")
+def micro_batches_change_nothing(subject: Subject) -> None:
+    """Loss, metrics and gradients do not depend on the number of micro-batches or their budget.
+
+    Why: a mean for each micro-batch, averaged, weighs tokens by the company they are in (transformers
+    #34191, SkyRL #1296, slime #365); a schedule that divides once more scales everything (AReaL #1273).
+    Look at: division by a local number of tokens, sequences or micro-batches; gradients that are
+    overwritten and not accumulated.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, TOKEN_MEAN)
+    group = subject.start(model)
+    cuts = [
+        MicroBatchSpec(count=2),
+        MicroBatchSpec(count=4),
+        MicroBatchSpec(count=7),
+        MicroBatchSpec(max_tokens=48),
+    ]
+    for cut in cuts:
+        what = f"with {cut.count} micro-batches" if cut.count else f"with a budget of {cut.max_tokens} tokens"
+        metrics = group.forward_backward(data.batch(), TOKEN_MEAN.spec(), cut)
+        subject.verify_gradients(what, group, metrics, expected)
+        _verify_metrics(subject, what, metrics, model, data)
+        group.optimizer_zero_grad()
+
+
+def _verify_metrics(
+    subject: Subject, what: str, metrics: Mapping[str, float], model: TinyModel, data: Ragged
+) -> None:
+    """Sums, means and extremes of what the loss reports, over all micro-batches and ranks."""
+    logprobs = subject.outputs(model, data, "logprobs", TOKEN_MEAN.temperature)
+    entropy = subject.outputs(model, data, "entropy", TOKEN_MEAN.temperature)
+    masks = [sequence.fields["mask"] for sequence in data.for_oracle()]
+    trained = torch.cat([value[mask] for value, mask in zip(logprobs.values, masks, strict=True)])
+    entropies = torch.cat([value[mask] for value, mask in zip(entropy.values, masks, strict=True)])
+    exact = Tolerance(baseline=0.0, floor=0.0)
+    expected = {
+        "tokens": (float(len(trained)), exact),
+        "mean_logprob": (float(trained.mean()), logprobs.tolerance),
+        "lowest_logprob": (float(trained.min()), logprobs.tolerance),
+        "highest_entropy": (float(entropies.max()), entropy.tolerance),
+    }
+    for name, (value, tolerance) in expected.items():
+        got = metrics.get(name, math.nan)
+        subject.verify(compare_scalar(f"the metric {name!r} {what}", got, value, tolerance))
+
+
+@check("I2.data-parallel", requires=[Capability.DATA_PARALLEL], min_dp=2)
+def unequal_ranks_change_nothing(subject: Subject) -> None:
+    """The gradients do not depend on how sequences fall on data-parallel ranks, even if one has none.
+
+    Why: a mean for each rank, averaged, or a denominator that is not reduced over the data-parallel
+    ranks, is wrong as soon as ranks have unequal numbers of tokens (verl #3994, AReaL #335, prime-rl
+    #2562, torchtitan #2206, #3575); a rank without work must still take part in every collective
+    (verl #5591).
+    Look at: the average that a data-parallel wrapper takes over ranks (the core wants the sum),
+    empty ranks that skip a forward pass.
+    """
+    model, data = subject.model(), subject.data()
+    ranks, count = subject.layout.dp, len(data.rows)
+    busy = [index for index, row in enumerate(data.rows) if any(row.mask[1:])]
+    idle = [index for index in range(count) if index not in busy]
+    cuts = {
+        "with nearly everything on rank 0": [
+            list(range(count - ranks + 1)),
+            *([count - r] for r in range(1, ranks)),
+        ],
+        "with one rank empty": [[], *(list(range(r, count, ranks - 1)) for r in range(ranks - 1))],
+        "with everything on the last rank": [*([] for _ in range(ranks - 1)), list(range(count))],
+        "with nothing to train on rank 0": [idle, *(busy[r :: ranks - 1] for r in range(ranks - 1))],
+    }
+    group = subject.start(model)
+    for loss in LOSSES:
+        expected = subject.gradients(model, data, loss)
+        for what, parts in cuts.items():
+            batches = data.batch().split(parts)
+            metrics = group.run(backward_on_parts, batches, loss.spec(), MicroBatchSpec(max_tokens=48))
+            subject.require(
+                all(m["loss"] == metrics[0]["loss"] for m in metrics),
+                f"ranks report different losses {what}: {[m['loss'] for m in metrics]}",
+            )
+            subject.verify_gradients(what, group, metrics[0], expected)
+            group.optimizer_zero_grad()
+
+
+@check("I4.grad-norm")
+def reported_norm_is_the_norm_of_the_gradients(subject: Subject) -> None:
+    """The reported norm is the norm of the gathered gradients before clipping, and the oracle's.
+
+    Why: a norm of one rank's shards, of one pipeline stage, or with replicated parameters counted
+    once for each rank, clips differently on every layout (torchtitan #649, AReaL #1497, Megatron-LM
+    #5916); a norm that is taken after clipping hides every spike.
+    Look at: ``_grad_shards``: each part once, and ``duplicates`` for what several ranks hold;
+    whether ``_reduce_grads`` has run before.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, TOKEN_MEAN)
+    group = subject.start(model, optimizer={"max_grad_norm": 0.05})
+    group.forward_backward(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=2))
+    gathered = grad_norm(group.named_tensors("grads"))
+    reported = group.optimizer_step()["grad_norm"]
+    # The square root of a float64 sum over float32 entries: a few units in the last place of a float64
+    # and, in an engine that sums in float32 chunks, of a float32.
+    exact = Tolerance(baseline=0.0, floor=4 * torch.finfo(torch.float32).eps * gathered)
+    subject.verify(
+        compare_scalar("the reported norm against the gathered gradients'", reported, gathered, exact)
+    )
+    subject.verify(compare_scalar("the reported norm", reported, expected.oracle.norm, expected.norm))
+    batch_norm = group.train_batch(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)["grad_norm"]
+    subject.require(
+        math.isfinite(batch_norm) and batch_norm > 0.05,
+        f"train_batch() reports the norm {batch_norm}, which is no norm before clipping to 0.05",
+    )
+
+
+@check("I5.two-calls", each="layout")
+def two_calls_equal_one(subject: Subject) -> None:
+    """Two calls of ``forward_backward`` with the ``total_weight`` of both leave the gradients of one call.
+
+    Why: a zero_grad or a division inside forward/backward makes accumulation wrong (torchtitan #3575,
+    verl #6957).
+    Look at: gradients that are dropped, reduced or averaged in each call; they add up until
+    ``optimizer_step()`` or an export reduces them once.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, TOKEN_MEAN)
+    group = subject.start(model)
+    halves = [
+        data.select(range(0, len(data.rows), 3)),
+        data.select([i for i in range(len(data.rows)) if i % 3]),
+    ]
+    losses = [_loss_part(group, half, expected.oracle.weight) for half in halves]
+    subject.verify_gradients("of two calls", group, {"loss": sum(losses)}, expected)
+    norm = group.optimizer_step()["grad_norm"]
+    subject.verify(compare_scalar("the norm of two calls", norm, expected.oracle.norm, expected.norm))
+
+
+def _loss_part(group: EngineGroup, data: Ragged, total_weight: float) -> float:
+    """Accumulate one part; its share of the whole loss."""
+    loss = TOKEN_MEAN.spec()
+    metrics = group.forward_backward(data.batch(), loss, MicroBatchSpec(count=2), total_weight=total_weight)
+    return metrics["loss"] * loss.weight(data.batch()) / total_weight
+
+
+@check("I5.eval-leaves-nothing", each="layout")
+def evaluation_leaves_nothing(subject: Subject) -> None:
+    """``eval_batch`` reports the oracle's loss, never steps, and neither leaves nor disturbs gradients.
+
+    Why: an optimizer step in evaluation trains on held-out data (NeMo-RL #1012); gradients that stay
+    behind are added to the next step's.
+    Look at: ``_run`` with ``forward_only``: no graph, no backward pass, and nothing that stays behind it.
+    """
+    model, data = subject.model(), subject.data()
+    other = subject.data(seed=1)
+    expected = subject.gradients(model, data, TOKEN_MEAN)
+    group = subject.start(model)
+    before = group.named_tensors("master")
+    evaluated = group.eval_batch(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=3))
+    subject.verify(
+        compare_scalar("the loss of eval_batch()", evaluated["loss"], expected.oracle.loss, expected.loss)
+    )
+    _verify_metrics(subject, "of eval_batch()", evaluated, model, data)
+    metrics = group.forward_backward(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)
+    group.eval_batch(other.batch(), TOKEN_MEAN.spec(), ONE_PASS)
+    group.forward(other.batch(), ONE_PASS)
+    subject.verify_gradients("with evaluations before and after", group, metrics, expected)
+    subject.verify(same_named("weights after evaluations", group.named_tensors("master"), before))
+
+
+@check("I6.masked-nan", each="layout")
+def masked_nan_is_harmless(subject: Subject) -> None:
+    """NaN in a field at positions that are not trained changes neither the loss nor any gradient.
+
+    Why: multiplying by a mask keeps NaN, since 0 * NaN is NaN (SkyRL #1635).
+    Look at: products with masks; select with ``torch.where`` or `core_rl.data.masked`.
+    """
+    model, data = subject.model(), subject.data()
+    batch = data.batch()
+    poisoned = torch.where(batch.loss_mask, batch["advantages"], torch.nan)
+    group = subject.start(model)
+    for cut in (ONE_PASS, MicroBatchSpec(count=3)):
+        metrics = group.forward_backward(batch.with_tokens(advantages=poisoned), TOKEN_MEAN.spec(), cut)
+        expected = subject.gradients(model, data, TOKEN_MEAN)
+        subject.verify_gradients("with NaN where nothing is trained", group, metrics, expected)
+        group.optimizer_zero_grad()
+
+
+@check("I6.masked-tokens", each="layout")
+def untrained_tokens_count_nothing(subject: Subject) -> None:
+    """Tokens that are not trained enter neither the loss, nor its weight, nor a gradient through their log-prob.
+
+    Why: the attention mask in place of the response mask trains the prompt (verl #2543, TRL #2708);
+    a denominator of all response positions counts what the mask leaves out (slime #365).
+    Look at: the loss mask on its way through packing and micro-batches.
+    """
+    model, data = subject.model(), subject.data(seed=2)
+    kept = [index for index, row in enumerate(data.rows) if any(row.mask[1:])]
+    expected = subject.gradients(model, data.select(kept), TOKEN_MEAN)
+    group = subject.start(model)
+    batch = data.batch()
+    elsewhere = torch.where(batch.loss_mask, batch["advantages"], 1e3)
+    metrics = group.forward_backward(
+        batch.with_tokens(advantages=elsewhere), TOKEN_MEAN.spec(), MicroBatchSpec(count=2)
+    )
+    subject.verify_gradients("with large advantages at untrained tokens", group, metrics, expected)
+
+
+@check("I10.tied-gradient", families=("qwen3", "gpt2"))
+def tied_gradient_is_the_sum_of_both_uses(subject: Subject) -> None:
+    """A tied embedding is one parameter; its gradient is the sum of its uses at the input and at the head.
+
+    Why: sharding, export or an adapter that unties it trains two different matrices (verl #6334,
+    Automodel #2511, peft #2018).
+    Look at: whether input embedding and head are the same parameter after wrapping, and whether the
+    head's gradient is added.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, TOKEN_MEAN)
+    name = next(iter(expected.oracle.grads))
+    group = subject.start(model)
+    names = set(group.tensor_shapes("params"))
+    extra = sorted(names - set(expected.oracle.grads))
+    subject.require(not extra, f"parameters that the model does not have: {extra}; a tied one comes once")
+    group.forward_backward(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=2))
+    grads = group.named_tensors("grads")
+    subject.require(name in grads, f"the tied parameter {name} has no gradient")
+    finding = compare_named(
+        "the gradient of the tied embedding",
+        {name: grads[name]},
+        {name: expected.oracle.grads[name]},
+        {name: expected.tolerances[name]},
+    )
+    subject.verify(finding)
+
+
+@check("I20.frozen", requires=[Capability.FROZEN_PARAMETERS], each="layout")
+def frozen_parameters_stay(subject: Subject) -> None:
+    """Frozen parameters have no gradient and no moments and never move; the others' gradients stay right.
+
+    Why: a frozen parameter that decays, or a wrapper that drops gradients beside frozen ones.
+    Look at: which parameters reach the optimizer, and gradient reduction where some have none.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, TOKEN_MEAN)
+    frozen = _names(expected.oracle.grads, ("0.",))
+    group = subject.start(model, frozen=["*.0.*"], optimizer={"lr": 1e-2, "weight_decay": 0.1})
+    before = group.named_tensors("master")
+    group.forward_backward(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=2))
+    trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in frozen}
+    grads = group.named_tensors("grads")
+    subject.verify(compare_named("gradients beside frozen parameters", grads, trained, expected.tolerances))
+    group.optimizer_step()
+    after = group.named_tensors("master")
+    subject.verify(
+        same_named(
+            "frozen weights after a step", {n: after[n] for n in frozen}, {n: before[n] for n in frozen}
+        )
+    )
+    moved = [name for name in trained if not torch.equal(after[name], before[name])]
+    subject.require(
+        len(moved) == len(trained), f"weights that did not move: {sorted(set(trained) - set(moved))}"
+    )
+
+
+def _names(names: Mapping[str, object], layers: Sequence[str]) -> list[str]:
+    return [name for name in names if any(f".{layer}" in name for layer in layers)]

@@ -1,0 +1,83 @@
+"""Value and reward heads: their outputs and their gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.spec import Capability
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.diagnose import compare_tokens
+from core_rl_conformance.losses import CheckLoss, RewardLoss, ValueLoss
+from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
+from core_rl_conformance.tiny_models import TinyModel
+
+
+@check("I7.values", requires=[Capability.VALUE_HEAD], each="layout")
+def values_match_the_oracle(subject: Subject) -> None:
+    """The value of the state before each token, and after the last, is the oracle's at any temperature.
+
+    Why: a value that belongs to the token before or after shifts every advantage by one; a temperature
+    has no meaning for it.
+    Look at: the alignment (``values[t]`` comes from the hidden state of token ``t - 1``), the scalar
+    head in float32 without bias.
+    """
+    model, data = subject.model(head="value"), subject.data()
+    group = subject.start(model)
+    for temperature in (1.0, 0.6):
+        output = group.forward(data.batch(), BUDGET, ("values",), temperature)
+        subject.verify_form(output, "values", data)
+        for name in ("values", "bootstrap"):
+            expected = subject.outputs(model, data, name)
+            what = f"{name} at temperature {temperature:g}"
+            got = per_sequence(output, name, data)
+            subject.verify(compare_tokens(what, got, expected.values, expected.tolerance))
+
+
+@check("I7.scores", requires=[Capability.REWARD_HEAD], each="layout")
+def scores_match_the_oracle(subject: Subject) -> None:
+    """The score of each sequence is the head on its last token.
+
+    Why: a score that is read at the end of the padding, or at the first EOS, ranks noise.
+    Look at: which position of each packed sequence the head reads.
+    """
+    model, data = subject.model(head="reward"), subject.data()
+    output = subject.start(model).forward(data.batch(), BUDGET, ("scores",))
+    scores = output["scores"]
+    form = f"{str(scores.dtype).removeprefix('torch.')} {list(scores.shape)}"
+    subject.require(
+        scores.dtype == torch.float32 and scores.shape == (len(data.rows),),
+        f"the output 'scores' is {form}; expected float32 [{len(data.rows)}]",
+    )
+    expected = subject.outputs(model, data, "scores")
+    subject.verify(compare_tokens("scores", list(scores.unbind()), expected.values, expected.tolerance))
+
+
+@check("I1.value-gradients", requires=[Capability.VALUE_HEAD], each="layout")
+def value_gradients_match_the_oracle(subject: Subject) -> None:
+    """The gradients of a value loss, with any cut into micro-batches, are the oracle's.
+
+    Why: a critic whose learning rate scales with the number of micro-batches (verl #6957).
+    Look at: the scalar head (float32, no bias, trained like every other parameter) and the loss scale.
+    """
+    _verify_head_gradients(subject, subject.model(head="value"), ValueLoss())
+
+
+@check("I1.reward-gradients", requires=[Capability.REWARD_HEAD], each="layout")
+def reward_gradients_match_the_oracle(subject: Subject) -> None:
+    """The gradients of a loss over sequence scores, with any cut into micro-batches, are the oracle's.
+
+    Why: a loss that counts sequences and is divided by tokens, or by the sequences of one micro-batch.
+    Look at: the scalar head, the position it reads, and the loss scale.
+    """
+    _verify_head_gradients(subject, subject.model(head="reward"), RewardLoss())
+
+
+def _verify_head_gradients(subject: Subject, model: TinyModel, loss: CheckLoss) -> None:
+    data = subject.data()
+    expected = subject.gradients(model, data, loss)
+    group = subject.start(model)
+    for cut in (ONE_PASS, MicroBatchSpec(max_tokens=48)):
+        metrics = group.forward_backward(data.batch(), loss.spec(), cut)
+        subject.verify_gradients(f"of the {model.head} head with {cut}", group, metrics, expected)
+        group.optimizer_zero_grad()

@@ -1,0 +1,165 @@
+"""Outputs of a forward pass: every single token against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core_rl.engines.outputs import OutputName
+from core_rl.engines.spec import Capability
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.data import LONG, Ragged
+from core_rl_conformance.diagnose import compare_signed_mean, compare_tokens
+from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.ranks import forward_inside_train_mode, train_mode_losses
+from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
+
+
+@check("I7.logprobs")
+def logprobs_match_the_oracle(subject: Subject) -> None:
+    """The log-prob of every token, the first and the last included, is the oracle's.
+
+    Why: values that are off by one position, or wrong only at the prompt boundary, train a wrong
+    policy without any error (verl #3287, SkyRL #1304, OpenRLHF #217).
+    Look at: the alignment of logits and tokens (``logprobs[t] = log p(x_t | x_<t)``, 0 at first
+    tokens), positions that restart in each sequence, attention that stays inside it.
+    """
+    _verify_token_output(subject, "logprobs", 1.0)
+
+
+@check("I7.entropy")
+def entropy_matches_the_oracle(subject: Subject) -> None:
+    """The entropy of the distribution that each token was drawn from is the oracle's.
+
+    Why: an entropy over padded vocabulary rows or padded tokens is a wrong bonus (TRL #3715).
+    Look at: the softmax (float32, over the true vocabulary only) and the alignment with the tokens.
+    """
+    _verify_token_output(subject, "entropy", 1.0)
+
+
+@check("I8.temperature", each="layout")
+def temperature_scales_the_logits(subject: Subject) -> None:
+    """At a temperature T, log-probs and entropy are those of ``softmax(logits / T)``.
+
+    Why: a temperature that is left out when log-probs are computed again makes the importance
+    ratio wrong (NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557).
+    Look at: where logits become log-probs; divide by ``step.temperature`` before the softmax.
+    """
+    for temperature in (0.6, 1.7):
+        _verify_token_output(subject, "logprobs", temperature)
+        _verify_token_output(subject, "entropy", temperature)
+
+
+@check("I7.logits", requires=[Capability.LOGITS], each="layout")
+def logits_match_the_oracle(subject: Subject) -> None:
+    """The logits that each token was drawn from are the oracle's, divided by the temperature.
+
+    Why: a loss over the full distribution (distillation, exact KL) needs every entry, and the log-prob
+    of the drawn tokens cannot show an error in the others.
+    Look at: padded vocabulary rows, the alignment with the tokens, the temperature.
+    """
+    _verify_token_output(subject, "logits", 1.0)
+    _verify_token_output(subject, "logits", 0.6)
+
+
+def _verify_token_output(subject: Subject, name: OutputName, temperature: float) -> None:
+    model, data = subject.model(), subject.data()
+    expected = subject.outputs(model, data, name, temperature)
+    output = subject.start(model).forward(data.batch(), BUDGET, (name,), temperature)
+    subject.verify_form(output, name, data)
+    got = per_sequence(output, name, data)
+    what = f"{name} at temperature {temperature:g}"
+    masks = [row.for_oracle().fields["mask"] for row in data.rows] if got[0].dim() == 1 else None
+    subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, masks))
+    if name != "logits":
+        subject.verify(compare_signed_mean(what, expected.signed_mean(got)))
+
+
+@check("I7.long-batch", each="engine")
+def long_batches_match_the_oracle(subject: Subject) -> None:
+    """In one pass over more than 1,024 tokens, every log-prob, entropy and gradient is still the oracle's.
+
+    Why: kernels that work in chunks are wrong at the edges of their chunks, or in the last incomplete one,
+    and small batches never reach an edge (I7).
+    Look at: the loop over chunks, in the forward and in the backward pass.
+    """
+    model, data = subject.model(), subject.data(lengths=LONG, seed=3)
+    output = subject.start(model).forward(data.batch(), ONE_PASS, ("logprobs", "entropy"))
+    for name in ("logprobs", "entropy"):
+        expected = subject.outputs(model, data, name)
+        got = per_sequence(output, name, data)
+        subject.verify(compare_tokens(f"{name} of a long batch", got, expected.values, expected.tolerance))
+    group, loss = subject.start(model), TokenMeanLoss()
+    metrics = group.forward_backward(data.batch(), loss.spec(), ONE_PASS)
+    subject.verify_gradients("of a long batch", group, metrics, subject.gradients(model, data, loss))
+
+
+@check("I6.neighbours", each="layout")
+def neighbours_change_nothing(subject: Subject) -> None:
+    """The log-probs of a sequence do not depend on what it is packed or batched with, nor on the order.
+
+    Why: attention that crosses packed sequences, or positions that run on, change every log-prob a
+    little and nothing fails (AReaL #1442, transformers #46634).
+    Look at: the attention's sequence boundaries (``cu_seqlens``), position ids, padding masks.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.outputs(model, data, "logprobs")
+    other = subject.data(seed=1)
+    mixed = Ragged(tuple(other.rows[i] if i % 2 else row for i, row in enumerate(data.rows)))
+    order = [*range(len(data.rows))][::-1]
+    group = subject.start(model)
+    runs = {
+        "next to other neighbours": (
+            mixed,
+            list(range(0, len(data.rows), 2)),
+            list(range(0, len(data.rows), 2)),
+        ),
+        "in the reverse order": (data.select(order), order, list(range(len(data.rows)))),
+        "alone": (data.select([2]), [2], [0]),
+    }
+    for what, (batch, originals, places) in runs.items():
+        got = per_sequence(group.forward(batch.batch(), ONE_PASS), "logprobs", batch)
+        finding = compare_tokens(
+            f"log-probs {what}",
+            [got[place] for place in (places if what != "in the reverse order" else range(len(order)))],
+            [expected.values[index] for index in originals],
+            expected.tolerance,
+        )
+        subject.verify(finding)
+
+
+@check("I9.dropout-off", each="layout")
+def forward_runs_without_dropout(subject: Subject) -> None:
+    """``forward`` and ``eval_batch`` run without dropout, also inside ``train_mode()``, which they restore.
+
+    Why: log-probs of a model in training mode are noise, and a mode that is not restored turns
+    dropout off for the rest of the training (verl #4708).
+    Look at: ``_set_training``, and whether the module hands ``self.training`` to its attention.
+    """
+    model, data = subject.model(dropout=0.5), subject.data()
+    expected = subject.outputs(replace(model, dropout=0.0), data, "logprobs")
+    loss = TokenMeanLoss()
+    truth = subject.gradients(replace(model, dropout=0.0), data, loss)
+    group = subject.start(model)
+    losses = group.run(train_mode_losses, data.batch(), loss.spec(), ONE_PASS)[0]
+    for when, pair in (("before a forward()", losses[:2]), ("after a forward()", losses[2:])):
+        subject.require(
+            pair[0] != pair[1],
+            f"two training passes {when} inside train_mode() have the same loss: dropout is off in training",
+        )
+    group.train_batch(data.batch(), loss.spec(), ONE_PASS)
+    group = subject.start(model)
+    runs = {
+        "by forward()": group.forward(data.batch(), BUDGET),
+        "by a second forward()": group.forward(data.batch(), BUDGET),
+        "by forward() inside train_mode()": group.run(
+            forward_inside_train_mode, data.batch(), ONE_PASS, ("logprobs",)
+        )[0],
+    }
+    for what, output in runs.items():
+        got = per_sequence(output, "logprobs", data)
+        subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance))
+    evaluated = group.eval_batch(data.batch(), loss.spec(), ONE_PASS)["loss"]
+    subject.require(
+        truth.loss.allows(abs(evaluated - truth.oracle.loss)),
+        f"eval_batch() reports the loss {evaluated:.7g}; without dropout it is {truth.oracle.loss:.7g}",
+    )

@@ -1,0 +1,222 @@
+"""Optimizer steps: what the weights and moments are afterwards, and when there is no step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import TensorKind
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.diagnose import compare_named, compare_scalar, same_named
+from core_rl_conformance.losses import InfiniteGradientLoss, TokenMeanLoss
+from core_rl_conformance.oracle import AdamW, AdamWState
+from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.tolerance import FLOOR_ULPS, Tolerance
+from core_rl_conformance.training import Shadow, optimizer_config, verify_outputs
+
+LOSS = TokenMeanLoss(temperature=0.8)
+TWO = MicroBatchSpec(count=2)
+STATE: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+DECAYING = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+
+
+@check("I20.adamw")
+def steps_are_those_of_adamw(subject: Subject) -> None:
+    """Weights and moments after several steps are those of a float64 AdamW on the engine's own gradients.
+
+    Why: wrong decay, epsilon or bias correction, a learning rate that lags behind its schedule, optimizer
+    math in a smaller dtype, parameters that the optimizer never got (pytorch #149205).
+    Look at: the optimizer's construction (matrices decay, norms and biases do not), ``_set_lr``, the
+    float32 master weights.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer=optimizer_config(DECAYING, total_steps=6))
+    shadow = Shadow.of(group, DECAYING, total_steps=6)
+    shadow.train(subject, group, [subject.data(seed=s).batch() for s in range(4)], LOSS.spec(), TWO)
+    shadow.verify(subject, group, "after 4 steps")
+    verify_outputs(subject, group, model, "after 4 steps")
+    subject.require(group.progress.updates == 4, f"4 steps count as {group.progress.updates} updates")
+
+
+@check("I4.clipping", each="layout")
+def clipping_scales_the_update(subject: Subject) -> None:
+    """With a tiny ``max_grad_norm`` the update is that of the scaled gradients; the reported norm is not scaled.
+
+    Why: an engine that computes the norm and forgets to clip, or clips each shard by its own norm, looks
+    right until the first spike.
+    Look at: ``_step(scale)``, which must scale every gradient before the optimizer runs.
+    """
+    # Adam's update hardly depends on the scale of its gradients, unless epsilon is large.
+    config = AdamW(lr=1e-1, eps=1e-2, max_grad_norm=0.02)
+    group = subject.start(optimizer=optimizer_config(config))
+    shadow = Shadow.of(group, config)
+    shadow.train(subject, group, [subject.data(seed=s).batch() for s in range(2)], LOSS.spec(), ONE_PASS)
+    shadow.verify(subject, group, "after clipped steps")
+
+
+@check("I1.train-batch")
+def train_batch_follows_the_oracle(subject: Subject) -> None:
+    """``train_batch`` moves the weights along the oracle's gradient, whatever the cut into micro-batches.
+
+    Why: what is exported may be right, and what the optimizer uses wrong: stale, scaled, or of one rank.
+    Look at: whether the optimizer steps on the very tensors that ``named_tensors("grads")`` shows.
+    """
+    # With a large epsilon the update is a smooth function of the gradient: its error is at most
+    # lr / eps times the gradient's, so no noise is amplified.
+    config = AdamW(lr=0.5, eps=1.0)
+    model, data = subject.model(), subject.data()
+    gradients = subject.gradients(model, data, LOSS)
+    for cut in (ONE_PASS, MicroBatchSpec(count=4), MicroBatchSpec(max_tokens=48)):
+        group = subject.start(optimizer=optimizer_config(config))
+        state = AdamWState.start(subject.bench.oracle(model).parameters())
+        config.step(state, gradients.oracle.grads)
+        reported = group.train_batch(data.batch(), LOSS.spec(), cut)
+        largest = max(float(value.abs().max()) for value in state.params.values())
+        slope = config.lr / config.eps
+        floor = FLOOR_ULPS * torch.finfo(torch.float32).eps * largest
+        allowed = {
+            name: Tolerance(baseline=slope * t.baseline, floor=floor + slope * t.floor)
+            for name, t in gradients.tolerances.items()
+        }
+        what = f"weights after train_batch() with {cut}"
+        subject.verify(compare_named(what, group.named_tensors("master"), state.params, allowed))
+        subject.verify(
+            compare_scalar(
+                "the loss of train_batch()", reported["loss"], gradients.oracle.loss, gradients.loss
+            )
+        )
+        subject.verify(
+            compare_scalar(
+                "the norm of train_batch()", reported["grad_norm"], gradients.oracle.norm, gradients.norm
+            )
+        )
+
+
+@check("I5.several-train-batches", each="layout")
+def each_train_batch_starts_from_zero(subject: Subject) -> None:
+    """A second ``train_batch`` has only its own gradients, and later outputs are those of the new weights.
+
+    Why: gradients that are never dropped, and forward passes that still use the old weights.
+    Look at: ``_zero_grad``, and gathered or cached copies of weights that outlive a step.
+    """
+    model, first, second = subject.model(), subject.data(seed=1), subject.data()
+    group = subject.start(model, optimizer={"lr": 0.0})
+    group.train_batch(first.batch(), LOSS.spec(), TWO)
+    norm = group.train_batch(second.batch(), LOSS.spec(), TWO)["grad_norm"]
+    expected = subject.gradients(model, second, LOSS)
+    subject.verify(compare_scalar("the norm of the second batch", norm, expected.oracle.norm, expected.norm))
+    group = subject.start(model, optimizer={"lr": 5e-2})
+    group.forward(second.batch(), ONE_PASS)
+    group.train_batch(first.batch(), LOSS.spec(), TWO)
+    verify_outputs(subject, group, model, "after a step")
+
+
+@check("I10.tied-after-steps", families=("qwen3", "gpt2"), each="layout")
+def tied_weights_stay_tied(subject: Subject) -> None:
+    """After several steps the head still equals the embedding, on every rank's shard.
+
+    Why: a wrapper that unties them lets input and output drift apart, one step at a time (Automodel #2511).
+    Look at: whether the tie is made again after sharding, loading or moving to a device.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 5e-2})
+    for seed in range(2):
+        group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
+    verify_outputs(subject, group, model, "after steps with a tied embedding")
+
+
+@check("I20.all-move", each="layout")
+def every_parameter_moves(subject: Subject) -> None:
+    """One step moves every trainable parameter, and every part of the ones that a gradient reaches.
+
+    Why: parameters that the optimizer does not know, or a kernel that drops ``requires_grad``, are never
+    trained and nothing fails (pytorch #149205, verl #6913).
+    Look at: what is given to the optimizer, and whether it was built before the parameters were replaced.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, LOSS)
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    before = group.named_tensors("master")
+    group.train_batch(data.batch(), LOSS.spec(), ONE_PASS)
+    after = group.named_tensors("master")
+    for name, grad in expected.oracle.grads.items():
+        reached = grad.abs() > 100 * expected.tolerances[name].limit
+        still = int(((after[name] == before[name]) & reached).sum())
+        subject.require(
+            not still, f"{still} of {int(reached.sum())} entries of {name} have a gradient and did not move"
+        )
+        subject.require(bool(torch.isfinite(after[name]).all()), f"{name} is not finite after one step")
+
+
+@check("I20.nan-loss-skips", each="layout")
+def nan_skips_the_step(subject: Subject) -> None:
+    """A loss or gradient that is not finite, on any rank, skips the step on all and changes nothing.
+
+    Why: one bad sample must not end a run, and one rank must not step alone.
+    Look at: gradients that survive the skipped step, and an Adam step count that advances without one.
+    """
+    config = replace(DECAYING, max_grad_norm=None)
+    data = subject.data()
+    batch = data.batch()
+    poisoned = batch["advantages"].clone()
+    poisoned[int(batch.loss_mask.nonzero()[-1])] = math.nan
+    group = subject.start(optimizer=optimizer_config(config))
+    group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
+    before = {kind: group.named_tensors(kind) for kind in STATE}
+    for value in (math.nan, math.inf):
+        bad = batch.with_tokens(advantages=torch.where(poisoned.isnan(), value, poisoned))
+        reported = group.train_batch(bad, LOSS.spec(), MicroBatchSpec(count=3))
+        subject.require(reported["update_successful"] == 0.0, f"a loss of {value} made an update: {reported}")
+    reported = group.train_batch(batch, InfiniteGradientLoss().spec(), ONE_PASS)
+    subject.require(reported["update_successful"] == 0.0, f"an infinite gradient made an update: {reported}")
+    for kind, tensors in before.items():
+        subject.verify(same_named(f"{kind} after skipped steps", group.named_tensors(kind), tensors))
+    subject.require(group.progress.updates == 1, f"skipped steps count as updates: {group.progress}")
+    shadow = Shadow.of(group, config)
+    shadow.train(subject, group, [batch], LOSS.spec(), TWO)
+    shadow.verify(subject, group, "after a step that follows skipped ones")
+
+
+@check("I16.all-masked", each="layout")
+def all_masked_skips_the_step(subject: Subject) -> None:
+    """A batch without a trained token skips the step, says so, and changes nothing.
+
+    Why: a weight of zero divides by zero, and decay or old moments would move the weights.
+    Look at: nothing of the engine's, unless a pass with a zero loss fails or leaves gradients behind.
+    """
+    group = subject.start(optimizer=optimizer_config(DECAYING))
+    group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
+    before = {kind: group.named_tensors(kind) for kind in STATE}
+    reported = group.train_batch(subject.data().without_mask().batch(), LOSS.spec(), TWO)
+    subject.require(reported["update_successful"] == 0.0, f"an all-masked batch made an update: {reported}")
+    for kind, tensors in before.items():
+        subject.verify(same_named(f"{kind} after an all-masked batch", group.named_tensors(kind), tensors))
+
+
+@check("I16.few-sequences", each="layout")
+def few_sequences_are_enough(subject: Subject) -> None:
+    """A batch with fewer sequences than ranks or micro-batches trains as the oracle says, and in time.
+
+    Why: ranks whose micro-batch counts differ wait for each other forever (verl #5591, AReaL #1139).
+    Look at: empty ranks and dummy micro-batches, which must run every collective and add exactly nothing.
+    """
+    model, data = subject.model(), subject.data().select([0, 9])
+    single = data.select([0])
+    group = subject.start(model)
+    for part in (single, data):
+        expected = subject.gradients(model, part, LOSS)
+        metrics = group.forward_backward(part.batch(), LOSS.spec(), MicroBatchSpec(count=3))
+        subject.verify_gradients(f"of {len(part.rows)} sequences", group, metrics, expected)
+        group.optimizer_zero_grad()
+    got = list(group.forward(single.batch(), MicroBatchSpec(count=3))["logprobs"].split(single.lengths))
+    expected_logprobs = subject.outputs(model, single, "logprobs")
+    finding = compare_named(
+        "log-probs of a single sequence",
+        {"logprobs": got[0]},
+        {"logprobs": expected_logprobs.values[0]},
+        {"logprobs": expected_logprobs.tolerance},
+    )
+    subject.verify(finding)

@@ -1,0 +1,115 @@
+"""The sequences that checks run on, as plain lists; the engine and the oracle each get their own form."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from core_rl.data.batch import SequenceBatch
+from core_rl_conformance.oracle import OracleSequence
+
+__all__ = ["LENGTHS", "LONG", "Ragged", "Row", "ragged"]
+
+LENGTHS = (17, 2, 31, 5, 1, 23, 9, 40, 3, 12, 28, 7, 19, 4, 2, 13)
+"""Unequal, with the shortest possible: a single token, which nothing predicts."""
+
+LONG = (64, 47, 1, 58, 33, 64, 51, 29, 60, 44, 63, 38, 57, 2, 49, 62, 41, 55, 36, 61, 53, 46, 59, 39)
+"""More than 1,024 tokens in all, which is more than the usual pieces of chunked kernels; some have the
+largest length that the models take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sequence of ``L`` tokens: a prompt, which is not trained, and a response with holes in its mask."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    advantages: tuple[float, ...]
+    target: float
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return self.mask.index(True) if True in self.mask else len(self.mask)
+
+    def for_oracle(self) -> OracleSequence:
+        """The same for the oracle; the first token is never trained."""
+        mask = torch.tensor((False, *self.mask[1:]))
+        advantages = torch.tensor(self.advantages, dtype=torch.float64)
+        fields = {
+            "mask": mask,
+            "advantages": advantages,
+            "target": torch.tensor(self.target, dtype=torch.float64),
+        }
+        return OracleSequence(input_ids=list(self.ids), fields=fields)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sequences of unequal lengths; hashable, so that what was computed for them can be kept."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each sequence."""
+        return [len(row.ids) for row in self.rows]
+
+    def select(self, indices: Sequence[int]) -> Ragged:
+        """The sequences ``indices``, in that order."""
+        return Ragged(tuple(self.rows[index] for index in indices))
+
+    def without_mask(self) -> Ragged:
+        """The same sequences, of which no token is trained."""
+        return Ragged(tuple(replace(row, mask=(False,) * len(row.mask)) for row in self.rows))
+
+    def batch(self) -> SequenceBatch:
+        """The packed batch, with the fields ``loss_mask``, ``advantages`` and ``target`` (float32)."""
+        return SequenceBatch.from_sequences(
+            [row.ids for row in self.rows],
+            tokens={
+                "loss_mask": [torch.tensor(row.mask) for row in self.rows],
+                "advantages": [torch.tensor(row.advantages) for row in self.rows],
+            },
+            sequences={"target": torch.tensor([row.target for row in self.rows])},
+        )
+
+    def for_oracle(self) -> list[OracleSequence]:
+        """The sequences one by one."""
+        return [row.for_oracle() for row in self.rows]
+
+
+def ragged(vocab_size: int, seed: int, lengths: Sequence[int] = LENGTHS) -> Ragged:
+    """Random sequences. One of them is not trained at all, and the last begins as the longest does.
+
+    The ids 0 to 2, which many take for padding, BOS and EOS, and the last one of the vocabulary stand in
+    the middle and at the end of sequences: to the model they are tokens like others.
+    """
+    rng = random.Random(seed)
+    rows = [_row(rng, vocab_size, length) for length in lengths]
+    by_length = sorted(range(len(rows)), key=lambda index: lengths[index])
+    if len(rows) > 2:
+        untrained = by_length[len(rows) // 2]
+        rows[untrained] = replace(rows[untrained], mask=(False,) * lengths[untrained])
+        rows[-1] = replace(rows[-1], ids=rows[by_length[-1]].ids[: lengths[-1]])
+    return Ragged(tuple(rows))
+
+
+def _row(rng: random.Random, vocab_size: int, length: int) -> Row:
+    prompt = rng.randrange(0, max(1, length // 2) + 1)
+    mask = tuple(t >= prompt and rng.random() > 0.15 for t in range(length))
+    ids = [rng.randrange(vocab_size) for _ in range(length)]
+    special = (0, 1, 2, vocab_size - 1)
+    for place in (length // 2, length - 1):
+        if place and rng.random() < 0.5:
+            ids[place] = rng.choice(special)
+    # Multiples of 1/64 are exact in every dtype.
+    return Row(
+        ids=tuple(ids),
+        mask=mask,
+        advantages=tuple(rng.randrange(-128, 129) / 64 for _ in range(length)),
+        target=rng.randrange(-128, 129) / 64,
+    )

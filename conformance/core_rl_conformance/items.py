@@ -1,0 +1,136 @@
+"""Checks as pytest items.
+
+Not as test functions: fixtures, name patterns and plugins of the directory that the suite happens to run
+in must not change what it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core_rl.errors import CoreRLError, GroupError
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.catalogue import Check, check_of
+from core_rl_conformance.matrix import Case, Selection, Target, cases
+from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.subject import Subject
+
+__all__ = ["BENCH", "PLAN", "CheckFile", "CheckItem", "Plan"]
+
+
+class Plan:
+    """What the session checks."""
+
+    def __init__(self, targets: list[Target], selection: Selection) -> None:
+        self.targets = targets
+        self.selection = selection
+
+
+PLAN = pytest.StashKey[Plan]()
+BENCH = pytest.StashKey[Bench]()
+
+
+class CheckFile(pytest.File):
+    """A module of `core_rl_conformance.checks`."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        plan = self.config.stash[PLAN]
+        module = importlib.import_module(f"core_rl_conformance.checks.{self.path.stem}")
+        for value in vars(module).values():
+            check = check_of(value)
+            if check is not None and check.function.__module__ == module.__name__:
+                yield from self._items(check, plan)
+
+    def _items(self, check: Check, plan: Plan) -> Iterator[pytest.Item]:
+        for target in plan.targets:
+            for case in cases(check, target, plan.selection):
+                yield CheckItem.build(self, case)
+
+
+class CheckItem(pytest.Item):
+    """One case of a check."""
+
+    case: Case
+    seconds: float
+    measurements: list[Measurement]
+
+    @classmethod
+    def build(cls, parent: CheckFile, case: Case) -> CheckItem:
+        """The item of ``case``, with a strict expected failure if the profile waives it."""
+        name = f"{case.check.identifier}[{case.name}]"
+        # As text, which pytest reads back from its cache for --lf: it keeps the brackets apart from the name.
+        item: CheckItem = cls.from_parent(parent, name=name, nodeid=f"{parent.nodeid}::{name}")
+        item.case = case
+        item.seconds = 0.0
+        item.measurements = []
+        for waiver in case.target.profile.waivers:
+            if waiver.covers(case.check.identifier, case.layout, case.family):
+                reason = f"waived: {waiver.reason} (owner: {waiver.owner})"
+                item.add_marker(pytest.mark.xfail(strict=True, raises=waiver.raises, reason=reason))
+        if case.check.provisional:
+            item.add_marker(pytest.mark.xfail(strict=False, reason="provisional"))
+        return item
+
+    def setup(self) -> None:
+        if self.case.not_supported:
+            pytest.skip(self.case.not_supported)
+        if self.case.not_run:
+            pytest.skip(self.case.not_run)
+
+    def runtest(self) -> None:
+        bench = self.config.stash[BENCH]
+        directory = bench.directory / "cases" / self.name.replace("/", "_")
+        directory.mkdir(parents=True)
+        subject = Subject(self.case, bench, directory)
+        started = time.monotonic()
+        try:
+            self.case.check.function(subject)
+        except GroupError:
+            # Its processes may be gone, or in a state that nobody knows.
+            bench.groups.discard(self.case.target.spec.name)
+            raise
+        finally:
+            self.seconds = time.monotonic() - started
+            self.measurements = subject.measurements
+            # Checkpoints add up over some hundred cases.
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def result(self, outcome: Outcome, reason: str) -> CaseResult:
+        """What became of it."""
+        case = self.case
+        return CaseResult(
+            check=case.check.identifier,
+            engine=case.target.spec.name,
+            layout=str(case.layout),
+            model=case.family,
+            dtype=case.dtype,
+            seed=case.seed,
+            outcome=outcome,
+            provisional=case.check.provisional,
+            seconds=self.seconds,
+            capabilities=tuple(sorted(case.capabilities)),
+            measurements=tuple(self.measurements),
+            reason=reason,
+        )
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """What the check has to say; for an error of the engine, where in the check it came up as well."""
+        if isinstance(excinfo.value, AssertionError) and excinfo.value.args:
+            return str(excinfo.value)
+        if isinstance(excinfo.value, CoreRLError):
+            case = self.case
+            engine = f"engine {case.target.spec.name!r}, layout {case.layout}, model {case.family}"
+            notes = "\n".join(getattr(excinfo.value, "__notes__", []))
+            return f"{case.check.identifier}: {engine}\n  {type(excinfo.value).__name__}: {excinfo.value}\n{notes}"
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        code = self.case.check.function.__code__
+        return self.path, code.co_firstlineno, self.name

@@ -1,0 +1,160 @@
+"""The losses of the checks, each written twice: for engines (`LossSpec`) and for the oracle (plain torch).
+
+Both forms are frozen dataclasses without state, so they travel to ranks, and results can be kept by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.masked import masked_fill, masked_sum, segment_sum
+from core_rl.engines.loss import LossSpec, count_sequences, count_tokens
+from core_rl.engines.metrics import Metric
+from core_rl.engines.outputs import ModelOutput
+from core_rl_conformance.oracle import OracleSequence
+
+__all__ = [
+    "CheckLoss",
+    "InfiniteGradientLoss",
+    "RewardLoss",
+    "SequenceMeanLoss",
+    "TokenMeanLoss",
+    "ValueLoss",
+]
+
+EngineResult = tuple[Tensor, Mapping[str, Metric]]
+Outputs = Mapping[str, Tensor]
+
+
+class CheckLoss(Protocol):
+    """A loss in both forms."""
+
+    @property
+    def temperature(self) -> float:
+        """What the log-probs are computed at."""
+        ...
+
+    def spec(self) -> LossSpec:
+        """For an engine."""
+        ...
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        """For the oracle and the plain model: the sum over one sequence and how much it counts."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMeanLoss:
+    """The mean over trained tokens of ``-advantage * log p - coef * entropy``."""
+
+    entropy_coef: float = 0.25
+    temperature: float = 1.0
+
+    def spec(self) -> LossSpec:
+        return LossSpec(
+            fn=self, weight_fn=count_tokens, outputs=("logprobs", "entropy"), temperature=self.temperature
+        )
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        mask = batch.loss_mask
+        terms = -batch["advantages"] * output["logprobs"] - self.entropy_coef * output["entropy"]
+        logprobs = masked_fill(output["logprobs"], mask)
+        metrics = {
+            "mean_logprob": Metric.mean(logprobs.sum(), mask.sum()),
+            "tokens": Metric.sum(mask.sum()),
+            "lowest_logprob": Metric.min(logprobs.min()),
+            "highest_entropy": Metric.max(masked_fill(output["entropy"], mask).max()),
+        }
+        return masked_sum(terms, mask), metrics
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        mask, advantages = sequence.fields["mask"], sequence.fields["advantages"]
+        terms = -advantages * outputs["logprobs"] - self.entropy_coef * outputs["entropy"]
+        return terms[mask].sum(), float(mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceMeanLoss:
+    """The mean over sequences of each one's own token mean; a sequence without trained tokens counts nothing."""
+
+    temperature: float = 1.0
+
+    def spec(self) -> LossSpec:
+        return LossSpec(
+            fn=self, weight_fn=count_sequences, outputs=("logprobs",), temperature=self.temperature
+        )
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        mask = batch.loss_mask
+        sums = segment_sum(masked_fill(-batch["advantages"] * output["logprobs"], mask), batch.cu_seqlens)
+        counts = segment_sum(mask.float(), batch.cu_seqlens)
+        means = sums / counts.clamp(min=1.0)
+        return means.sum(), {"sequences": Metric.sum((counts > 0).sum())}
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        mask, advantages = sequence.fields["mask"], sequence.fields["advantages"]
+        if not mask.any():
+            return torch.zeros(()), 0.0
+        return (-advantages * outputs["logprobs"])[mask].mean(), 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniteGradientLoss:
+    """A finite loss whose gradient is not finite: the square root at 0. For engines only."""
+
+    def spec(self) -> LossSpec:
+        return LossSpec(fn=self, weight_fn=count_tokens, outputs=("logprobs",))
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        logprobs = masked_sum(output["logprobs"], batch.loss_mask)
+        return (logprobs - logprobs.detach()).abs().sqrt() - logprobs, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """The mean over trained tokens of half the squared error of the value."""
+
+    temperature: float = 1.0
+
+    def spec(self) -> LossSpec:
+        return LossSpec(fn=self, weight_fn=count_tokens, outputs=("values",), temperature=self.temperature)
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        mask = batch.loss_mask
+        errors = output["values"] - batch["advantages"]
+        return masked_sum(0.5 * errors**2, mask), {
+            "value_error": Metric.mean(masked_sum(errors, mask), mask.sum())
+        }
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        mask = sequence.fields["mask"]
+        errors = (outputs["values"] - sequence.fields["advantages"])[mask]
+        return (0.5 * errors**2).sum(), float(mask.sum())
+
+
+def _count_all(batch: SequenceBatch) -> float:
+    return float(batch.num_sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardLoss:
+    """The mean over all sequences of half the squared error of the score."""
+
+    temperature: float = 1.0
+
+    def spec(self) -> LossSpec:
+        return LossSpec(fn=self, weight_fn=_count_all, outputs=("scores",), temperature=self.temperature)
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        errors = output["scores"] - batch["target"]
+        return (0.5 * errors**2).sum(), {"score_error": Metric.mean(errors.sum(), len(errors))}
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        error = outputs["scores"] - sequence.fields["target"]
+        return 0.5 * error**2, 1.0

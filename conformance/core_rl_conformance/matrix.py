@@ -1,0 +1,191 @@
+"""What is run: every check, for every engine, on the layouts and models of the engine's profile."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from core_rl.config.engine import DType
+from core_rl.config.layout import ParallelLayout
+from core_rl.engines.discovery import load_object
+from core_rl.engines.registry import get_spec
+from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.errors import ConfigError, raise_all
+from core_rl_conformance.catalogue import Check
+from core_rl_conformance.profile import FAMILIES, Profile
+
+__all__ = ["Case", "Selection", "Target", "cases", "load_target", "select"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An engine under check, with its profile."""
+
+    spec: EngineSpec
+    profile: Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What the command line asks for; None is everything that the profile names."""
+
+    layouts: tuple[str, ...] | None = None
+    families: tuple[str, ...] | None = None
+    dtype: DType | None = None
+    seed: int = 0
+    quick: bool = False
+    device: str = "cpu"
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether it leaves something out that the profile names."""
+        return self.quick or any(part is not None for part in (self.layouts, self.families, self.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One check on one engine, layout and tiny model."""
+
+    check: Check
+    target: Target
+    layout: ParallelLayout
+    family: str
+    dtype: DType
+    seed: int
+    device: str
+    other_layout: ParallelLayout | None = None
+    """Another layout of the session, or else of the profile, for what moves between two."""
+    not_supported: str = ""
+    """Why the engine cannot be asked."""
+    not_run: str = ""
+    """Why it can be asked, but not here."""
+
+    @property
+    def name(self) -> str:
+        """The part of the test's name in brackets."""
+        return "-".join([self.target.spec.name, str(self.layout), self.family, self.dtype])
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the engine declares and this case shows."""
+        special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
+        special |= {Capability.CUDA} if self.device == "cuda" else set()
+        return frozenset(special) | self.check.requires | self.layout.needed_capabilities()
+
+
+def load_target(name: str, known_checks: Collection[str]) -> Target:
+    """The engine ``name`` and its profile; without one, the suite runs the default profile.
+
+    Raises `EngineError` for an engine that cannot be used, and `ConfigError` that lists everything
+    that is wrong with its profile.
+    """
+    spec = get_spec(name)
+    found = load_object(spec.conformance, f"engine {name!r}: its profile") if spec.conformance else Profile()
+    if not isinstance(found, Profile):
+        raise ConfigError(f"engine {name!r}: {spec.conformance!r} is a {type(found).__name__}, not a Profile")
+    raise_all(
+        ConfigError, f"the conformance profile of engine {name!r}", found.violations(spec, known_checks)
+    )
+    return Target(spec=spec, profile=found)
+
+
+def select(targets: Sequence[Target], selection: Selection) -> None:
+    """Raise `ConfigError` for a selection that is empty or unknown for every engine."""
+    layouts = {str(layout) for target in targets for layout in target.profile.layouts}
+    families = {family for target in targets for family in target.profile.families}
+    dtypes = {dtype for target in targets for dtype in target.profile.dtypes}
+    problems = [
+        f"--layout={name}: the profiles have {_listed(layouts)}"
+        for name in selection.layouts or ()
+        if name not in layouts
+    ]
+    problems += [
+        f"--model={name}: the profiles have {_listed(families)}; the suite builds {', '.join(FAMILIES)}"
+        for name in selection.families or ()
+        if name not in families
+    ]
+    if selection.dtype is not None and selection.dtype not in dtypes:
+        problems.append(f"--dtype={selection.dtype}: the profiles have {_listed(dtypes)}")
+    raise_all(ConfigError, "nothing to check", problems)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
+    """The cases of one check for one engine; one that cannot be asked gives a single case that says so."""
+    profile = target.profile
+    layouts = [p for p in profile.layouts if selection.layouts is None or str(p) in selection.layouts]
+    families = [f for f in profile.families if selection.families is None or f in selection.families]
+    dtypes = [d for d in profile.dtypes if selection.dtype is None or d == selection.dtype]
+    if selection.quick:
+        # The smallest layout and the smallest with several ranks show most bugs.
+        layouts, dtypes = layouts[:2], dtypes[:1]
+    if check.kind != target.spec.kind or not (layouts and families and dtypes):
+        return []
+    wide = [layout for layout in layouts if layout.dp >= check.min_dp]
+    suited = [family for family in families if check.families is None or family in check.families]
+    not_supported = _not_supported(check, target, selection)
+    not_run = _not_run(check, target, wide, suited)
+    if not_supported or not_run:
+        places = [(layouts[0], families[0], dtypes[0])]
+    else:
+        places = list(_places(check, wide, suited, dtypes, selection.quick))
+    return [
+        Case(
+            check=check,
+            target=target,
+            layout=layout,
+            family=family,
+            dtype=dtype,
+            seed=selection.seed,
+            device=selection.device,
+            other_layout=_next(layout, layouts) or _next(layout, profile.layouts),
+            not_supported=not_supported,
+            not_run=not_run,
+        )
+        for layout, family, dtype in places
+    ]
+
+
+def _next(layout: ParallelLayout, layouts: Sequence[ParallelLayout]) -> ParallelLayout | None:
+    """The layout after ``layout`` in ``layouts``, which begin again at their end; None if there is no other."""
+    following = layouts[(layouts.index(layout) + 1) % len(layouts)]
+    return None if following == layout else following
+
+
+def _not_supported(check: Check, target: Target, selection: Selection) -> str:
+    asked = check.requires | ({Capability.CUDA} if selection.device == "cuda" else set())
+    missing = sorted(asked - target.spec.capabilities)
+    return f"undeclared: {', '.join(missing)}" if missing else ""
+
+
+def _not_run(check: Check, target: Target, layouts: Sequence[ParallelLayout], families: Sequence[str]) -> str:
+    if len(target.profile.layouts) < check.min_layouts:
+        return f"the profile has {len(target.profile.layouts)} layout; this needs {check.min_layouts}"
+    if not layouts:
+        return f"no selected layout has dp >= {check.min_dp}"
+    return "" if families else f"it needs a model of {', '.join(check.families or ())}"
+
+
+def _places(
+    check: Check,
+    layouts: Sequence[ParallelLayout],
+    families: Sequence[str],
+    dtypes: Sequence[DType],
+    quick: bool,
+) -> Iterator[tuple[ParallelLayout, str, DType]]:
+    """Where to run. Models take turns where not all are asked for: in a quick session, and in further dtypes."""
+    if check.each == "engine":
+        yield layouts[0], families[0], dtypes[0]
+        return
+    if quick and check.each == "layout":
+        layouts = layouts[-1:]
+    # Checks begin at different models, so that a session sees all of them even on a single layout.
+    first = sum(map(ord, check.identifier))
+    for number, dtype in enumerate(dtypes):
+        for turn, layout in enumerate(layouts, start=first + number):
+            everything = check.each == "layout and model" and number == 0 and not quick
+            chosen = families if everything else [families[turn % len(families)]]
+            yield from ((layout, family, dtype) for family in chosen)

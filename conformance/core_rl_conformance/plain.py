@@ -1,0 +1,186 @@
+"""The plain Hugging Face model in an engine's dtype: how much error is nobody's fault.
+
+It runs the same sequences in several equivalent ways: other row orders, other cuts into batches,
+padding on either side, both attention implementations, and weights moved by one unit in the last
+place. All are right; how far they are from the oracle is the baseline of the tolerance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from core_rl_conformance.oracle import OracleHead, OracleSequence, SequenceLoss
+
+__all__ = ["VARIANTS", "PlainModel", "Variant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of several equivalent ways to compute the same."""
+
+    rows_at_once: int
+    padding: Literal["left", "right"] = "right"
+    attention: Literal["eager", "sdpa"] = "eager"
+    shuffle: int | None = None
+    """Seed of the row order; None keeps it."""
+    nudge: int | None = None
+    """Seed of moving each weight by one unit in the last place, up or down; None leaves them."""
+
+
+VARIANTS = (
+    Variant(rows_at_once=64),
+    Variant(rows_at_once=1, attention="sdpa"),
+    Variant(rows_at_once=5, padding="left", shuffle=1),
+    Variant(rows_at_once=64, nudge=1),
+    Variant(rows_at_once=7, attention="sdpa", shuffle=2, nudge=2),
+    Variant(rows_at_once=1, nudge=3),
+)
+
+
+class PlainModel:
+    """The model in ``directory``, in ``dtype`` on ``device``; everything it returns is on the CPU."""
+
+    def __init__(self, directory: Path, head: OracleHead, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.directory = directory
+        self.head = head
+        self.dtype = dtype
+        self.device = device
+        self._models: dict[str, tuple[PreTrainedModel, dict[str, Tensor]]] = {}
+
+    def outputs(
+        self, variant: Variant, sequences: Sequence[OracleSequence], temperature: float
+    ) -> list[dict[str, Tensor]]:
+        """The outputs of each sequence under ``variant``, in the caller's order; without logits."""
+        model = self._model(variant)
+        found: dict[int, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            for rows in _cuts(variant, len(sequences)):
+                found |= self._batch(model, variant, rows, sequences, temperature)
+        return [found[index] for index in range(len(sequences))]
+
+    def gradients(
+        self, variant: Variant, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of (sum of totals) / (sum of weights), accumulated over the cuts."""
+        model = self._model(variant)
+        total, weight = 0.0, sum(_weight(loss, sequence, self.head) for sequence in sequences)
+        for rows in _cuts(variant, len(sequences)):
+            outputs = self._batch(model, variant, rows, sequences, temperature)
+            parts = [loss(outputs[index], _in_float32(sequences[index]))[0] for index in rows]
+            part = torch.stack(parts).sum() / weight
+            if part.requires_grad:
+                part.backward()
+            total += float(part.detach())
+        grads = {
+            name: torch.zeros_like(value) if value.grad is None else value.grad
+            for name, value in model.named_parameters()
+        }
+        return total, {name: grad.float().cpu() for name, grad in grads.items()}
+
+    def _model(self, variant: Variant) -> PreTrainedModel:
+        """The model with the weights of ``variant`` and without gradients; one object for each attention."""
+        if variant.attention not in self._models:
+            self._models[variant.attention] = self._load(variant.attention)
+        model, weights = self._models[variant.attention]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        if variant.nudge is not None:
+            _nudge(model, variant.nudge)
+        model.zero_grad(set_to_none=True)
+        return model
+
+    def _load(self, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        family = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
+        model: PreTrainedModel = family.from_pretrained(
+            self.directory, dtype=self.dtype, attn_implementation=attention, local_files_only=True
+        ).eval()
+        torch.nn.Module.to(model, self.device)
+        return model, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def _batch(
+        self,
+        model: PreTrainedModel,
+        variant: Variant,
+        rows: Sequence[int],
+        sequences: Sequence[OracleSequence],
+        temperature: float,
+    ) -> dict[int, dict[str, Tensor]]:
+        lists = [sequences[index].input_ids for index in rows]
+        width = max(map(len, lists))
+        starts = [width - len(ids) if variant.padding == "left" else 0 for ids in lists]
+        ids, mask = (
+            torch.zeros(len(rows), width, dtype=torch.long),
+            torch.zeros(len(rows), width, dtype=torch.long),
+        )
+        for row, (start, row_ids) in enumerate(zip(starts, lists, strict=True)):
+            ids[row, start : start + len(row_ids)] = torch.tensor(row_ids)
+            mask[row, start : start + len(row_ids)] = 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
+        hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        states = hidden.last_hidden_state
+        found = {}
+        for row, (index, start) in enumerate(zip(rows, starts, strict=True)):
+            own = states[row, start : start + len(sequences[index].input_ids)]
+            outputs = _head_outputs(model, self.head, own, ids[row, start : start + len(own)], temperature)
+            found[index] = {name: value.cpu() for name, value in outputs.items()}
+        return found
+
+
+def _head_outputs(
+    model: PreTrainedModel, head: OracleHead, states: Tensor, ids: Tensor, temperature: float
+) -> dict[str, Tensor]:
+    zero = torch.zeros(1, device=states.device)
+    if head != "lm":
+        weight = model.get_parameter("score.weight").float()
+        scalars = (states.float() @ weight.T)[:, 0]
+        return {"values": torch.cat([zero, scalars[:-1]]), "bootstrap": scalars[-1], "scores": scalars[-1]}
+    embeddings = model.get_output_embeddings()
+    assert isinstance(embeddings, torch.nn.Module)
+    log_p = torch.log_softmax(embeddings(states[:-1]).float() / temperature, dim=-1)
+    return {
+        "logprobs": torch.cat([zero, log_p.gather(1, ids[1:, None])[:, 0]]),
+        "entropy": torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]),
+        "logits": torch.cat([zero.expand(1, log_p.shape[1]), embeddings(states[:-1]).float() / temperature]),
+    }
+
+
+def _cuts(variant: Variant, count: int) -> Iterator[list[int]]:
+    order = list(range(count))
+    if variant.shuffle is not None:
+        random.Random(variant.shuffle).shuffle(order)
+    for start in range(0, count, variant.rows_at_once):
+        yield order[start : start + variant.rows_at_once]
+
+
+def _nudge(model: PreTrainedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            ends = torch.where(up, torch.inf, -torch.inf).to(parameter)
+            parameter.copy_(torch.nextafter(parameter, ends))
+
+
+def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> float:
+    """How much one sequence counts, asked with outputs of zero."""
+    zeros = torch.zeros(len(sequence.input_ids))
+    names = ("logprobs", "entropy") if head == "lm" else ("values",)
+    outputs = dict.fromkeys(names, zeros) | {"scores": torch.zeros(()), "bootstrap": torch.zeros(())}
+    return loss(outputs, sequence)[1]
+
+
+def _in_float32(sequence: OracleSequence) -> OracleSequence:
+    fields = {
+        name: value.float() if value.is_floating_point() else value for name, value in sequence.fields.items()
+    }
+    return OracleSequence(input_ids=sequence.input_ids, fields=fields)

@@ -1,0 +1,106 @@
+"""The pytest plugin: options, and the suite itself once ``--engine`` asks for it.
+
+pytest loads this module in every session of everybody who has core-rl installed. It therefore imports
+nothing heavy, and its options exist only in a session that names an engine: plain names such as
+``--model`` belong to other projects too.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+CHECKS_DIRECTORY = Path(__file__).parent / "checks"
+ENGINES = "core_rl_engines"
+"""Where the parsed ``--engine`` options are kept; the name is ours alone."""
+HELP = "check this core-rl engine with the conformance suite; may be given several times"
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the suite's options to a session that asks for an engine, and ``--engine`` alone to ``--help``."""
+    config = pluginmanager.get_plugin("pytestconfig")
+    assert isinstance(config, pytest.Config)
+    words = list(_words(config))
+    asked = any(word.partition("=")[0] == "--engine" for word in words)
+    # A worker of pytest-xdist gets parsed options instead of a command line.
+    asked = asked or bool(getattr(config.option, ENGINES, None))
+    if not asked and not {"-h", "--help"} & set(words):
+        return
+    group = parser.getgroup("core-rl conformance", "conformance of core-rl engines")
+    group.addoption("--engine", action="append", dest=ENGINES, default=[], metavar="NAME", help=HELP)
+    if asked:
+        _add_selection(group)
+
+
+def _add_selection(group: pytest.OptionGroup) -> None:
+    group.addoption(
+        "--layout",
+        action="append",
+        dest="core_rl_layouts",
+        metavar="LAYOUT",
+        help="only this layout of the profile, such as dp2 or dp2tp2; may be given several times",
+    )
+    group.addoption(
+        "--model",
+        action="append",
+        dest="core_rl_models",
+        metavar="FAMILY",
+        help="only this tiny model, such as qwen3; may be given several times",
+    )
+    group.addoption("--dtype", dest="core_rl_dtype", choices=("float32", "bfloat16"), help="only this dtype")
+    group.addoption(
+        "--device", dest="core_rl_device", choices=("cpu", "cuda"), default="cpu", help="default: cpu"
+    )
+    group.addoption(
+        "--seed", dest="core_rl_seed", type=int, default=0, help="of models and data; default: %(default)s"
+    )
+    group.addoption("--quick", action="store_true", dest="core_rl_quick", help="two layouts, one model each")
+    group.addoption(
+        "--report",
+        dest="core_rl_report",
+        metavar="FILE.json",
+        help="write a report, and an HTML page beside it",
+    )
+
+
+def _words(config: pytest.Config) -> Iterable[str]:
+    """Everything that may hold options: the command line, the environment, the ini file."""
+    yield from map(str, config.invocation_params.args)
+    yield from shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    yield from map(str, config.getini("addopts"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Bring in the suite, which imports torch, if an engine is named."""
+    if not config.getoption(ENGINES, default=[]):
+        return
+    if _runs_checks_itself(config):
+        from core_rl.launch.process import start_fork_server
+
+        start_fork_server()  # it imports torch for the ranks while this process does so for itself
+    from core_rl_conformance.session import ConformanceSession
+
+    session = ConformanceSession(config)
+    config.pluginmanager.register(session, "core_rl_conformance.session")
+    if config.getoption("core_rl_report") and not session.is_worker:
+        from core_rl_conformance.report.session import ReportWriter
+
+        writer = ReportWriter(Path(config.getoption("core_rl_report")), config, session.summary)
+        config.pluginmanager.register(writer, "core_rl_conformance.report")
+
+
+def _runs_checks_itself(config: pytest.Config) -> bool:
+    """Whether this process will need ranks. Not if it only collects, or has pytest-xdist's workers do the work."""
+    distributes = bool(config.getoption("numprocesses", default=None)) and not hasattr(config, "workerinput")
+    return not config.getoption("collectonly") and not distributes
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without ``--engine`` the checks are no tests."""
+    if config.getoption(ENGINES, default=[]):
+        return None
+    return True if CHECKS_DIRECTORY in (collection_path, *collection_path.parents) else None

@@ -1,0 +1,68 @@
+"""The reference train engine: the plain Hugging Face model, one sequence at a time.
+
+It is the smallest example of an engine, and shares nothing with faster ones that could be wrong in
+both: no packing, no chunked kernels, eager attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.meta import FinetuneSpec, RankAddress
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from core_rl.models.build import build_model
+from core_rl.models.hf_engine import HFTrainEngine
+
+__all__ = ["ReferenceEngine"]
+
+
+class ReferenceEngine(HFTrainEngine):
+    """One process, float32, eager."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        model = build_model(self.config.model, seed=self.config.seed, attn_implementation="eager")
+        torch.nn.Module.to(model, self.device)
+        self._adopt(model)
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for micro_batch in micro_batches:
+            loss = step(self._forward(micro_batch, step), micro_batch)
+            if not forward_only:
+                loss.backward()
+
+    def _reduce_grads(self) -> None:
+        """One rank: its sum is the sum."""
+
+    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        rows = [self._sequence(ids, step) for ids in batch.input_ids.split(batch.lengths)]
+        names = rows[0].keys()
+        return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in names})
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        """The outputs of one sequence ``[L]``."""
+        if self.config.model.head == "lm":
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+            return self._language_model(ids, logits / step.temperature, step)
+        hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        states = F.linear(hidden.float(), self.model.score.weight).squeeze(-1)  # type: ignore[union-attr, arg-type]
+        if self.config.model.head == "reward":
+            return {"scores": states[-1:]}
+        return {"values": F.pad(states[:-1], (1, 0)), "bootstrap": states[-1:]}
+
+    @staticmethod
+    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        """``logits [L, V]`` stand at the token that they follow; the outputs, at the token that they predict."""
+        predicting = logits[:-1]
+        log_p = F.log_softmax(predicting, dim=-1)
+        outputs = {
+            "logprobs": F.pad(log_p.gather(1, ids[1:, None]).squeeze(1), (1, 0)),
+            "entropy": F.pad(-(log_p.exp() * log_p).sum(-1), (1, 0)),
+            "logits": F.pad(predicting, (0, 0, 1, 0)),
+        }
+        return {name: value for name, value in outputs.items() if name in step.outputs}

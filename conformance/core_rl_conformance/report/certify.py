@@ -1,0 +1,85 @@
+"""From results to a verdict: which declared capabilities an engine has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from core_rl.engines.spec import Capability, EngineKind
+from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CaseRecord, Verdict
+
+__all__ = ["certify", "judge", "needs_of"]
+
+
+class NeedingCheck(Protocol):
+    """What is used of a check, or of its record."""
+
+    @property
+    def identifier(self) -> str: ...
+    @property
+    def kind(self) -> EngineKind: ...
+    @property
+    def provisional(self) -> bool: ...
+    @property
+    def requires(self) -> Collection[str]: ...
+
+
+def needs_of(checks: Iterable[NeedingCheck], kind: EngineKind) -> dict[str, Collection[str]]:
+    """What each check for engines of ``kind`` requires; provisional ones do not count."""
+    return {c.identifier: c.requires for c in checks if c.kind == kind and not c.provisional}
+
+
+def certify(
+    declared: Iterable[str], results: Sequence[CaseRecord], needs: Mapping[str, Collection[str]]
+) -> tuple[CapabilityRecord, ...]:
+    """What ``results`` of one engine show about each declared capability. Provisional checks do not count.
+
+    ``needs`` are the capabilities that each check of engines of this kind requires: a check that the command
+    line left out has no result at all.
+    """
+    counted = [case for case in results if not case.provisional]
+    present = {case.check for case in results}
+    absent = {check: required for check, required in needs.items() if check not in present}
+    return tuple(
+        _certify(
+            name,
+            [case for case in counted if name in case.capabilities],
+            sorted(check for check, required in absent.items() if name in required),
+        )
+        for name in sorted(declared)
+    )
+
+
+def _certify(name: str, cases: Sequence[CaseRecord], absent: Sequence[str]) -> CapabilityRecord:
+    """Cases that are not supported for want of another capability say nothing about this one."""
+    state, reason = _state(cases, absent)
+    if name == Capability.CUDA and not cases:
+        reason = "run with --device=cuda"
+    return CapabilityRecord(name=name, state=state, reason=reason)
+
+
+def _state(cases: Sequence[CaseRecord], absent: Sequence[str]) -> tuple[CapabilityState, str]:
+    for outcome, verb in ((Outcome.FAILED, "failed"), (Outcome.WAIVED, "is waived")):
+        checks = sorted({case.check for case in cases if case.outcome is outcome})
+        if checks:
+            return CapabilityState.NOT_CERTIFIED, f"{', '.join(checks)} {verb}"
+    missing = [case for case in cases if case.outcome is Outcome.NOT_RUN]
+    if missing:
+        return CapabilityState.UNCERTIFIED, f"{missing[0].check} was not run: {missing[0].reason}"
+    if not any(case.outcome is Outcome.PASSED for case in cases):
+        return CapabilityState.UNCERTIFIED, "no check of it was run"
+    if absent:
+        return CapabilityState.UNCERTIFIED, f"{', '.join(absent)} was not selected"
+    return CapabilityState.CERTIFIED, ""
+
+
+def judge(results: Sequence[CaseRecord], problems: Sequence[str], *, complete: bool) -> Verdict:
+    """The verdict on the engine that ``results`` and ``problems`` are about."""
+    if any(case.outcome is Outcome.FAILED and not case.provisional for case in results):
+        return Verdict.FAILED
+    if not any(case.outcome.executed for case in results):
+        return Verdict.NOT_RUN
+    if problems:
+        return Verdict.FAILED
+    return Verdict.PASSED if complete else Verdict.PARTIAL

@@ -1,0 +1,172 @@
+"""Several reports as one table of engines, in Markdown for a README or as an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.report.certify import certify, judge, needs_of
+from core_rl_conformance.report.html import CapabilityRow, EngineView, capability_rows, count_outcomes, render
+from core_rl_conformance.report.model import (
+    CapabilityRecord,
+    CapabilityState,
+    CaseRecord,
+    CheckRecord,
+    EngineRecord,
+    Report,
+    Verdict,
+)
+
+__all__ = ["Entry", "Scoreboard", "markdown", "merge", "scoreboard_page"]
+
+SYMBOLS = {
+    CapabilityState.CERTIFIED: "✅",
+    CapabilityState.NOT_CERTIFIED: "❌",
+    CapabilityState.UNCERTIFIED: "○",
+    Verdict.PASSED: "✅",
+    Verdict.PARTIAL: "○",
+    Verdict.FAILED: "❌",
+    Verdict.NOT_RUN: "○",
+}
+LEGEND = (
+    "✅ certified: every check that needs it ran and passed · ❌ a check failed · "
+    "○ not all of its checks were run · - not declared"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCount:
+    """How many checks passed in all their cases, of those that ran and count."""
+
+    passed: int
+    executed: int
+
+    def __str__(self) -> str:
+        return f"{self.passed} of {self.executed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One version of one engine, with what all reports together show of it."""
+
+    engine: EngineRecord
+    cases: Sequence[CaseRecord]
+    reports: Sequence[Report]
+    """Oldest first."""
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{self.engine.name} {self.engine.version}".removesuffix(" -")
+
+    @property
+    def view(self) -> EngineView:
+        """For a page."""
+        return EngineView(record=self.engine, counts=count_outcomes(self.cases))
+
+    @property
+    def checks(self) -> CheckCount:
+        """Provisional checks are not counted."""
+        executed: dict[str, bool] = {}
+        for case in self.cases:
+            if case.outcome.executed and not case.provisional:
+                executed[case.check] = executed.get(case.check, True) and case.outcome is Outcome.PASSED
+        return CheckCount(passed=sum(executed.values()), executed=len(executed))
+
+    def outcomes(self, check: str) -> dict[Outcome, int]:
+        """What became of the cases of one check."""
+        return count_outcomes([case for case in self.cases if case.check == check])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoreboard:
+    """Engines side by side."""
+
+    entries: Sequence[Entry]
+
+    @property
+    def capabilities(self) -> list[CapabilityRow]:
+        """Each capability that one of them declares."""
+        return capability_rows([entry.engine for entry in self.entries])
+
+    @property
+    def checks(self) -> list[CheckRecord]:
+        """Each check that has a result, as the newest report that has it describes it."""
+        reports = sorted((report for entry in self.entries for report in entry.reports), key=_age)
+        known = {check.identifier: check for report in reports for check in report.checks}
+        used = {case.check for entry in self.entries for case in entry.cases}
+        return sorted((known[identifier] for identifier in used), key=lambda check: check.order)
+
+
+def _age(report: Report) -> datetime:
+    return report.created
+
+
+def merge(reports: Iterable[Report]) -> Scoreboard:
+    """One entry for each version of each engine.
+
+    Of several results for one case the newest counts, and one that was not run never replaces one that was.
+    """
+    ordered = sorted(reports, key=_age)
+    found: dict[tuple[str, str, str], list[tuple[Report, EngineRecord]]] = {}
+    for report in ordered:
+        for engine in report.engines:
+            found.setdefault((engine.name, engine.distribution, engine.version), []).append((report, engine))
+    return Scoreboard(entries=[_entry(found[key]) for key in sorted(found)])
+
+
+def _entry(sources: Sequence[tuple[Report, EngineRecord]]) -> Entry:
+    newest = sources[-1][1]
+    cases = _newest_cases(report.cases(newest.name) for report, _ in sources)
+    complete = [engine for report, engine in sources if report.complete]
+    problems = complete[-1].problems if complete else newest.problems
+    declared = [capability.name for capability in newest.capabilities]
+    engine = newest.model_copy(
+        update={
+            "capabilities": certify(declared, cases, needs_of(sources[-1][0].checks, newest.kind)),
+            "verdict": judge(cases, problems, complete=bool(complete)),
+            "problems": problems,
+        }
+    )
+    return Entry(engine=engine, cases=cases, reports=[report for report, _ in sources])
+
+
+def _newest_cases(reports: Iterable[Sequence[CaseRecord]]) -> list[CaseRecord]:
+    """Oldest first goes in. A check that ran somewhere was not run nowhere."""
+    kept: dict[tuple[object, ...], CaseRecord] = {}
+    for cases in reports:
+        for case in cases:
+            # Capabilities tell a case on a GPU from the same one on a CPU.
+            key = (case.check, case.layout, case.model, case.dtype, case.seed, case.capabilities)
+            if case.outcome.executed or key not in kept:
+                kept[key] = case
+    ran = {case.check for case in kept.values() if case.outcome.executed}
+    return [case for case in kept.values() if case.outcome.executed or case.check not in ran]
+
+
+def markdown(board: Scoreboard) -> str:
+    """A table for a README: a column for each engine, a row for each capability."""
+    entries = board.entries
+    rows = [
+        ["", *(entry.title for entry in entries)],
+        ["---", *("---" for _ in entries)],
+        ["verdict", *(f"{SYMBOLS[entry.engine.verdict]} {entry.engine.verdict}" for entry in entries)],
+        ["checks passed", *(str(entry.checks) for entry in entries)],
+        ["cases", *(str(len(entry.cases)) for entry in entries)],
+        ["suite", *(entry.reports[-1].suite_version for entry in entries)],
+        ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
+    ]
+    rows += [[f"`{row.name}`", *map(_cell, row.cells)] for row in board.capabilities]
+    lines = ["| " + " | ".join(part.replace("|", "\\|") for part in row) + " |" for row in rows]
+    return "\n".join([*lines, "", LEGEND, ""])
+
+
+def _cell(capability: CapabilityRecord | None) -> str:
+    return "-" if capability is None else SYMBOLS[capability.state]
+
+
+def scoreboard_page(board: Scoreboard) -> str:
+    """The same as an HTML page, with the outcomes of each check."""
+    return render("scoreboard.html.jinja", {"board": board})

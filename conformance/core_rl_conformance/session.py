@@ -1,0 +1,199 @@
+"""The suite as a pytest session: what is collected, what is counted, and how the session ends."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from transformers.utils import logging as hf_logging
+
+from core_rl.errors import CoreRLError
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
+from core_rl_conformance.items import BENCH, PLAN, CheckFile, CheckItem, Plan
+from core_rl_conformance.matrix import Selection, load_target, select
+from core_rl_conformance.outcomes import CaseResult, Outcome
+from core_rl_conformance.summary import Summary
+
+__all__ = ["ConformanceSession"]
+
+FILTERS = ("keyword", "markexpr", "deselect", "lf", "stepwise")
+"""Options of pytest that leave tests out."""
+
+
+class ConformanceSession:
+    """The hooks of a session with ``--engine``."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.is_worker = hasattr(config, "workerinput")
+        self.plan = _plan(config)
+        config.stash[PLAN] = self.plan
+        self._aim()
+        narrowed = self.plan.selection.narrowed or self._filtered()
+        self.summary = Summary(self.plan, narrowed)
+
+    def _aim(self) -> None:
+        """Let paths that hold a copy of the suite, or no path at all, mean the checks of this one."""
+        config = self.config
+        if config.args_source is not pytest.Config.ArgsSource.ARGS:
+            config.args = [str(CHECKS_DIRECTORY)]
+        elif not config.getoption("pyargs"):
+            config.args = [_in_this_copy(argument, config.invocation_params.dir) for argument in config.args]
+
+    def _filtered(self) -> bool:
+        """Whether options of pytest leave checks out."""
+        chosen = any(self.config.getoption(name, default=None) for name in FILTERS)
+        below = [argument for argument in self.config.args if "::" in argument or argument.endswith(".py")]
+        return chosen or bool(below)
+
+    # ------------------------------------------------------------ collection
+
+    def pytest_report_header(self) -> str:
+        names = ", ".join(target.spec.name for target in self.plan.targets)
+        return f"core-rl conformance: {names}; checks in {CHECKS_DIRECTORY}; seed {self.plan.selection.seed}"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool:
+        """Nothing but the checks, wherever they are installed."""
+        on_the_way = collection_path in CHECKS_DIRECTORY.parents
+        return not (on_the_way or CHECKS_DIRECTORY in (collection_path, *collection_path.parents))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector:
+        """Plain directories: pytest's packages would import modules in ways of their own."""
+        directory: pytest.Dir = pytest.Dir.from_parent(parent, path=path)
+        return directory
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collect_file(
+        self, file_path: Path, parent: pytest.Collector
+    ) -> Generator[None, object, list[pytest.Collector]]:
+        """Each module of checks once, whatever name patterns and doctest options say."""
+        yield
+        if file_path.parent != CHECKS_DIRECTORY or file_path.suffix != ".py" or file_path.stem == "__init__":
+            return []
+        # The same name wherever the suite is installed and however it was asked for.
+        nodeid = f"core_rl_conformance/checks/{file_path.name}"
+        if file_path.is_relative_to(self.config.rootpath):
+            nodeid = file_path.relative_to(self.config.rootpath).as_posix()
+        return [CheckFile.from_parent(parent, path=file_path, nodeid=nodeid)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Neighbours share processes, and what was computed for a model."""
+
+        def place(item: pytest.Item) -> tuple[int, int, int]:
+            assert isinstance(item, CheckItem)
+            case = item.case
+            profile = case.target.profile
+            return (
+                self.plan.targets.index(case.target),
+                profile.dtypes.index(case.dtype),
+                case.layout.world_size,
+            )
+
+        items.sort(key=place)
+
+    # --------------------------------------------------------------- running
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Keep the groups of ranks for the whole session, and end them with it."""
+        with TemporaryDirectory(prefix="core-rl-conformance-") as directory, Bench(Path(directory)) as bench:
+            self.config.stash[BENCH] = bench
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put the outcome into the report, which travels from workers and into JUnit files."""
+        report = yield
+        assert isinstance(item, CheckItem)
+        outcome, reason = _outcome(item, report)
+        if report.when == "call" or outcome not in (Outcome.PASSED, None):
+            assert outcome is not None
+            found = item.result(outcome, reason).to_property()
+            report.user_properties.append(found)
+            # JUnit files show the properties of the last report on an item, that of its teardown.
+            item.user_properties.append(found)
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        result = CaseResult.from_properties(report.user_properties)
+        if result is not None:
+            self.summary.add(result)
+
+    # ---------------------------------------------------------------- ending
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A session that shows nothing is no success."""
+        done = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if self.is_worker or self.config.option.collectonly or not done:
+            return
+        if any(self.summary.problems().values()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.config.option.collectonly:
+            self.summary.write(terminalreporter)
+
+
+def _plan(config: pytest.Config) -> Plan:
+    """Read the options; what is wrong with them, or with an engine, ends the session with its message."""
+    # Tiny models gain nothing from threads, and the ranks want the cores.
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    layouts, families = config.getoption("core_rl_layouts"), config.getoption("core_rl_models")
+    selection = Selection(
+        layouts=tuple(layouts) if layouts else None,
+        families=tuple(families) if families else None,
+        dtype=config.getoption("core_rl_dtype"),
+        seed=config.getoption("core_rl_seed"),
+        quick=config.getoption("core_rl_quick"),
+        device=config.getoption("core_rl_device"),
+    )
+    try:
+        checks = load_checks()
+        names = dict.fromkeys(config.getoption("core_rl_engines"))
+        targets = [load_target(name, checks) for name in names]
+        select(targets, selection)
+    except CoreRLError as error:
+        raise pytest.UsageError(str(error)) from error
+    return Plan(targets, selection)
+
+
+def _in_this_copy(argument: str, directory: Path) -> str:
+    """``argument``, moved here if it leads to another copy of the suite, or is a name that the suite prints."""
+    path, separator, rest = argument.partition("::")
+    full, own = (directory / path).resolve(), CHECKS_DIRECTORY.parent
+    above = next((part for part in (full, *full.parents) if part.name == own.name), None)
+    if (full / own.name / "checks").is_dir():
+        suite = full / own.name
+    elif above is not None and ((above / "checks").is_dir() or not full.exists()):
+        suite = above
+    else:
+        return argument
+    if suite == own:
+        return argument
+    inside = full.relative_to(suite) if suite is above else Path()
+    return f"{own / inside}{separator}{rest}"
+
+
+def _outcome(item: CheckItem, report: pytest.TestReport) -> tuple[Outcome | None, str]:
+    expected = str(getattr(report, "wasxfail", ""))
+    if report.skipped and item.case.not_supported:
+        return Outcome.NOT_SUPPORTED, item.case.not_supported
+    if report.skipped and not expected:
+        return Outcome.NOT_RUN, item.case.not_run or "skipped"
+    if report.skipped:
+        # An expected failure: of a waiver, or of a check that does not count yet.
+        return (Outcome.FAILED if item.case.check.provisional else Outcome.WAIVED), expected
+    if report.failed:
+        return Outcome.FAILED, ""
+    return (Outcome.PASSED, "") if report.when == "call" else (None, "")

@@ -1,0 +1,1 @@
+"""A new engine to start from: what ``core-rl new-engine`` writes."""

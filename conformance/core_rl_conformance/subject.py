@@ -1,0 +1,184 @@
+"""`Subject`: what a check function gets: one engine on one layout with one tiny model."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.config.base import parse_config
+from core_rl.config.engine import Head, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import FinetuneSpec
+from core_rl.engines.outputs import ModelOutput, OutputName
+from core_rl.engines.registry import load_config
+from core_rl.engines.spec import EngineSpec
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.bench import Bench, ExpectedGradients, ExpectedOutputs
+from core_rl_conformance.data import LENGTHS, Ragged, ragged
+from core_rl_conformance.diagnose import Finding, compare_named, compare_scalar
+from core_rl_conformance.losses import CheckLoss
+from core_rl_conformance.matrix import Case
+from core_rl_conformance.outcomes import Measurement
+from core_rl_conformance.tiny_models import TinyModel
+
+__all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
+
+ONE_PASS = MicroBatchSpec(count=1)
+BUDGET = MicroBatchSpec(max_tokens=64)
+"""Several micro-batches of unequal numbers of sequences."""
+GUIDE = "docs/engine-author-guide.md#certify-it"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Subject:
+    """The engine of ``case``, with what the oracle expects of it.
+
+    A check starts it with `start`, compares with `verify` (which keeps the measured error and raises
+    an `AssertionError` that helps), and takes fresh directories from `directory`.
+    """
+
+    def __init__(self, case: Case, bench: Bench, directory: Path) -> None:
+        self.case = case
+        self.bench = bench
+        self.spec = case.target.spec
+        self.layout = case.layout
+        self.dtype = DTYPES[case.dtype]
+        self.measurements: list[Measurement] = []
+        self._directory = directory
+
+    # ------------------------------------------------------------ what to run on
+
+    def model(self, head: Head = "lm", dropout: float = 0.0) -> TinyModel:
+        """The tiny model, with this head."""
+        return TinyModel(family=self.case.family, seed=self.case.seed, head=head, dropout=dropout)
+
+    def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
+        """Ragged sequences; ``seed`` tells several apart."""
+        return ragged(self.model().vocab_size, 1000 * self.case.seed + seed, lengths)
+
+    def directory(self, name: str) -> Path:
+        """A path inside a directory that is this case's own; nothing is there yet."""
+        return self._directory / name
+
+    def config(
+        self,
+        model: TinyModel | None = None,
+        *,
+        layout: ParallelLayout | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+        frozen: Sequence[str] = (),
+        spec: EngineSpec | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> TrainEngineConfig:
+        """The config of the engine, or of another one by its ``spec``, with ``changes`` of its fields."""
+        model = model or self.model()
+        own = spec is None or spec == self.spec
+        path = str(self.bench.models.directory(model))
+        values: dict[str, Any] = {
+            **(self.case.target.profile.options if own else {}),
+            "model": {"path": path, "head": model.head, "frozen": list(frozen)},
+            "dtype": self.case.dtype if own else "float32",
+            "device": self.case.device if own else "cpu",
+            "layout": layout or (self.layout if own else ParallelLayout()),
+            "optimizer": {"lr": 1e-3, "max_grad_norm": None, **(optimizer or {})},
+            **(changes or {}),
+        }
+        found = parse_config(
+            load_config(spec or self.spec), values, f"the config of {(spec or self.spec).name!r}"
+        )
+        assert isinstance(found, TrainEngineConfig)
+        return found
+
+    def start(
+        self,
+        model: TinyModel | None = None,
+        *,
+        layout: ParallelLayout | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+        frozen: Sequence[str] = (),
+        spec: EngineSpec | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> EngineGroup:
+        """The engine, or another one by its ``spec``, freshly initialized. An earlier group of it is gone."""
+        config = self.config(
+            model, layout=layout, optimizer=optimizer, frozen=frozen, spec=spec, changes=changes
+        )
+        return self.bench.groups.start(spec or self.spec, config, FinetuneSpec())
+
+    # ------------------------------------------------------------ what is expected
+
+    def outputs(self, model: TinyModel, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
+        """The output ``name`` of each sequence."""
+        return self.bench.outputs(model, data, name, temperature, self.dtype, self.case.device)
+
+    def gradients(self, model: TinyModel, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
+        """Loss, gradients and norm."""
+        return self.bench.gradients(model, data, loss, self.dtype, self.case.device)
+
+    # ------------------------------------------------------------ judging
+
+    def verify(self, finding: Finding) -> None:
+        """Keep what was measured; raise `AssertionError` where the comparison does not hold."""
+        __tracebackhide__ = True
+        self.measurements.append(Measurement(what=finding.what, error=finding.error, limit=finding.limit))
+        if finding.problem is not None:
+            raise AssertionError(self.explained(finding.problem))
+
+    def require(self, holds: bool, problem: str) -> None:
+        """Raise `AssertionError` with ``problem`` unless ``holds``."""
+        __tracebackhide__ = True
+        if not holds:
+            raise AssertionError(self.explained(problem))
+
+    def explained(self, problem: str) -> str:
+        """``problem`` under a line that tells where, above one that tells where to look."""
+        case, check = self.case, self.case.check
+        lines = [
+            f"{check.identifier}: engine {self.spec.name!r}, layout {self.layout}, model {case.family} "
+            f"(seed {case.seed}), {case.dtype} on {case.device}",
+            textwrap.indent(problem, "  "),
+            f"  required: {check.title}",
+        ]
+        lines += [f"  look at: {check.where_to_look}"] if check.where_to_look else []
+        return "\n".join([*lines, f"  see: {GUIDE}"])
+
+    def verify_form(self, output: object, name: OutputName, data: Ragged) -> None:
+        """Require one float32 value (or row) for each token of ``data``, on the CPU, and 0 at first tokens."""
+        __tracebackhide__ = True
+        kind = type(output).__name__
+        self.require(isinstance(output, ModelOutput), f"forward() returned a {kind}, not a ModelOutput")
+        value = getattr(output, name)
+        self.require(isinstance(value, Tensor), f"the output {name!r} is missing")
+        count = sum(data.lengths)
+        form = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+        self.require(
+            value.dtype == torch.float32 and value.shape[:1] == (count,) and value.device.type == "cpu",
+            f"the output {name!r} is {form}; expected float32 [{count}, ...] on cpu",
+        )
+        firsts = value[data.batch().cu_seqlens[:-1].long()]
+        self.require(
+            not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts"
+        )
+
+    def verify_gradients(
+        self, what: str, group: EngineGroup, metrics: Mapping[str, float], expected: ExpectedGradients
+    ) -> None:
+        """Compare the reported loss and the exported gradients with the oracle's."""
+        __tracebackhide__ = True
+        self.verify(compare_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss))
+        grads = group.named_tensors("grads")
+        self.verify(compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances))
+
+
+def per_sequence(output: ModelOutput, name: str, data: Ragged) -> list[Tensor]:
+    """A token output of the whole batch ``[T]`` as one tensor for each sequence, a sequence output as scalars."""
+    value = output[name]
+    if name in ("scores", "bootstrap"):
+        return list(value.unbind())
+    return list(value.split(data.lengths))

@@ -1,0 +1,172 @@
+"""What a session showed: outcomes by check and layout, certified capabilities, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from core_rl.engines.spec import Capability
+from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.items import Plan
+from core_rl_conformance.matrix import Target
+from core_rl_conformance.outcomes import CaseResult, Outcome
+from core_rl_conformance.report.certify import certify, needs_of
+from core_rl_conformance.report.model import CaseRecord
+
+__all__ = ["Summary"]
+
+SYMBOLS = {
+    Outcome.PASSED: "ok",
+    Outcome.FAILED: "FAILED",
+    Outcome.NOT_SUPPORTED: "-",
+    Outcome.WAIVED: "waived",
+    Outcome.NOT_RUN: "not run",
+}
+SLOWEST = 10
+"""How many of the slowest cases are listed."""
+
+
+class Terminal(Protocol):
+    """What is used of pytest's terminal reporter."""
+
+    def write_sep(self, sep: str, title: str | None = None) -> None: ...
+
+    def write_line(self, line: str) -> None: ...
+
+
+class Summary:
+    """Gathers results; a case that reports twice keeps the worse outcome."""
+
+    def __init__(self, plan: Plan, narrowed: bool) -> None:
+        self.plan = plan
+        self.narrowed = narrowed
+        self._results: dict[tuple[str, str, str, str, str], CaseResult] = {}
+
+    @property
+    def results(self) -> list[CaseResult]:
+        """All results, in the order in which they came."""
+        return list(self._results.values())
+
+    def add(self, result: CaseResult) -> None:
+        """Take one result."""
+        key = (result.engine, result.check, result.layout, result.model, result.dtype)
+        known = self._results.get(key)
+        if known is None or known.outcome is not Outcome.FAILED:
+            self._results[key] = result
+
+    # ------------------------------------------------------------ emptiness
+
+    def problems(self) -> dict[str, list[str]]:
+        """By engine, why the session proves less than it seems to; empty lists where it does not."""
+        return {target.spec.name: list(self._problems(target)) for target in self.plan.targets}
+
+    def _problems(self, target: Target) -> Iterator[str]:
+        own = [result for result in self.results if result.engine == target.spec.name]
+        if not any(result.outcome.executed for result in own):
+            yield f"no check was executed{_why_nothing(target)}"
+        elif not self.narrowed:
+            yield from self._unproven(target, own)
+
+    def _unproven(self, target: Target, results: list[CaseResult]) -> Iterator[str]:
+        certifiable = _certifiable(self.plan)
+        for capability in sorted(target.spec.capabilities & certifiable):
+            if not any(capability in result.capabilities and result.outcome.executed for result in results):
+                yield (
+                    f"it declares {capability.value!r}, and no check of that was executed; "
+                    "add a layout, dtype or model to its profile, or do not declare it"
+                )
+
+    # -------------------------------------------------------------- terminal
+
+    def write(self, terminal: Terminal) -> None:
+        """The tables at the end of a session."""
+        terminal.write_sep("=", "core-rl conformance")
+        for target in self.plan.targets:
+            self._write_engine(terminal, target)
+        self._write_slowest(terminal)
+        for name, problems in self.problems().items():
+            for problem in problems:
+                terminal.write_line(f"NOT A SUCCESS: engine {name!r}: {problem}")
+
+    def _write_engine(self, terminal: Terminal, target: Target) -> None:
+        own = [result for result in self.results if result.engine == target.spec.name]
+        columns = list(dict.fromkeys((result.layout, result.dtype) for result in own))
+        heads = [layout if dtype == "float32" else f"{layout} {dtype}" for layout, dtype in columns]
+        width = max((len(result.check) for result in own), default=5)
+        counts = {outcome: sum(result.outcome is outcome for result in own) for outcome in Outcome}
+        terminal.write_line(
+            f"engine {target.spec.name}: "
+            + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        )
+        cells = [max(13, len(head)) for head in heads]
+        terminal.write_line(
+            "  "
+            + "check".ljust(width)
+            + "  "
+            + "  ".join(map(str.ljust, heads, cells))
+            + "  largest error / allowed"
+        )
+        for check in sorted({result.check for result in own}, key=_natural):
+            rows = [result for result in own if result.check == check]
+            line = "  ".join(
+                _cell(rows, *column).ljust(size) for column, size in zip(columns, cells, strict=True)
+            )
+            terminal.write_line(f"  {check.ljust(width)}  {line}  {_worst(rows)}")
+        records = [CaseRecord.of(result) for result in own]
+        needs = needs_of(load_checks().values(), target.spec.kind)
+        for capability in certify(target.spec.capabilities, records, needs):
+            reason = f" ({capability.reason})" if capability.reason else ""
+            terminal.write_line(f"  {capability.name}: {capability.state}{reason}")
+
+    def _write_slowest(self, terminal: Terminal) -> None:
+        slowest = sorted(self.results, key=lambda result: -result.seconds)[:SLOWEST]
+        total = sum(result.seconds for result in self.results)
+        terminal.write_line(f"slowest of {len(self.results)} cases ({total:.1f} s in all):")
+        for result in slowest:
+            if result.seconds > 0:
+                place = f"{result.engine} {result.layout} {result.model} {result.dtype}"
+                terminal.write_line(f"  {result.seconds:6.2f} s  {result.check} {place}")
+
+
+def _why_nothing(target: Target) -> str:
+    if target.spec.kind == "inference":
+        return "; the suite has no checks for inference engines yet"
+    return "; look at the paths and filters, and run with --pyargs core_rl_conformance"
+
+
+def _certifiable(plan: Plan) -> set[Capability]:
+    """Capabilities that some check can show, in this environment."""
+    shown = {capability for check in load_checks().values() for capability in check.requires}
+    shown |= {Capability.BFLOAT16}
+    if plan.selection.device == "cuda":
+        shown |= {Capability.CUDA}
+    return shown | {
+        capability
+        for target in plan.targets
+        for layout in target.profile.layouts
+        for capability in layout.needed_capabilities()
+    }
+
+
+def _natural(identifier: str) -> tuple[int, str]:
+    """``I2.x`` before ``I10.x``, and what is no invariant at the end."""
+    invariant, _, name = identifier.partition(".")
+    return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)
+
+
+def _cell(rows: list[CaseResult], layout: str, dtype: str) -> str:
+    """The outcomes of one check on one layout, over all models."""
+    here = [row for row in rows if (row.layout, row.dtype) == (layout, dtype)]
+    outcomes = list(dict.fromkeys(row.outcome for row in here))
+    text = "/".join(SYMBOLS[outcome] for outcome in outcomes)
+    return f"{text} (prov.)" if any(row.provisional for row in here) else text
+
+
+def _worst(rows: list[CaseResult]) -> str:
+    found = [measurement for row in rows if (measurement := row.worst) is not None]
+    if not found:
+        return next((row.reason for row in rows if row.reason), "")
+    worst = max(found, key=lambda measurement: measurement.ratio)
+    if worst.limit == 0:
+        return "bitwise" if worst.error == 0 else f"differs: {worst.what}"
+    return f"{worst.error:.1e} / {worst.limit:.1e}  {worst.what}"

@@ -1,0 +1,192 @@
+"""Tiny models that expose bugs, built from a config into a directory; nothing is downloaded.
+
+Their logits are peaked (near-uniform ones hide errors), their vocabularies are prime, norm weights
+differ from 1 and biases from 0, and key/value heads are fewer than query heads where the family can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from core_rl.config.engine import Head
+
+__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "save_with"]
+
+MAX_LENGTH = 64
+"""Tokens that a tiny model takes."""
+LOGIT_STD = 3.0
+"""Standard deviation of the logits: with some 200 tokens, the entropy is a quarter of the uniform one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """One tiny model; equal fields give bitwise equal weights."""
+
+    family: str
+    seed: int = 0
+    head: Head = "lm"
+    dropout: float = 0.0
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return int(self.config().vocab_size)
+
+    def config(self) -> PretrainedConfig:
+        """The transformers config."""
+        config = CONFIGS[self.family](self.dropout)
+        if self.head != "lm":
+            config.num_labels = 1
+        return config
+
+
+def _qwen3(dropout: float) -> PretrainedConfig:
+    """Grouped-query attention with norms on queries and keys, a head size of its own, tied embeddings."""
+    return Qwen3Config(
+        vocab_size=211,
+        hidden_size=44,
+        intermediate_size=70,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        attention_dropout=dropout,
+        pad_token_id=None,
+    )
+
+
+def _llama(dropout: float) -> PretrainedConfig:
+    """Grouped-query attention, untied embeddings."""
+    return LlamaConfig(
+        vocab_size=151,
+        hidden_size=40,
+        intermediate_size=66,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        attention_dropout=dropout,
+        pad_token_id=None,
+    )
+
+
+def _qwen2(dropout: float) -> PretrainedConfig:
+    """Biases on queries, keys and values; untied embeddings."""
+    return Qwen2Config(
+        vocab_size=173,
+        hidden_size=40,
+        intermediate_size=66,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        attention_dropout=dropout,
+        pad_token_id=None,
+    )
+
+
+def _gpt2(dropout: float) -> PretrainedConfig:
+    """Absolute positions, layer norms, biases everywhere, tied embeddings."""
+    return GPT2Config(
+        vocab_size=163,
+        n_embd=36,
+        n_inner=58,
+        n_layer=2,
+        n_head=4,
+        n_positions=MAX_LENGTH,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=True,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        pad_token_id=None,
+    )
+
+
+CONFIGS: dict[str, Callable[[float], PretrainedConfig]] = {
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "gpt2": _gpt2,
+}
+
+
+class ModelStore:
+    """Builds each tiny model once into a directory below ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._built: dict[TinyModel, Path] = {}
+
+    def directory(self, model: TinyModel) -> Path:
+        """The directory of ``model``: config and safetensors, as ``save_pretrained`` writes them."""
+        if model not in self._built:
+            path = self.root / f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
+            build(model).save_pretrained(path)
+            self._built[model] = path
+        return self._built[model]
+
+
+def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write ``model`` with other weights, by name, to the directory ``path``."""
+    built = build(model)
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            parameter.copy_(weights[name])
+    built.save_pretrained(path)
+
+
+def build(model: TinyModel) -> PreTrainedModel:
+    """The model in memory, float32."""
+    family = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+    built: PreTrainedModel = family.from_config(model.config(), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    # One generator for each parameter: the trunk of all heads is the same.
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            generator = torch.Generator().manual_seed(_stable_hash(f"{model.family}/{model.seed}/{name}"))
+            parameter.copy_(_draw(name, parameter, generator, built))
+    return built
+
+
+def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTrainedModel) -> Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if parameter.dim() == 1:
+        if name.endswith("bias"):
+            return 0.1 * noise
+        final = name.rsplit(".", 2)[-2] in ("norm", "ln_f")
+        peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
+        return peak * (1.0 + 0.2 * noise)
+    # GPT-2 stores its matrices as [in, out].
+    transposed = model.config.model_type == "gpt2" and ".c_" in name
+    fan_in = parameter.shape[0] if transposed else parameter.shape[-1]
+    peak = LOGIT_STD if name.startswith("lm_head") else 1.0
+    return peak * noise / math.sqrt(fan_in)
+
+
+def _stable_hash(text: str) -> int:
+    """The same number in every process, unlike ``hash``."""
+    value = 0
+    for byte in text.encode():
+        value = (value * 131 + byte) % (2**61 - 1)
+    return value

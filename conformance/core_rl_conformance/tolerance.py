@@ -1,0 +1,119 @@
+"""How far an engine may be from the oracle: a rule, and no number that was tuned for an engine.
+
+``error(engine, oracle) <= 4 * baseline + floor``. The baseline is the largest error that the plain
+Hugging Face model in the engine's dtype makes over several equivalent variants (`plain`): a single
+one can be luckily tiny. The floor is some units in the last place of the largest entry of that kind,
+because some true values are zero. Tensors are compared by their largest difference.
+
+A small error that always points the same way is a bug too: see `signed_mean`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FACTOR",
+    "FLOOR_ULPS",
+    "Tolerance",
+    "largest_difference",
+    "signed_mean",
+    "tolerance",
+    "tolerances",
+]
+
+FACTOR = 4.0
+"""An engine may be this much worse than the worst variant of the plain model."""
+FLOOR_ULPS = 4.0
+"""Units in the last place, of the largest entry of that kind, that are free."""
+SIGMAS = 4.0
+"""Standard errors by which a mean error may differ from zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """The largest error that passes, and where it comes from."""
+
+    baseline: float
+    floor: float
+
+    @property
+    def limit(self) -> float:
+        """The largest error that passes."""
+        return FACTOR * self.baseline + self.floor
+
+    def allows(self, error: float) -> bool:
+        """Whether ``error`` passes; NaN never does."""
+        return error <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.limit:.1e} (= {FACTOR:g} x {self.baseline:.1e} of the plain model + {self.floor:.1e})"
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> float:
+    """The infinity norm of the difference, in float64; infinite where ``got`` is NaN."""
+    if not got.numel():
+        return 0.0
+    difference = (got.detach().double() - expected.detach().double()).abs()
+    return float(torch.nan_to_num(difference, nan=math.inf).max())
+
+
+def tolerance(variants: Sequence[Tensor], expected: Tensor, dtype: torch.dtype) -> Tolerance:
+    """The tolerance of one tensor from the plain model's ``variants`` of it."""
+    return tolerances([{"": value} for value in variants], {"": expected}, dtype)[""]
+
+
+def tolerances(
+    variants: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tolerance]:
+    """The tolerance of each tensor of one kind (all gradients, all weights); they share the floor."""
+    largest = max((float(value.abs().max()) for value in expected.values() if value.numel()), default=0.0)
+    floor = FLOOR_ULPS * torch.finfo(dtype).eps * largest
+    return {
+        name: Tolerance(
+            baseline=max(largest_difference(variant[name], value) for variant in variants), floor=floor
+        )
+        for name, value in expected.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedMean:
+    """A mean error over sequences, and how far from zero it may be."""
+
+    mean: float
+    limit: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether the mean is close enough to zero."""
+        return abs(self.mean) <= self.limit
+
+
+def signed_mean(
+    errors: Sequence[Tensor], plain_errors: Sequence[Sequence[Tensor]], floor: float
+) -> SignedMean:
+    """Whether the mean of ``errors`` (one tensor of token errors for each sequence) is zero up to chance.
+
+    It may be 4 times the largest signed mean of the plain model's variants plus 4 standard errors over
+    sequences. The deviation is the larger one of the engine's and the plain model's: an engine with
+    hardly any error must not be judged by its own luck.
+    """
+    own, plain = _means(errors), [_means(variant) for variant in plain_errors]
+    deviation = max(_deviation(own), *(_deviation(variant) for variant in plain))
+    limit = FACTOR * max(abs(fmean(variant)) for variant in plain) + SIGMAS * deviation / math.sqrt(len(own))
+    return SignedMean(mean=fmean(own), limit=limit + floor)
+
+
+def _means(errors: Sequence[Tensor]) -> list[float]:
+    return [float(error.double().mean()) for error in errors if error.numel()]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0

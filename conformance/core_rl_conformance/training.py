@@ -1,0 +1,147 @@
+"""Optimizer steps beside a float64 AdamW that is fed with the engine's own exported gradients.
+
+The oracle's gradients would not do: in its first steps Adam is near the sign of the gradient, which
+amplifies the noise of tiny ones and hides bugs in large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.loss import LossSpec
+from core_rl.engines.outputs import OutputName
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.diagnose import compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.oracle import AdamW, AdamWState
+from core_rl_conformance.plain_adamw import step_tolerances
+from core_rl_conformance.subject import Subject, per_sequence
+from core_rl_conformance.tiny_models import TinyModel, save_with
+from core_rl_conformance.tolerance import Tolerance
+
+__all__ = ["Shadow", "optimizer_config", "verify_outputs"]
+
+PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
+"""Lengths of the sequences that show what the ranks compute with."""
+
+
+def optimizer_config(config: AdamW, total_steps: int | None = None) -> dict[str, Any]:
+    """``config`` as the ``optimizer`` section of an engine; ``total_steps`` asks for a linear decay."""
+    schedule = {} if total_steps is None else {"schedule": {"type": "linear", "total_steps": total_steps}}
+    return {
+        "lr": config.lr,
+        "betas": list(config.betas),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        **schedule,
+    }
+
+
+def verify_outputs(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
+    """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
+
+    Export alone cannot show that what a rank computes with is something else: an old gathered copy, or
+    a replica that has drifted away.
+    """
+    data = subject.data(lengths=PROBE)
+    directory = subject.directory(f"weights {what}")
+    save_with(model, group.named_tensors("master"), directory)
+    dtype, device = subject.dtype, subject.case.device
+    name: OutputName = "logprobs" if model.head == "lm" else "values"
+    expected = subject.bench.outputs_at(directory, model.head, data, name, dtype, device)
+    got = per_sequence(group.forward(data.batch(), MicroBatchSpec(count=1), (name,)), name, data)
+    subject.verify(compare_tokens(f"{name} {what}", got, expected.values, expected.tolerance))
+
+
+@dataclass(kw_only=True)
+class Shadow:
+    """A float64 AdamW that takes every step that the engine takes."""
+
+    config: AdamW
+    state: AdamWState
+    total_steps: int | None = None
+    """Where the learning rate has fallen linearly to 0; None keeps it."""
+    lr_steps: int = 0
+    _start: AdamWState = field(init=False)
+    _grads: list[Mapping[str, Tensor]] = field(default_factory=list)
+    _rates: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = self.state.copy()
+
+    @staticmethod
+    def of(group: EngineGroup, config: AdamW, total_steps: int | None = None) -> Shadow:
+        """Begin where the engine is: its weights, moments and step counts."""
+        progress = group.progress
+        master = group.named_tensors("master")
+        state = replace(AdamWState.start(master), count=progress.updates)
+        state.exp_avg.update({name: value.double() for name, value in group.named_tensors("exp_avg").items()})
+        state.exp_avg_sq.update(
+            {name: value.double() for name, value in group.named_tensors("exp_avg_sq").items()}
+        )
+        return Shadow(config=config, state=state, total_steps=total_steps, lr_steps=progress.lr_steps)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return (
+            self.config.lr
+            if self.total_steps is None
+            else self.config.linear_lr(self.lr_steps, self.total_steps)
+        )
+
+    def train(
+        self,
+        subject: Subject,
+        group: EngineGroup,
+        batches: Sequence[SequenceBatch],
+        loss: LossSpec,
+        mb_spec: MicroBatchSpec,
+    ) -> None:
+        """One step of both for each batch, then one of the schedule; compare what the steps report."""
+        for number, batch in enumerate(batches):
+            what = f"of step {number}"
+            group.optimizer_zero_grad()
+            group.forward_backward(batch, loss, mb_spec)
+            grads = group.named_tensors("grads")
+            broken = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+            subject.require(not broken, f"gradients {what} are not finite: {', '.join(broken[:6])}")
+            reported = group.optimizer_step()
+            norm = self.config.step(self.state, grads, self.rate)
+            few = Tolerance(baseline=0.0, floor=1e-6 * norm)
+            subject.verify(compare_scalar(f"the norm {what}", reported["grad_norm"], norm, few))
+            exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
+            subject.verify(compare_scalar(f"the learning rate {what}", reported["lr"], self.rate, exact))
+            subject.require(
+                reported["update_successful"] == 1.0, f"the update {what} was not made: {reported}"
+            )
+            self._grads.append(grads)
+            self._rates.append(self.rate)
+            group.lr_scheduler_step()
+            self.lr_steps += 1
+
+    def verify(self, subject: Subject, group: EngineGroup, what: str) -> None:
+        """Compare the engine's weights and moments with those of the float64 AdamW."""
+        allowed = step_tolerances(self._start, self.state, self.config, self._grads, self._rates)
+        subject.verify(
+            compare_named(f"weights {what}", group.named_tensors("master"), self.state.params, allowed.master)
+        )
+        subject.verify(
+            compare_named(
+                f"first moments {what}", group.named_tensors("exp_avg"), self.state.exp_avg, allowed.exp_avg
+            )
+        )
+        subject.verify(
+            compare_named(
+                f"second moments {what}",
+                group.named_tensors("exp_avg_sq"),
+                self.state.exp_avg_sq,
+                allowed.exp_avg_sq,
+            )
+        )

@@ -1,0 +1,48 @@
+"""Correct engines of other makes than the reference: what mutants break."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.meta import FinetuneSpec, RankAddress
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.models.build import build_model
+from core_rl.models.packed import PackedModel
+from core_rl_conformance.reference.train import ReferenceEngine
+
+
+class Replicated(ReferenceEngine):
+    """Every rank holds the whole model; gradients are added up over ranks."""
+
+    def _reduce_grads(self) -> None:
+        if self.world.size == 1:
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                grad = self._quantity(parameter, "grads")
+                dist.all_reduce(grad, group=self.world.group)
+                parameter.grad = grad
+
+
+class Packed(Replicated):
+    """The same on packed sequences."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        register_packed_attention()
+        model = build_model(self.config.model, seed=self.config.seed, attn_implementation=PACKED_ATTENTION)
+        self._packed = PackedModel(model, self.config.model.head)
+        self._adopt(model)
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for micro_batch in micro_batches:
+            loss = step(self._outputs(micro_batch, step), micro_batch)
+            if not forward_only:
+                loss.backward()
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        return ModelOutput(**self._packed(micro_batch, step.outputs, step.temperature, step.trained_only))

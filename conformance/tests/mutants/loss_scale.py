@@ -1,0 +1,286 @@
+"""Loss scale, accumulation and what gradients are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.grad_norm import GradShard
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.bases import Packed, Replicated
+from mutants.zoo import DP2, Mutant
+
+
+class MeanOfMeans(ReferenceEngine):
+    """Each micro-batch weighs the same, however many tokens it trains."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        whole = sum(int(part.loss_mask.sum()) for part in micro_batches)
+        for part in micro_batches:
+            loss = step(self._forward(part, step), part)
+            if not forward_only:
+                (loss * whole / (len(micro_batches) * max(1, int(part.loss_mask.sum())))).backward()
+
+
+class DividesByMicroBatches(ReferenceEngine):
+    """The schedule divides by the number of micro-batches; the core has already divided by the weight."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            loss = step(self._forward(part, step), part)
+            if not forward_only:
+                (loss / len(micro_batches)).backward()
+
+
+class LastMicroBatchOnly(ReferenceEngine):
+    """Gradients are overwritten, not accumulated."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            if not forward_only:
+                self._zero_grad()
+            super()._run([part], step, forward_only)
+
+
+class ZeroGradInForwardBackward(ReferenceEngine):
+    """Each call of forward_backward begins by dropping what the call before has accumulated."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        if not forward_only:
+            self._zero_grad()
+        super()._run(micro_batches, step, forward_only)
+
+
+class NeverZeroesGradients(ReferenceEngine):
+    """Gradients of one step are still there in the next."""
+
+    def _zero_grad(self) -> None:
+        pass
+
+
+class BackwardInEvaluation(ReferenceEngine):
+    """Evaluation records a graph, runs backward, and leaves gradients."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            with torch.enable_grad():
+                output = self._forward(part, step)
+                loss = step(output, part)
+                if not forward_only:
+                    loss.backward()
+                elif output.logprobs is not None:
+                    output.logprobs.sum().backward()
+
+
+class TrainsThePrompt(ReferenceEngine):
+    """Tokens that the loss mask leaves out are trained a little as well."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            output = self._forward(part, step)
+            loss = step(output, part)
+            if not forward_only:
+                if "advantages" in part and output.logprobs is not None:
+                    prompt = torch.where(part.loss_mask, 0.0, part["advantages"] * output.logprobs)
+                    loss = loss - 1e-4 * prompt.sum()
+                loss.backward()
+
+
+class DropsMicroBatchesWithNan(ReferenceEngine):
+    """A guard against NaN drops whole micro-batches, although nothing reads the NaN."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            loss = step(self._forward(part, step), part)
+            if not forward_only and not any(value.isnan().any() for value in part.tokens.values()):
+                loss.backward()
+
+
+class DetachesTheHead(ReferenceEngine):
+    """The tied embedding gets the gradient of its use at the input only."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.config.model.head != "lm":
+            return super()._sequence(ids, step)
+        hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        return self._language_model(ids, hidden @ head.weight.detach().T / step.temperature, step)
+
+
+class UntrainedValueHead(ReferenceEngine):
+    """The scalar head is used, and gets no gradient."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.config.model.head == "lm":
+            return super()._sequence(ids, step)
+        hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        states = (hidden.float() @ self.model.get_parameter("score.weight").detach().T)[:, 0]
+        zero = states.new_zeros(1)
+        if self.config.model.head == "reward":
+            return {"scores": states[-1:]}
+        return {"values": torch.cat([zero, states[:-1]]), "bootstrap": states[-1:]}
+
+
+class RewardDividedByTokens(ReferenceEngine):
+    """The gradient of a loss over sequences is divided by their tokens."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            loss = step(self._forward(part, step), part)
+            if not forward_only:
+                (loss * part.num_sequences / part.num_tokens).backward()
+
+
+class NormOfSomeShards(ReferenceEngine):
+    """The norm leaves out vectors, as if another rank would count them."""
+
+    def _grad_shards(self) -> Iterable[GradShard]:
+        return [shard for shard in super()._grad_shards() if shard.grad.dim() > 1]
+
+
+class NormCountsReplicas(Replicated):
+    """Each rank counts what all of them hold."""
+
+    def _grad_shards(self) -> Iterable[GradShard]:
+        return [GradShard(shard.name, shard.grad) for shard in super()._grad_shards()]
+
+
+class AveragesOverRanks(Replicated):
+    """The wrapper averages gradients over ranks; the core wants their sum."""
+
+    def _reduce_grads(self) -> None:
+        super()._reduce_grads()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self.world.size
+
+
+class LocalDenominator(Replicated):
+    """Each rank's loss is divided by its own tokens, and then averaged."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        own = float(sum(int(part.loss_mask.sum()) for part in micro_batches))
+        (whole,) = self.world.sum([own])
+        for part in micro_batches:
+            loss = step(self._forward(part, step), part)
+            if not forward_only:
+                (loss * whole / (self.world.size * max(1.0, own))).backward()
+
+
+class ReducesInEachCall(Replicated):
+    """Gradients are reduced after each call, so that the first call's are added up twice."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        super()._run(micro_batches, step, forward_only)
+        if not forward_only:
+            super()._reduce_grads()
+
+    def _reduce_grads(self) -> None:
+        pass
+
+
+class EmptyRankStaysAway(Replicated):
+    """A rank without work leaves out a collective that the others wait in."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        super()._run(micro_batches, step, forward_only)
+        if any(part.loss_mask.any() for part in micro_batches):
+            self.world.barrier()
+
+
+class DoubledGradient(Packed):
+    """Gradients of log-probs in the packed kernel are doubled: a scale that a benchmark would not show."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        if output.logprobs is None or not output.logprobs.requires_grad:
+            return output
+        doubled = 2 * output.logprobs - output.logprobs.detach()
+        return ModelOutput(**{**dict(output.items()), "logprobs": doubled})
+
+
+MUTANTS = (
+    Mutant(
+        engine=MeanOfMeans, killed_by="I1.micro-batches", issue="transformers #34191", says="micro-batches"
+    ),
+    Mutant(
+        engine=DividesByMicroBatches,
+        killed_by="I1.micro-batches",
+        issue="AReaL #1273",
+        says=r"multiplied by 0\.5",
+    ),
+    Mutant(
+        engine=LastMicroBatchOnly, killed_by="I1.micro-batches", issue="accumulation", says="gradients with 2"
+    ),
+    Mutant(
+        engine=ZeroGradInForwardBackward,
+        killed_by="I5.two-calls",
+        issue="torchtitan #3575",
+        says="of two calls",
+    ),
+    Mutant(
+        engine=NeverZeroesGradients,
+        killed_by="I5.several-train-batches",
+        issue="accumulation",
+        says="second batch",
+    ),
+    Mutant(
+        engine=BackwardInEvaluation,
+        killed_by="I5.eval-leaves-nothing",
+        issue="NeMo-RL #1012",
+        says="evaluations",
+    ),
+    Mutant(engine=TrainsThePrompt, killed_by="I6.masked-tokens", issue="verl #2543", says="untrained tokens"),
+    Mutant(
+        engine=DropsMicroBatchesWithNan, killed_by="I6.masked-nan", issue="SkyRL #1635", says="all zero|NaN"
+    ),
+    Mutant(
+        engine=DetachesTheHead, killed_by="I10.tied-gradient", issue="verl #6334", says="tied", family="qwen3"
+    ),
+    Mutant(
+        engine=UntrainedValueHead, killed_by="I1.value-gradients", issue="verl #6913", says="score.weight"
+    ),
+    Mutant(
+        engine=RewardDividedByTokens,
+        killed_by="I1.reward-gradients",
+        issue="verl #6957",
+        says="of the reward head",
+    ),
+    Mutant(engine=NormOfSomeShards, killed_by="I4.grad-norm", issue="torchtitan #649", says="norm"),
+    Mutant(
+        engine=NormCountsReplicas, killed_by="I4.grad-norm", issue="AReaL #1497", says=r"1\.41421", layout=DP2
+    ),
+    Mutant(
+        engine=AveragesOverRanks,
+        killed_by="I2.data-parallel",
+        issue="torchtitan #2206",
+        says=r"multiplied by 0\.5",
+        layout=DP2,
+    ),
+    Mutant(
+        engine=LocalDenominator, killed_by="I2.data-parallel", issue="verl #3994", says="rank 0", layout=DP2
+    ),
+    Mutant(
+        engine=ReducesInEachCall,
+        killed_by="I5.two-calls",
+        issue="verl #6957",
+        says="of two calls",
+        layout=DP2,
+    ),
+    Mutant(
+        engine=EmptyRankStaysAway,
+        killed_by="I16.few-sequences",
+        issue="verl #5591",
+        says="(?i)time|answer",
+        timeout_s=8.0,
+        layout=DP2,
+    ),
+    Mutant(
+        engine=DoubledGradient, killed_by="I1.gradients", issue="verl #4710", says="gradients of TokenMean"
+    ),
+)

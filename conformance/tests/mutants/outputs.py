@@ -1,0 +1,271 @@
+"""Alignment, attention, precision and modes of what a forward pass gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.outputs import ModelOutput, OutputName
+from core_rl.engines.steps import MicroBatchStep
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.bases import Packed
+from mutants.zoo import C, Mutant
+
+
+def _rolled(value: Tensor) -> Tensor:
+    """One position later; the first token keeps its 0."""
+    return torch.cat([value[:1], value[:-1]])
+
+
+class OneTokenLate(ReferenceEngine):
+    """Log-probs stand at the token after theirs."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return {name: _rolled(value) for name, value in super()._sequence(ids, step).items()}
+
+
+class LastTokenLost(ReferenceEngine):
+    """The last token of each sequence has no log-prob, so EOS is never trained."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        if "logprobs" in outputs and len(ids) > 1:
+            outputs["logprobs"] = F.pad(outputs["logprobs"][:-1], (0, 1))
+        return outputs
+
+
+class SmallDrift(ReferenceEngine):
+    """Log-probs are a hair too large, all of them: far below any tolerance for a single token."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        if "logprobs" in outputs:
+            outputs["logprobs"] = torch.cat([outputs["logprobs"][:1], outputs["logprobs"][1:] + 1.2e-5])
+        return outputs
+
+
+class HalfPrecisionHead(ReferenceEngine):
+    """Logits are rounded to bfloat16 in a float32 engine."""
+
+    @staticmethod
+    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return ReferenceEngine._language_model(ids, logits.bfloat16().float(), step)
+
+
+class EntropyOverPadding(ReferenceEngine):
+    """The softmax of the entropy runs over a vocabulary that is padded to a multiple of 64."""
+
+    @staticmethod
+    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = ReferenceEngine._language_model(ids, logits, step)
+        if "entropy" in outputs:
+            padded = F.pad(logits[:-1], (0, -logits.shape[1] % 64))
+            log_p = F.log_softmax(padded, dim=-1)
+            outputs["entropy"] = F.pad(-(log_p.exp() * log_p).sum(-1), (1, 0))
+        return outputs
+
+
+@dataclass(frozen=True)
+class WithTemperature:
+    """A step that shows an engine another temperature."""
+
+    step: MicroBatchStep
+    temperature: float
+
+    @property
+    def outputs(self) -> tuple[OutputName, ...]:
+        return self.step.outputs
+
+    @property
+    def trained_only(self) -> bool:
+        return self.step.trained_only
+
+    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
+        return self.step(output, micro_batch)
+
+
+class IgnoresTemperature(ReferenceEngine):
+    """Log-probs are computed at temperature 1, whatever was asked for."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return super()._sequence(ids, WithTemperature(step, 1.0))
+
+
+class LogitsWithoutTemperature(ReferenceEngine):
+    """Log-probs are right; logits come as the model gave them."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        if "logits" in outputs:
+            outputs["logits"] = outputs["logits"] * step.temperature
+        return outputs
+
+
+class ValuesOverTemperature(ReferenceEngine):
+    """Values are divided by the temperature."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        return {n: v / step.temperature if n == "values" else v for n, v in outputs.items()}
+
+
+class ScoresTheFirstToken(ReferenceEngine):
+    """The score comes from the wrong end of the sequence."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        if "scores" in outputs:
+            outputs["scores"] = super()._sequence(ids[:1], step)["scores"]
+        return outputs
+
+
+class AttendsToNeighbours(Packed):
+    """Causal attention over the whole pack, across the boundaries of sequences."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        base = self._packed.model.base_model
+
+        def one_segment(
+            module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
+            return args, {**kwargs, "segments": (0, micro_batch.num_tokens)}
+
+        hook = base.register_forward_pre_hook(one_segment, with_kwargs=True)
+        try:
+            return super()._outputs(micro_batch, step)
+        finally:
+            hook.remove()
+
+
+class PositionsRunOn(Packed):
+    """Positions do not restart in each packed sequence; rotary embeddings hide it, absolute ones do not."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        base = self._packed.model.base_model
+
+        def running(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            positions = torch.arange(micro_batch.num_tokens)[None] % 64
+            return args, {**kwargs, "position_ids": positions}
+
+        hook = base.register_forward_pre_hook(running, with_kwargs=True)
+        try:
+            return super()._outputs(micro_batch, step)
+        finally:
+            hook.remove()
+
+
+class ChunkEdge(Packed):
+    """The last row of each full chunk of a chunked kernel is dropped."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        if output.logprobs is None:
+            return output
+        kept = torch.arange(micro_batch.num_tokens) % 512 != 511
+        return replace(output, logprobs=torch.where(kept, output.logprobs, 0.0))
+
+
+class ZeroIsPadding(ReferenceEngine):
+    """Tokens with the id 0 are taken for padding and masked in attention."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.config.model.head != "lm":
+            return super()._sequence(ids, step)
+        mask = (ids != 0).long()[None]
+        logits = self.model(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0].float()
+        return self._language_model(ids, logits / step.temperature, step)
+
+
+class SortsByLength(ReferenceEngine):
+    """Sequences are sorted by length inside a micro-batch, and their outputs stay in that order."""
+
+    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        order = sorted(range(batch.num_sequences), key=lambda index: -batch.lengths[index])
+        return super()._forward(batch.select(order), step)
+
+
+class DropoutInEvaluation(ReferenceEngine):
+    """The module stays in training mode."""
+
+    def _set_training(self, training: bool) -> None:
+        self.model.train()
+
+
+class NeverBackInTrainingMode(ReferenceEngine):
+    """The first evaluation turns dropout off for good."""
+
+    _evaluated = False
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        self._evaluated |= forward_only
+        super()._run(micro_batches, step, forward_only)
+
+    def _set_training(self, training: bool) -> None:
+        self.model.train(training and not self._evaluated)
+
+
+class GivesUndeclaredLogits(ReferenceEngine):
+    """An overridden public method forgets what the spec says."""
+
+    def forward(
+        self, batch: SequenceBatch, mb_spec: Any, outputs: tuple[OutputName, ...] = ("logprobs",), *rest: Any
+    ) -> Any:
+        if outputs == ("logits",):
+            outputs = ("logprobs",)
+        return super().forward(batch, mb_spec, outputs, *rest)
+
+
+MUTANTS = (
+    Mutant(engine=OneTokenLate, killed_by="I7.logprobs", issue="verl #3287", says="one position too late"),
+    Mutant(engine=LastTokenLost, killed_by="I7.logprobs", issue="SkyRL #1304", says="only the last token"),
+    Mutant(
+        engine=SmallDrift, killed_by="I7.logprobs", issue="one-sided drift", says="always in one direction"
+    ),
+    Mutant(
+        engine=HalfPrecisionHead,
+        killed_by="I7.logprobs",
+        issue="verl #6150",
+        says="logprobs at temperature 1",
+    ),
+    Mutant(engine=EntropyOverPadding, killed_by="I7.entropy", issue="TRL #3715", says="entropy"),
+    Mutant(
+        engine=IgnoresTemperature, killed_by="I8.temperature", issue="NeMo-RL #316", says=r"temperature 0\.6"
+    ),
+    Mutant(
+        engine=LogitsWithoutTemperature, killed_by="I7.logits", issue="TRL #4159", says=r"multiplied by 0\.6"
+    ),
+    Mutant(engine=ValuesOverTemperature, killed_by="I7.values", issue="I8", says=r"multiplied by 1\.66667"),
+    Mutant(engine=ScoresTheFirstToken, killed_by="I7.scores", issue="alignment", says="scores differs"),
+    Mutant(engine=AttendsToNeighbours, killed_by="I6.neighbours", issue="AReaL #1442", says="neighbours"),
+    Mutant(
+        engine=PositionsRunOn,
+        killed_by="I6.neighbours",
+        issue="OpenRLHF #217",
+        says="neighbours",
+        family="gpt2",
+    ),
+    Mutant(
+        engine=ChunkEdge, killed_by="I7.long-batch", issue="chunked kernels", says="2 of 1112 values are off"
+    ),
+    Mutant(
+        engine=ZeroIsPadding, killed_by="I7.logprobs", issue="TRL #3200", says="logprobs at temperature 1"
+    ),
+    Mutant(engine=SortsByLength, killed_by="contract.order", issue="order of packing", says="log-probs with"),
+    Mutant(engine=DropoutInEvaluation, killed_by="I9.dropout-off", issue="verl #4708", says="by forward"),
+    Mutant(
+        engine=NeverBackInTrainingMode, killed_by="I9.dropout-off", issue="verl #4708", says="after a forward"
+    ),
+    Mutant(
+        engine=GivesUndeclaredLogits,
+        killed_by="contract.undeclared",
+        issue="an option that is ignored",
+        says="'logits' is not declared",
+        undeclared=frozenset({C.LOGITS}),
+    ),
+)

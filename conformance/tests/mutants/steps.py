@@ -1,0 +1,250 @@
+"""Optimizer steps, clipping, skipped steps and the version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.grad_norm import GradShard
+from core_rl.engines.loss import LossSpec
+from core_rl.engines.meta import FinetuneSpec, RankAddress
+from core_rl.engines.steps import MicroBatchStep
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+
+class ClippingForgotten(ReferenceEngine):
+    """The norm is computed, and the gradients are not scaled."""
+
+    def _step(self, scale: float) -> None:
+        super()._step(1.0)
+
+
+class DecaysEverything(ReferenceEngine):
+    """Norms and biases decay like matrices."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        assert self.optimizer is not None and self.config.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self.config.optimizer.weight_decay
+
+
+class CoupledDecay(ReferenceEngine):
+    """Adam with L2 regularisation: the decay goes through the moments."""
+
+    def _step(self, scale: float) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.add_(parameter.detach(), alpha=group["weight_decay"])
+            group["weight_decay"] = 0.0
+        super()._step(scale)
+
+
+class EpsilonHardCoded(ReferenceEngine):
+    """The configured epsilon does not reach the optimizer."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["eps"] = 1e-5
+
+
+class LearningRateLagsBehind(ReferenceEngine):
+    """Each step uses the learning rate of the step before."""
+
+    _next: float | None = None
+
+    def _set_lr(self, lr: float) -> None:
+        previous, self._next = self._next, lr
+        super()._set_lr(lr if previous is None else previous)
+
+
+class HalfPrecisionMoments(ReferenceEngine):
+    """Moments are kept in bfloat16."""
+
+    def _step(self, scale: float) -> None:
+        super()._step(scale)
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].bfloat16())
+
+
+class NormsAreNotTrained(ReferenceEngine):
+    """The optimizer was built without the vectors."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        if self.optimizer is not None:
+            self.optimizer.param_groups = self.optimizer.param_groups[:1]
+
+
+class FrozenParametersDecay(ReferenceEngine):
+    """Frozen parameters still decay."""
+
+    def _step(self, scale: float) -> None:
+        super()._step(scale)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if not parameter.requires_grad:
+                    parameter.mul_(1 - 1e-3)
+
+
+class StaleHead(ReferenceEngine):
+    """The head computes with a copy of its weights from the first pass."""
+
+    _copy: Tensor | None = None
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.config.model.head != "lm":
+            return super()._sequence(ids, step)
+        head = self.model.get_output_embeddings()
+        if self._copy is None:
+            self._copy = head.weight.detach().clone()
+        hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        # The right gradient, at stale values.
+        weight = self._copy + head.weight - head.weight.detach()
+        return self._language_model(ids, hidden @ weight.T / step.temperature, step)
+
+
+class GradientOfOtherSide(ReferenceEngine):
+    """What is exported is right; the optimizer steps on something else."""
+
+    def _step(self, scale: float) -> None:
+        super()._step(2.0 * scale)
+
+
+class NanSurvivesTheSkip(ReferenceEngine):
+    """Gradients that are not finite are not dropped with the skipped step."""
+
+    def _zero_grad(self) -> None:
+        if all(bool(grad.isfinite().all()) for _, grad in self._grads()):
+            super()._zero_grad()
+
+
+class InfinityIsFiltered(ReferenceEngine):
+    """The norm leaves out gradients that are not finite, so the step is made with them."""
+
+    def _grad_shards(self) -> Iterable[GradShard]:
+        return [replace(shard, grad=shard.grad.nan_to_num(0.0, 0.0, 0.0)) for shard in super()._grad_shards()]
+
+
+class TrainsWithoutOptimizer(ReferenceEngine):
+    """An overridden ``train_batch`` takes any engine for trainable."""
+
+    def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
+        if self.config.optimizer is None:
+            return self.eval_batch(batch, loss, mb_spec)
+        return super().train_batch(batch, loss, mb_spec)
+
+
+class StepsWithoutTokens(ReferenceEngine):
+    """A batch in which nothing counts still decays the weights."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        if not self._pending.weight:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(1 - 1e-4)
+        return super().optimizer_step()
+
+
+class CountsItsOwnVersion(ReferenceEngine):
+    """Each step raises the version, which is the driver's."""
+
+    def _step(self, scale: float) -> None:
+        super()._step(scale)
+        self._progress = replace(self._progress, version=self._progress.version + 1)
+
+
+class UntiesTheHead(ReferenceEngine):
+    """The head becomes a parameter of its own when the model is built."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        self._separate = self.model.get_output_embeddings().weight.detach().clone()
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        super()._run(micro_batches, step, forward_only)
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.config.model.head != "lm":
+            return super()._sequence(ids, step)
+        hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        weight = self.model.get_output_embeddings().weight
+        attached = self._separate + weight - weight.detach()
+        return self._language_model(ids, hidden @ attached.T / step.temperature, step)
+
+    def _step(self, scale: float) -> None:
+        before = self.model.get_output_embeddings().weight.detach().clone()
+        super()._step(scale)
+        # Half of what the shared matrix moves: as if each use had its own optimizer.
+        self._separate += 0.5 * (self.model.get_output_embeddings().weight.detach() - before)
+
+
+MUTANTS = (
+    Mutant(
+        engine=InfinityIsFiltered,
+        killed_by="I20.nan-loss-skips",
+        issue="skipped steps",
+        says="infinite gradient",
+    ),
+    Mutant(
+        engine=TrainsWithoutOptimizer,
+        killed_by="contract.forward-only",
+        issue="a reference policy",
+        says="refuse",
+    ),
+    Mutant(
+        engine=ClippingForgotten,
+        killed_by="I4.clipping",
+        issue="clipping not applied",
+        says="after clipped steps",
+    ),
+    Mutant(engine=DecaysEverything, killed_by="I20.adamw", issue="defaults of backends", says="only vectors"),
+    Mutant(engine=CoupledDecay, killed_by="I20.adamw", issue="Adam for AdamW", says="after 4 steps"),
+    Mutant(
+        engine=EpsilonHardCoded, killed_by="I20.adamw", issue="a setting that is lost", says="weights after 4"
+    ),
+    Mutant(engine=LearningRateLagsBehind, killed_by="I20.adamw", issue="slime #1152", says="weights after 4"),
+    Mutant(
+        engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="after 4 steps"
+    ),
+    Mutant(engine=NormsAreNotTrained, killed_by="I20.all-move", issue="pytorch #149205", says="did not move"),
+    Mutant(
+        engine=FrozenParametersDecay, killed_by="I20.frozen", issue="frozen parameters", says="frozen weights"
+    ),
+    Mutant(
+        engine=StaleHead,
+        killed_by="I5.several-train-batches",
+        issue="vllm #44371",
+        says="logprobs after a step",
+    ),
+    Mutant(engine=GradientOfOtherSide, killed_by="I1.train-batch", issue="AReaL #1273", says="train_batch"),
+    Mutant(
+        engine=NanSurvivesTheSkip,
+        killed_by="I20.nan-loss-skips",
+        issue="skipped steps",
+        says="not finite: model",
+    ),
+    Mutant(
+        engine=StepsWithoutTokens, killed_by="I16.all-masked", issue="empty batches", says="all-masked batch"
+    ),
+    Mutant(
+        engine=CountsItsOwnVersion, killed_by="contract.version", issue="AReaL #941", says="the driver set 41"
+    ),
+    Mutant(
+        engine=UntiesTheHead,
+        killed_by="I10.tied-after-steps",
+        issue="Automodel #2511",
+        says="tied",
+        family="qwen3",
+    ),
+)

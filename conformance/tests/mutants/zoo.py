@@ -1,0 +1,95 @@
+"""What a mutant is, and how a check is run on an engine outside pytest's plugin."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.engines.train import TrainEngine
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.matrix import Case, Target
+from core_rl_conformance.profile import Profile
+from core_rl_conformance.subject import Subject
+
+C = Capability
+CAPABILITIES = frozenset(
+    {
+        C.VALUE_HEAD,
+        C.REWARD_HEAD,
+        C.LOGITS,
+        C.FROZEN_PARAMETERS,
+        C.DATA_PARALLEL,
+        C.SHARDED_CHECKPOINT,
+        C.PORTABLE_CHECKPOINT,
+        C.SYNC_DISK,
+    }
+)
+DP1 = ParallelLayout()
+DP2 = ParallelLayout(dp=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """An engine with one planted bug."""
+
+    engine: type[TrainEngine]
+    killed_by: str
+    """The check that is meant for this bug."""
+    issue: str
+    """Where a bug of this kind was shipped, or why it is here."""
+    says: str
+    """A regular expression that the failure must match: the message points at the cause."""
+    layout: ParallelLayout = DP1
+    family: str = "llama"
+    undeclared: frozenset[Capability] = frozenset()
+    timeout_s: float = 120.0
+    """How long a call may take; short for a mutant that hangs."""
+
+    @property
+    def name(self) -> str:
+        """The class's name with hyphens."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "-", self.engine.__name__).lower()
+
+
+def spec_of(engine: type[TrainEngine], undeclared: frozenset[Capability] = frozenset()) -> EngineSpec:
+    """A spec for ``engine``, which is importable by its module's name."""
+    return EngineSpec(
+        name=re.sub(r"(?<!^)(?=[A-Z])", "-", engine.__name__).lower(),
+        kind="train",
+        protocol=(0, 1),
+        factory=f"{engine.__module__}:{engine.__name__}",
+        config="core_rl_conformance.reference.config:ReferenceConfig",
+        capabilities=CAPABILITIES - undeclared,
+    )
+
+
+def run_check(
+    bench: Bench,
+    identifier: str,
+    spec: EngineSpec,
+    *,
+    layout: ParallelLayout,
+    family: str,
+    directory: Path,
+    seed: int = 0,
+) -> Subject:
+    """Run one check as the plugin would; whatever it raises comes out, beside a subject with what was measured."""
+    profile = Profile(layouts=(ParallelLayout(), DP2), families=(family,))
+    case = Case(
+        check=load_checks()[identifier],
+        target=Target(spec=spec, profile=profile),
+        layout=layout,
+        family=family,
+        dtype="float32",
+        seed=seed,
+        device="cpu",
+        other_layout=DP1 if layout == DP2 else DP2,
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    subject = Subject(case, bench, directory)
+    case.check.function(subject)
+    return subject

@@ -1,0 +1,428 @@
+"""The pytest plugin in strangers' directories: what it collects, how a session ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mutants.outputs import EntropyOverPadding
+from mutants.unruly import DiesInEvaluation
+from mutants.zoo import spec_of
+
+from core_rl.engines.registry import register_engine
+from core_rl.engines.spec import Capability, EngineSpec
+from core_rl_conformance import catalogue
+from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
+from core_rl_conformance.profile import Profile, Waiver
+from core_rl_conformance.reference.train import ReferenceEngine
+
+pytest_plugins = ["pytester"]
+
+FOREIGN_CONFTEST = """
+import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--unrelated", default="x")
+
+@pytest.fixture(autouse=True)
+def everything_fails_here():
+    raise RuntimeError("a foreign fixture ran")
+
+@pytest.fixture
+def subject():
+    raise RuntimeError("a foreign fixture was used")
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.name
+"""
+FOREIGN_INI = """
+[pytest]
+python_files = nothing_*.py
+python_functions = it_*
+python_classes = Describe*
+addopts = --strict-markers --strict-config
+"""
+GREEDY_INI = """
+[pytest]
+python_files = *.py
+python_functions = *
+addopts = --doctest-modules
+"""
+PROFILES: dict[str, Profile] = {}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineSpec]]:
+    """Registers an engine class under the name of its class, with a profile, for one test."""
+    registrations = []
+
+    def add(
+        kind: type, profile: Profile | None = None, capabilities: frozenset[Capability] | None = None
+    ) -> EngineSpec:
+        spec = spec_of(kind)
+        spec = replace(spec, capabilities=spec.capabilities - {Capability.DATA_PARALLEL})
+        if capabilities is not None:
+            spec = replace(spec, capabilities=capabilities)
+        if profile is not None:
+            attribute = f"PROFILE_{len(PROFILES)}"
+            PROFILES[attribute] = profile
+            monkeypatch.setattr(sys.modules[__name__], attribute, profile, raising=False)
+            spec = replace(spec, conformance=f"{__name__}:{attribute}")
+        registrations.append(register_engine(spec))
+        return spec
+
+    yield add
+    for registration in registrations:
+        registration.close()
+
+
+def _run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    """A session in this process, whose engines it knows."""
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:randomly", *arguments)
+
+
+def _suite(pytester: pytest.Pytester, name: str, filter_: str, *arguments: str) -> pytest.RunResult:
+    return _run(pytester, f"--engine={name}", "--pyargs", "core_rl_conformance", "-k", filter_, *arguments)
+
+
+# --------------------------------------------------------- without an engine
+
+
+def test_a_session_without_an_engine_is_left_alone(pytester: pytest.Pytester) -> None:
+    """Neither options nor imports: the plugin is loaded in every session of everybody who has core-rl."""
+    pytester.makeconftest(
+        """
+        def pytest_addoption(parser):
+            for name in ("--engine", "--layout", "--model", "--dtype", "--device", "--seed", "--quick", "--report"):
+                parser.addoption(name, default="mine")
+        """
+    )
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_nothing_heavy_is_imported(pytestconfig):
+            assert "core_rl_conformance.plugin" in sys.modules
+            heavy = {"torch", "transformers", "pydantic", "core_rl", "core_rl_conformance.session"}
+            assert not heavy & set(sys.modules)
+            assert pytestconfig.getoption("--model") == "mine"
+        """
+    )
+    result = pytester.runpytest_subprocess("--seed=3")
+    result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("ini", [FOREIGN_INI, GREEDY_INI], ids=["foreign", "greedy"])
+def test_checks_are_no_tests_without_an_engine(pytester: pytest.Pytester, ini: str) -> None:
+    pytester.makeini(ini)
+    result = _run(pytester, "--collect-only", "-q", str(CHECKS_DIRECTORY))
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_help_names_the_option(pytester: pytest.Pytester) -> None:
+    result = _run(pytester, "--help")
+    result.stdout.fnmatch_lines(["*--engine=NAME*"])
+    result.stdout.no_fnmatch_line("*--layout=*")
+    result = _run(pytester, "--engine=reference", "--help")
+    result.stdout.fnmatch_lines(["*--layout=LAYOUT*", "*--quick*"])
+
+
+# ----------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine=referense"], "*no installed engine is called 'referense'*Did you mean 'reference'*"),
+        (["--engine=reference", "--layout=dp9"], "*--layout=dp9: the profiles have dp1*"),
+        (["--engine=reference", "--model=gpt5"], "*--model=gpt5*qwen3*"),
+        (["--engine=reference", "--dtype=bfloat16"], "*--dtype=bfloat16: the profiles have float32*"),
+    ],
+)
+def test_bad_options_end_with_our_message(
+    pytester: pytest.Pytester, arguments: list[str], message: str
+) -> None:
+    result = _run(pytester, *arguments, "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    _assert_line(result, message)
+
+
+def _assert_line(result: pytest.RunResult, pattern: str) -> None:
+    """``pattern`` in the error output as one line."""
+    assert fnmatch.fnmatch(" ".join(result.stderr.lines), pattern), result.stderr.str()
+
+
+def test_an_engine_whose_profile_is_wrong_is_named(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    waiver = Waiver(check="I7.nothing", reason="", owner="me", raises=AssertionError)
+    engine(ReferenceEngine, Profile(waivers=(waiver,)))
+    result = _run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    _assert_line(result, "*engine 'reference-engine': 2 problems*names no check*has no reason*")
+
+
+def test_an_engine_whose_profile_raises_is_named(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    spec = replace(spec_of(EntropyOverPadding), conformance="mutants.no_such_module:PROFILE")
+    with register_engine(spec):
+        result = _run(pytester, "--engine=entropy-over-padding", "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    _assert_line(result, "*'entropy-over-padding'*no_such_module*")
+
+
+# ---------------------------------------------------------------- collection
+
+
+def _collected(result: pytest.RunResult) -> list[str]:
+    return [line.rpartition("::")[2] for line in result.outlines if "::" in line]
+
+
+@pytest.mark.parametrize("ini", [FOREIGN_INI, GREEDY_INI], ids=["foreign", "greedy"])
+def test_any_directory_collects_every_check_and_nothing_else(pytester: pytest.Pytester, ini: str) -> None:
+    pytester.makeini(ini)
+    pytester.makeconftest(FOREIGN_CONFTEST)
+    pytester.makepyfile("def test_mine(): assert False")
+    arguments = ["--engine=reference", "--collect-only", "-q"]
+    packaged = _collected(_run(pytester, *arguments, "--pyargs", "core_rl_conformance"))
+    assert {name.partition("[")[0] for name in packaged} == set(load_checks())
+    # No path at all means the suite as well.
+    assert _collected(_run(pytester, *arguments)) == packaged
+    # A path that holds other tests adds none of them.
+    assert _collected(_run(pytester, *arguments, ".", str(CHECKS_DIRECTORY.parent))) == packaged
+
+
+def test_another_copy_of_the_suite_means_this_one(pytester: pytest.Pytester) -> None:
+    """A checkout beside an installation: its tests are not collected, and its checks are those installed."""
+    copy = pytester.mkdir("conformance")
+    shutil.copytree(CHECKS_DIRECTORY.parent, copy / "core_rl_conformance")
+    (copy / "tests").mkdir()
+    (copy / "tests" / "test_suite.py").write_text("def test_suite(): assert False")
+    arguments = ["--engine=reference", "--collect-only", "-q"]
+    everything = _collected(_run(pytester, *arguments))
+    assert _collected(_run(pytester, *arguments, "conformance/")) == everything
+    one = _collected(_run(pytester, *arguments, "conformance/core_rl_conformance/checks/gradients.py"))
+    assert one and set(one) < set(everything)
+
+
+def test_one_check_can_be_named_by_its_node(pytester: pytest.Pytester) -> None:
+    module = CHECKS_DIRECTORY / "gradients.py"
+    result = _run(
+        pytester,
+        "--engine=reference",
+        "--collect-only",
+        "-q",
+        f"{module}::I4.grad-norm[reference-dp1-qwen3-float32]",
+    )
+    assert _collected(result) == ["I4.grad-norm[reference-dp1-qwen3-float32]"]
+
+
+def test_two_engines_are_checked_one_after_the_other(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    engine(ReferenceEngine)
+    result = _run(pytester, "--engine=reference-engine", "--engine=reference", "--collect-only", "-q")
+    names = [name.partition("[")[2].partition("-dp1")[0] for name in _collected(result)]
+    assert list(dict.fromkeys(names)) == ["reference-engine", "reference"]
+    assert names == sorted(names, key=["reference-engine", "reference"].index)
+
+
+# ------------------------------------------------------------------- running
+
+
+def test_checks_run_beside_a_foreign_conftest(pytester: pytest.Pytester) -> None:
+    pytester.makeini(FOREIGN_INI)
+    pytester.makeconftest(FOREIGN_CONFTEST)
+    result = _suite(pytester, "reference", "I7.entropy and llama", "--junitxml=junit.xml", "--model=llama")
+    result.assert_outcomes(passed=1, deselected=_deselected(result))
+    result.stdout.fnmatch_lines(
+        [
+            "*core-rl conformance: reference; checks in *",
+            "engine reference: 1 passed, 0 failed*",
+            "  I7.entropy *ok *",
+        ]
+    )
+    junit = (pytester.path / "junit.xml").read_text()
+    assert (
+        'property name="core_rl_conformance"' in junit and "&quot;outcome&quot;: &quot;passed&quot;" in junit
+    )
+
+
+def _deselected(result: pytest.RunResult) -> int:
+    return int(result.parseoutcomes().get("deselected", 0))
+
+
+def test_a_wrong_engine_fails_with_a_message_that_helps(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    engine(EntropyOverPadding)
+    result = _suite(pytester, "entropy-over-padding", "I7.entropy and llama")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "I7.entropy: engine 'entropy-over-padding', layout dp1, model llama (seed 0), float32 on cpu",
+            "  entropy at temperature 1 differs by *",
+            "  first at sequence 0, token 1 of 17: expected *, got *",
+            "  look at: the softmax*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_a_rank_that_dies_fails_its_check_and_leaves_nothing(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    spec = engine(DiesInEvaluation)
+    before = _children()
+    result = _suite(pytester, spec.name, "(I7.entropy or I1.gradients) and llama")
+    result.assert_outcomes(passed=1, failed=1, deselected=_deselected(result))
+    result.stdout.fnmatch_lines(["I7.entropy: engine 'dies-in-evaluation', layout dp1*", "*RankDied*"])
+    assert _children() <= before
+
+
+def _children() -> set[str]:
+    """The processes that this one has started and that live; the fork server is one of them."""
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return set(path.read_text().split()) if path.exists() else set()
+
+
+def test_nothing_executed_is_no_success(pytester: pytest.Pytester) -> None:
+    result = _suite(pytester, "reference", "I2.data-parallel")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["NOT A SUCCESS: engine 'reference': no check was executed*"])
+
+
+def test_an_inference_engine_is_not_certified_by_an_empty_session(pytester: pytest.Pytester) -> None:
+    result = _run(pytester, "--engine=reference-rollout", "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["NOT A SUCCESS: engine 'reference-rollout': no check was executed*"])
+
+
+# ------------------------------------------------------------------- waivers
+
+KNOWN = Waiver(check="I7.entropy", reason="padded rows, issue 12", owner="somebody", raises=AssertionError)
+
+
+def test_a_waived_failure_is_no_failure(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
+    spec = engine(EntropyOverPadding, Profile(families=("llama",), waivers=(KNOWN,)))
+    result = _suite(pytester, spec.name, "I7.entropy")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        ["engine entropy-over-padding: 0 passed, 0 failed, 0 not supported, 1 waived*"]
+    )
+
+
+def test_a_waiver_that_is_no_longer_needed_fails(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    spec = engine(ReferenceEngine, Profile(families=("llama",), waivers=(KNOWN,)))
+    result = _suite(pytester, spec.name, "I7.entropy")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["*XPASS(strict)*padded rows, issue 12*", "engine reference-engine: 0 passed, 1 failed*"]
+    )
+
+
+def test_a_waiver_for_another_exception_does_not_hold(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    waiver = replace(KNOWN, raises=MemoryError)
+    spec = engine(EntropyOverPadding, Profile(families=("llama",), waivers=(waiver,)))
+    result = _suite(pytester, spec.name, "I7.entropy")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["engine entropy-over-padding: 0 passed, 1 failed, 0 not supported, 0 waived*"]
+    )
+
+
+def test_a_provisional_check_is_reported_and_does_not_count(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = engine(EntropyOverPadding, Profile(families=("llama",)))
+    function = load_checks()["I7.entropy"].function
+    provisional = replace(load_checks()["I7.entropy"], provisional=True)
+    monkeypatch.setattr(function, catalogue.ATTRIBUTE, provisional)
+    result = _suite(pytester, spec.name, "I7.entropy")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        ["engine entropy-over-padding: 0 passed, 1 failed*", "*I7.entropy *FAILED (prov.)*"]
+    )
+
+
+# ------------------------------------------------------- subprocess sessions
+
+
+@pytest.fixture
+def installed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A distribution with one engine, as a stranger would install it; its name."""
+    site = pytester.mkdir("site")
+    (site / "strange.py").write_text(
+        "from dataclasses import replace\n"
+        "from core_rl_conformance.reference import SPEC as REFERENCE\n"
+        "SPEC = replace(REFERENCE, name='strange', factory='mutants.outputs:EntropyOverPadding')\n"
+    )
+    info = site / "strange-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rl_engines]\nstrange = strange:SPEC\n")
+    paths = [str(site), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return "strange"
+
+
+@pytest.mark.slow
+def test_last_failed_and_workers(pytester: pytest.Pytester, installed: str) -> None:
+    """``-n 2`` spreads the checks, ``--lf`` runs what failed, and no process is left."""
+    pytester.makeini(FOREIGN_INI)
+    pytester.makeconftest(FOREIGN_CONFTEST)
+    command = [
+        f"--engine={installed}",
+        "--pyargs",
+        "core_rl_conformance",
+        "--model=llama",
+        "-k",
+        "I7.entropy or I7.logprobs or I7.logits",
+    ]
+    first = pytester.runpytest_subprocess(*command, "-n", "2")
+    first.assert_outcomes(passed=2, failed=1)
+    first.stdout.fnmatch_lines(["engine strange: 2 passed, 1 failed*", "slowest of 3 cases*"])
+    again = pytester.runpytest_subprocess(*command, "--lf")
+    again.assert_outcomes(failed=1, deselected=_deselected(again))
+    again.stdout.fnmatch_lines(["engine strange: 0 passed, 1 failed*"])
+    end = time.monotonic() + 20
+    while (left := [line for line in _processes() if str(pytester.path) in line]) and time.monotonic() < end:
+        time.sleep(0.1)  # a fork server ends when it sees that its starter has
+    assert not left
+
+
+def _processes() -> list[str]:
+    """The command lines of all living processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return lines
+
+
+@pytest.mark.slow
+def test_a_report_is_written(pytester: pytest.Pytester, installed: str) -> None:
+    result = pytester.runpytest_subprocess(
+        f"--engine={installed}",
+        "--pyargs",
+        "core_rl_conformance",
+        "-k",
+        "contract.version",
+        "--report=a.json",
+    )
+    assert result.ret == pytest.ExitCode.OK
+    assert (pytester.path / "a.json").is_file()

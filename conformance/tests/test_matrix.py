@@ -1,0 +1,239 @@
+"""What is run for an engine: profiles, selections, capabilities, waivers; and what a session proves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.errors import ConfigError
+from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
+from core_rl_conformance.items import Plan
+from core_rl_conformance.matrix import Case, Selection, Target, cases, select
+from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.profile import Profile, Waiver
+from core_rl_conformance.reference import SPEC
+from core_rl_conformance.summary import Summary
+
+DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
+SPEC_DP = replace(SPEC, name="wide", capabilities=SPEC.capabilities | {Capability.DATA_PARALLEL})
+WIDE = Target(spec=SPEC_DP, profile=Profile(layouts=(DP1, DP2, DP4), families=("qwen3", "llama")))
+NARROW = Target(spec=SPEC, profile=Profile())
+CHECKS = load_checks()
+WAIVER = Waiver(check="I7.logprobs", reason="a known bug", owner="somebody", raises=AssertionError)
+
+
+# ------------------------------------------------------------------ catalogue
+
+
+def test_every_module_has_checks_and_every_check_explains_itself() -> None:
+    modules = {path.stem for path in CHECKS_DIRECTORY.glob("*.py")} - {"__init__"}
+    assert {found.function.__module__.rpartition(".")[2] for found in CHECKS.values()} == modules
+    for identifier, found in CHECKS.items():
+        assert found.identifier == identifier
+        assert len(found.title) > 20 and found.where_to_look
+        assert check_of(found.function) is found
+
+
+@pytest.mark.parametrize("identifier", ["logprobs", "I7", "I7.LogProbs", "7.logprobs", "I7.log probs"])
+def test_identifiers_follow_a_rule(identifier: str) -> None:
+    with pytest.raises(ValueError, match="must look like"):
+
+        @check(identifier)
+        def nothing() -> None:
+            """Nothing.
+
+            Why: x
+            Look at: y
+            """
+
+
+def test_a_check_without_an_explanation_is_refused() -> None:
+    with pytest.raises(ValueError, match="Look at:"):
+
+        @check("I7.other")
+        def nothing() -> None:
+            """Nothing.
+
+            Why: x
+            """
+
+
+# --------------------------------------------------------------------- matrix
+
+
+def _places(found: list[Case]) -> list[tuple[str, str]]:
+    return [(str(case.layout), case.family) for case in found]
+
+
+def test_all_layouts_and_models_are_run() -> None:
+    found = cases(CHECKS["I7.logprobs"], WIDE, Selection())
+    assert set(_places(found)) == {(d, f) for d in ("dp1", "dp2", "dp4") for f in ("qwen3", "llama")}
+    assert len({case.name for case in found}) == len(found)
+
+
+def test_models_take_turns_over_layouts() -> None:
+    found = cases(CHECKS["I4.clipping"], WIDE, Selection())
+    assert [str(case.layout) for case in found] == ["dp1", "dp2", "dp4"]
+    assert {case.family for case in found} == {"qwen3", "llama"}
+
+
+def test_quick_sessions_see_every_check_and_all_models() -> None:
+    found = [case for one in CHECKS.values() for case in cases(one, WIDE, Selection(quick=True))]
+    assert {str(case.layout) for case in found} == {"dp1", "dp2"}
+    assert {case.family for case in found} == {"qwen3", "llama"}
+    assert {case.check.identifier for case in found if not case.not_run} == set(CHECKS)
+
+
+def test_further_dtypes_are_run_with_fewer_models() -> None:
+    spec = replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.BFLOAT16})
+    target = Target(spec=spec, profile=replace(WIDE.profile, dtypes=("float32", "bfloat16")))
+    found = cases(CHECKS["I7.logprobs"], target, Selection())
+    halves = [case for case in found if case.dtype == "bfloat16"]
+    assert len(found) - len(halves) == 6 and len(halves) == 3
+    assert all(Capability.BFLOAT16 in case.capabilities for case in halves)
+
+
+def test_an_undeclared_capability_gives_one_case_that_says_so() -> None:
+    (found,) = cases(CHECKS["I2.data-parallel"], NARROW, Selection())
+    assert found.not_supported == "undeclared: data_parallel"
+
+
+def test_a_selection_without_wide_layouts_is_not_run() -> None:
+    (found,) = cases(CHECKS["I2.data-parallel"], WIDE, Selection(layouts=("dp1",)))
+    assert "dp >= 2" in found.not_run
+
+
+def test_checks_of_tied_models_need_one() -> None:
+    (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(layouts=("dp2",)))
+    assert found.family == "qwen3"
+    (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(families=("llama",)))
+    assert "qwen3, gpt2" in found.not_run
+
+
+def test_cases_certify_capabilities_of_their_layout_and_check() -> None:
+    found = cases(CHECKS["I11.resume"], WIDE, Selection(layouts=("dp2",), families=("llama",)))
+    assert found[0].capabilities == {Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL}
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (Selection(layouts=("dp8",)), "--layout=dp8: the profiles have dp1, dp2, dp4"),
+        (Selection(families=("gpt5",)), "--model=gpt5: the profiles have llama, qwen3"),
+        (Selection(dtype="bfloat16"), "--dtype=bfloat16: the profiles have float32"),
+    ],
+)
+def test_unknown_selections_are_refused(selection: Selection, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        select([WIDE], selection)
+
+
+# -------------------------------------------------------------------- profile
+
+WRONG_PROFILES = {
+    "'layouts' is empty": Profile(layouts=()),
+    "layout dp2 needs .*data_parallel": Profile(layouts=(DP1, DP2)),
+    "unknown model family 'gpt5'": Profile(families=("gpt5",)),
+    "dtype bfloat16 needs": Profile(dtypes=("bfloat16",)),
+    "names no check of this suite": Profile(waivers=(replace(WAIVER, check="I7.nothing"),)),
+    "has no reason": Profile(waivers=(replace(WAIVER, reason=" "),)),
+    "has no owner": Profile(waivers=(replace(WAIVER, owner=""),)),
+    "'raises' is 'AssertionError'": Profile(waivers=(replace(WAIVER, raises="AssertionError"),)),  # type: ignore[arg-type]
+    "names the layout dp4": Profile(waivers=(replace(WAIVER, layouts=(DP4,)),)),
+    "names the family 'qwen2'": Profile(waivers=(replace(WAIVER, families=("qwen2",)),)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_PROFILES)
+def test_wrong_profiles_are_explained(message: str) -> None:
+    found = list(WRONG_PROFILES[message].violations(SPEC, CHECKS))
+    assert len(found) == 1
+    assert re.search(message, found[0])
+
+
+def test_a_right_profile_has_no_violations() -> None:
+    assert not list(replace(WIDE.profile, waivers=(WAIVER,)).violations(SPEC_DP, CHECKS))
+
+
+def test_waivers_cover_what_they_name() -> None:
+    waiver = replace(WAIVER, layouts=(DP2,), families=("llama",))
+    assert waiver.covers("I7.logprobs", DP2, "llama")
+    assert not waiver.covers("I7.logprobs", DP1, "llama")
+    assert not waiver.covers("I7.logprobs", DP2, "qwen3")
+    assert not waiver.covers("I7.entropy", DP2, "llama")
+
+
+# -------------------------------------------------------------------- summary
+
+
+def _result(found: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -> CaseResult:
+    values: dict[str, object] = {
+        "check": found.identifier,
+        "engine": SPEC_DP.name,
+        "layout": "dp2",
+        "model": "llama",
+        "dtype": "float32",
+        "seed": 0,
+        "outcome": outcome,
+        "provisional": False,
+        "seconds": 0.5,
+        "capabilities": tuple(sorted(found.requires | {Capability.DATA_PARALLEL})),
+    }
+    return CaseResult(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def _summary(narrowed: bool = False, spec: EngineSpec = SPEC_DP) -> Summary:
+    return Summary(Plan([Target(spec=spec, profile=WIDE.profile)], Selection()), narrowed)
+
+
+def test_a_session_that_ran_everything_has_no_problem() -> None:
+    summary = _summary()
+    for found in CHECKS.values():
+        summary.add(_result(found))
+    assert summary.problems() == {"wide": []}
+
+
+def test_a_session_in_which_nothing_ran_is_no_success() -> None:
+    summary = _summary(narrowed=True)
+    summary.add(_result(CHECKS["I7.logits"], Outcome.NOT_SUPPORTED))
+    assert "no check was executed" in summary.problems()["wide"][0]
+
+
+def test_a_declared_capability_without_an_executed_check_is_a_problem() -> None:
+    summary, narrowed = _summary(), _summary(narrowed=True)
+    for found in CHECKS.values():
+        outcome = Outcome.NOT_RUN if Capability.SYNC_DISK in found.requires else Outcome.PASSED
+        summary.add(_result(found, outcome))
+        narrowed.add(_result(found, outcome))
+    assert ["sync_disk" in problem for problem in summary.problems()["wide"]] == [True]
+    assert narrowed.problems() == {"wide": []}
+
+
+def test_what_this_environment_cannot_show_is_no_problem() -> None:
+    """CUDA is declared and not asked for, and no check here can show LoRA."""
+    summary = _summary(spec=replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.LORA}))
+    for found in CHECKS.values():
+        summary.add(_result(found))
+    assert summary.problems() == {"wide": []}
+
+
+def test_a_failure_is_not_overwritten() -> None:
+    summary = _summary()
+    for outcome in (Outcome.PASSED, Outcome.FAILED, Outcome.PASSED):
+        summary.add(_result(CHECKS["I7.logprobs"], outcome))
+    assert [result.outcome for result in summary.results] == [Outcome.FAILED]
+
+
+def test_results_survive_the_way_through_a_report() -> None:
+    measurements = (
+        Measurement(what="a", error=1e-6, limit=1e-5),
+        Measurement(what="b", error=float("inf"), limit=0.0),
+    )
+    result = _result(CHECKS["I7.logprobs"], Outcome.FAILED, measurements=measurements, reason="why")
+    assert CaseResult.from_properties([("other", 1), result.to_property()]) == result
+    assert CaseResult.from_properties([("other", 1)]) is None
+    assert result.worst == measurements[1]

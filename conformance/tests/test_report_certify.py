@@ -1,0 +1,79 @@
+"""Which capabilities results certify, and the verdict."""
+
+from __future__ import annotations
+
+import pytest
+from report_support import CHECKS, case
+
+from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.report.certify import certify, judge, needs_of
+from core_rl_conformance.report.model import CapabilityState, CaseRecord, Verdict
+
+NEEDS = needs_of(CHECKS, "train")
+CERTIFIED, NOT_CERTIFIED, UNCERTIFIED = CapabilityState
+
+CASES = [
+    ([case("I10.value")], CERTIFIED, ""),
+    ([case("I10.value"), case("I10.value", Outcome.FAILED, layout="dp2")], NOT_CERTIFIED, "I10.value failed"),
+    (
+        [case("I10.value"), case("I10.value", Outcome.WAIVED, layout="dp2")],
+        NOT_CERTIFIED,
+        "I10.value is waived",
+    ),
+    (
+        [case("I10.value"), case("I10.value", Outcome.NOT_RUN, layout="dp2", reason="2 GPUs")],
+        UNCERTIFIED,
+        "I10.value was not run: 2 GPUs",
+    ),
+    ([case("I10.value", Outcome.NOT_SUPPORTED)], UNCERTIFIED, "no check of it was run"),
+    ([case()], UNCERTIFIED, "no check of it was run"),
+    # Another check showed the capability, and the one that is there for it was left out.
+    ([case(capabilities=("value_head",))], UNCERTIFIED, "I10.value was not selected"),
+    # A check that does not count yet neither certifies nor spoils.
+    ([case("I10.value", provisional=True)], UNCERTIFIED, "no check of it was run"),
+    ([case("I10.value"), case("I10.value", Outcome.FAILED, provisional=True)], CERTIFIED, ""),
+    # For want of another capability: it says nothing about this one.
+    ([case("I10.value"), case("I10.value", Outcome.NOT_SUPPORTED, layout="dp2")], CERTIFIED, ""),
+]
+
+
+@pytest.mark.parametrize(("cases", "state", "reason"), CASES)
+def test_a_capability_is_certified_if_every_check_of_it_ran_and_passed(
+    cases: list[CaseRecord], state: CapabilityState, reason: str
+) -> None:
+    (found,) = certify(["value_head"], cases, NEEDS)
+    assert (found.name, found.state, found.reason) == ("value_head", state, reason)
+
+
+def test_only_declared_capabilities_are_judged_in_order() -> None:
+    found = certify({"value_head", "cuda"}, [case("I10.value")], NEEDS)
+    assert [(part.name, part.state) for part in found] == [("cuda", UNCERTIFIED), ("value_head", CERTIFIED)]
+    assert "--device=cuda" in found[0].reason
+
+
+def test_checks_of_other_kinds_and_provisional_ones_are_not_missed() -> None:
+    inference = CHECKS[1].model_copy(update={"kind": "inference"})
+    provisional = CHECKS[1].model_copy(update={"provisional": True})
+    assert needs_of([CHECKS[1], inference.model_copy(update={"identifier": "I10.other"})], "train") == {
+        "I10.value": ("value_head",)
+    }
+    assert needs_of([provisional], "train") == {}
+
+
+VERDICTS = [
+    ([case()], (), True, Verdict.PASSED),
+    ([case()], (), False, Verdict.PARTIAL),
+    ([case(), case("I10.value", Outcome.FAILED)], (), True, Verdict.FAILED),
+    ([case(), case("I10.value", Outcome.FAILED, provisional=True)], (), True, Verdict.PASSED),
+    ([case(), case("I10.value", Outcome.WAIVED)], (), True, Verdict.PASSED),
+    ([case()], ("it declares 'moe', and no check of that was executed",), True, Verdict.FAILED),
+    ([case(outcome=Outcome.NOT_RUN)], (), True, Verdict.NOT_RUN),
+    ([], ("no check was executed",), True, Verdict.NOT_RUN),
+]
+
+
+@pytest.mark.parametrize(("cases", "problems", "complete", "verdict"), VERDICTS)
+def test_the_verdict(
+    cases: list[CaseRecord], problems: tuple[str, ...], complete: bool, verdict: Verdict
+) -> None:
+    assert judge(cases, problems, complete=complete) is verdict

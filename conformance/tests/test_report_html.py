@@ -1,0 +1,131 @@
+"""The HTML page: complete, self-contained, and escaped; and the geometry of its plots."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from report_support import EVERYTHING, FAILED, case, measured, report
+
+from core_rl_conformance.report.html import report_page
+from core_rl_conformance.report.plots import error_plot, scatter_plots
+
+VOID = {"meta", "rect", "line", "circle", "br"}
+
+
+class _Page(HTMLParser):
+    """Gathers text, and checks that elements are closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID or tag == "circle":
+            self.open.append(tag)
+        self.text += " "
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID or tag == "circle":
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return report_page(EVERYTHING)
+
+
+def test_the_page_says_everything(page: str) -> None:
+    text = " ".join(_Page(page).text.split())
+    for part in (
+        "mine, other failed",
+        "2 passed 1 failed 1 waived",
+        "I10.value: engine 'mine' values differ by <inf> & more",
+        "undeclared: value_head",
+        "waived: mine#3 (owner: ann)",
+        "✗ not certified I10.value failed",
+        "The log-prob of every token is the oracle's, at T.",
+        "Look at: the <head>.",
+        "a processor, 2 cores",
+        "torch 2.13.0",
+        "pytest --engine=mine --pyargs core_rl_conformance",
+        "An engine & a half",
+        "dp1-qwen3-float32",
+    ):
+        assert part in text, part
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
+    parsed = _Page(page)
+    assert parsed.open == []
+    assert all(link.startswith("#") and link[1:] in parsed.ids for link in parsed.links)
+    assert not re.search(r"<script|url\(|@import|https?:", page)
+
+
+def test_what_engines_say_cannot_become_markup() -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    page = report_page(report(case(message=evil, reason=evil, outcome=FAILED.outcome), problems=(evil,)))
+    assert "<img" not in page and page.count("&lt;img") >= 2
+
+
+def test_a_report_without_results_has_a_page() -> None:
+    assert "not run" in _Page(report_page(report())).text
+
+
+def test_dots_stand_on_the_right_side_of_the_limit() -> None:
+    ratios = [0.0, 1e-9, 0.01, 1.0, 1.5, 1e9, math.inf, math.nan]
+    cases = [case(seed=number, measurements=(measured(ratio, 1.0),)) for number, ratio in enumerate(ratios)]
+    plot = error_plot(report(*cases))
+    (row,) = plot.rows
+    places = [dot.x for dot in row.dots]
+    assert (
+        places == sorted(places) and places[0] < places[1] < places[2] < places[3] == plot.limit < places[4]
+    )
+    assert places[5] == places[6] and all(0 <= place <= 100 for place in places)
+    assert [dot.failed for dot in row.dots] == [False] * 4 + [True] * 4
+
+
+def test_each_case_is_one_dot_at_its_worst_measurement() -> None:
+    plot = error_plot(EVERYTHING)
+    assert {row.check: len(row.dots) for row in plot.rows} == {"I2.logprobs": 2, "I10.value": 2}
+    worst = next(dot for row in plot.rows for dot in row.dots if dot.failed)
+    assert "mine dp1-qwen3-float32: failed; logprobs: error inf" in worst.label
+
+
+def test_an_exact_comparison_that_fails_is_beyond_the_limit() -> None:
+    (row,) = error_plot(report(case(measurements=(measured(1e-9, 0.0),)))).rows
+    assert row.dots[0].failed
+
+
+def test_points_of_one_comparison_share_a_plot() -> None:
+    (scatter,) = scatter_plots(EVERYTHING)
+    assert scatter.title == "I2.logprobs: logprobs"
+    assert (scatter.lowest, scatter.highest) == (-2.500001, -1.0)
+    assert scatter.largest_difference == pytest.approx(1e-6)
+    upper, lower = scatter.values
+    assert upper.x > lower.x and upper.y < lower.y
+    # The engine is below the oracle by 0 and by -1e-6: in the middle, and up.
+    assert [round(dot.y) for dot in scatter.differences] == [50, 5]
+
+
+def test_many_points_are_thinned_and_nonfinite_ones_left_out() -> None:
+    points = tuple((float(number), float(number)) for number in range(10_000))
+    (scatter,) = scatter_plots(report(case(measurements=(measured(0.0, points=((math.nan, 1.0), *points)),))))
+    assert 200 <= len(scatter.values) <= 400
+    assert scatter.highest == 9999.0

@@ -1,0 +1,109 @@
+"""The report as data: its file format, its schema, and what it derives."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from report_support import EVERYTHING, case, measured, report
+
+from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.report.files import SCHEMA_FILE
+from core_rl_conformance.report.model import CaseRecord, MeasurementRecord, Report, Verdict, report_schema
+
+
+def test_json_and_back_loses_nothing() -> None:
+    assert Report.model_validate_json(EVERYTHING.model_dump_json()) == EVERYTHING
+
+
+@given(error=st.floats(), limit=st.floats(min_value=0))
+def test_json_is_standard_whatever_was_measured(error: float, limit: float) -> None:
+    text = measured(error, limit).model_dump_json()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    read = MeasurementRecord.model_validate_json(text)
+    assert (read.error == error or (math.isnan(read.error) and math.isnan(error))) and read.limit == limit
+
+
+def test_the_published_schema_is_up_to_date() -> None:
+    published = SCHEMA_FILE.read_text(encoding="utf-8")
+    assert published == json.dumps(report_schema(), indent=2) + "\n", (
+        "schema.json differs from the model. If older readers refuse the new files, raise SCHEMA_VERSION; then write "
+        "json.dumps(report_schema(), indent=2) and a line end to schema.json"
+    )
+
+
+def test_the_schema_describes_every_field_of_a_written_report() -> None:
+    schema = report_schema()
+    written = json.loads(EVERYTHING.model_dump_json())
+    assert set(written) == set(schema["properties"]) == set(schema["required"])
+    for part, name in (("results", "CaseRecord"), ("engines", "EngineRecord"), ("checks", "CheckRecord")):
+        definition = schema["$defs"][name]
+        assert all(set(item) == set(definition["properties"]) for item in written[part])
+        assert definition["additionalProperties"] is False
+
+
+def test_the_schema_allows_the_infinite_error_that_files_hold() -> None:
+    allowed = report_schema()["$defs"]["MeasurementRecord"]["properties"]["error"]["anyOf"]
+    assert {"type": "number"} in allowed and "Infinity" in allowed[1]["enum"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"surprise": 1}, {"schema_version": "0.9"}, {"engines": []}, {"checks": []}]
+)
+def test_inconsistent_or_unknown_content_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Report.model_validate({**EVERYTHING.model_dump(), **change})
+
+
+def test_a_result_of_the_suite_becomes_a_record() -> None:
+    result = CaseResult(
+        check="I2.logprobs",
+        engine="mine",
+        layout="dp1",
+        model="qwen3",
+        dtype="float32",
+        seed=3,
+        outcome=Outcome.WAIVED,
+        provisional=False,
+        seconds=1.5,
+        capabilities=("cuda",),
+        measurements=(
+            Measurement(what="a", error=2.0, limit=1.0),
+            Measurement(what="b", error=9.0, limit=9.0),
+        ),
+        reason="known",
+    )
+    record = CaseRecord.of(result, message="boom")
+    assert record.worst is not None and record.worst.what == "a" and record.worst.ratio == 2.0
+    assert (record.outcome, record.seed, record.capabilities) == (Outcome.WAIVED, 3, ("cuda",))
+    assert (record.reason, record.message, record.place) == ("known", "boom", "dp1-qwen3-float32")
+
+
+def test_the_slowest_are_ten_that_ran_longest_first() -> None:
+    cases = [case(seed=number, seconds=float(number)) for number in range(12)]
+    skipped = case(outcome=Outcome.NOT_RUN, seconds=99.0)
+    assert [slow.seed for slow in report(skipped, *cases).slowest] == list(range(11, 1, -1))
+
+
+@pytest.mark.parametrize(
+    ("cases", "verdict"),
+    [
+        ([case()], Verdict.PASSED),
+        ([case(), case("I10.value", Outcome.FAILED, engine="other")], Verdict.FAILED),
+        ([case(), case(outcome=Outcome.NOT_RUN, engine="other")], Verdict.NOT_RUN),
+    ],
+)
+def test_the_verdict_is_that_of_the_worst_engine(cases: list[CaseRecord], verdict: Verdict) -> None:
+    assert report(*cases).verdict is verdict
+
+
+def test_checks_are_titled_and_ordered() -> None:
+    first, second = EVERYTHING.checks
+    assert first.title == "The log-prob of every token is the oracle's, at ``T``."
+    assert first.paragraphs[1:] == ["Why: #1.", "Look at: the <head>."]
+    contract = first.model_copy(update={"identifier": "contract.order"})
+    assert sorted([contract, second, first], key=lambda check: check.order) == [first, second, contract]

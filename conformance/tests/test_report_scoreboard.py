@@ -1,0 +1,151 @@
+"""Merging reports into a scoreboard, and the command that does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from report_support import EVERYTHING, case, measured, report
+
+from core_rl.cli import main
+from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.report.files import SCHEMA_FILE, write_report
+from core_rl_conformance.report.model import CapabilityState, Report, Verdict
+from core_rl_conformance.report.scoreboard import Scoreboard, markdown, merge, scoreboard_page
+
+PASSED = report(case(), case("I10.value"))
+
+
+def _states(board: Scoreboard) -> list[str]:
+    return [capability.state for entry in board.entries for capability in entry.engine.capabilities]
+
+
+def test_engines_of_several_reports_stand_side_by_side() -> None:
+    board = merge([PASSED, report(case(engine="other"), declared=("moe",)), report(case(), version="0.2.0")])
+    assert [entry.title for entry in board.entries] == ["mine 0.1.0", "mine 0.2.0", "other 0.1.0"]
+    assert [row.name for row in board.capabilities] == ["moe", "value_head"]
+    assert [cell and cell.state for cell in board.capabilities[1].cells] == [
+        CapabilityState.CERTIFIED,
+        CapabilityState.UNCERTIFIED,
+        None,
+    ]
+    assert [str(entry.checks) for entry in board.entries] == ["2 of 2", "1 of 1", "1 of 1"]
+    assert [check.identifier for check in board.checks] == ["I2.logprobs", "I10.value"]
+
+
+FAILED = case("I10.value", Outcome.FAILED)
+MERGES = [
+    pytest.param(
+        [PASSED, report(FAILED, hours=1)], Verdict.FAILED, "not certified", id="a later failure counts"
+    ),
+    pytest.param(
+        [report(FAILED), report(case("I10.value"), hours=1)], Verdict.PASSED, "certified", id="mended"
+    ),
+    pytest.param(
+        [report(case("I10.value"), hours=1), report(FAILED)], Verdict.PASSED, "certified", id="any order"
+    ),
+    pytest.param(
+        [report(FAILED), report(case("I10.value", seed=1), hours=1)],
+        Verdict.FAILED,
+        "not certified",
+        id="another seed is another case",
+    ),
+    pytest.param(
+        [PASSED, report(case(), case("I10.value", Outcome.NOT_RUN), hours=1)],
+        Verdict.PASSED,
+        "certified",
+        id="not run replaces nothing",
+    ),
+    pytest.param(
+        [report(case("I10.value", Outcome.NOT_RUN)), report(case("I10.value", layout="dp2"), hours=1)],
+        Verdict.PASSED,
+        "certified",
+        id="it ran elsewhere",
+    ),
+    pytest.param([report(case(), complete=False)] * 2, Verdict.PARTIAL, "uncertified", id="parts"),
+    pytest.param(
+        [PASSED, report(case(), complete=False, hours=1)], Verdict.PASSED, "certified", id="whole and part"
+    ),
+]
+
+
+@pytest.mark.parametrize(("reports", "verdict", "state"), MERGES)
+def test_reports_on_one_engine_are_merged_case_by_case(
+    reports: list[Report], verdict: Verdict, state: str
+) -> None:
+    board = merge(reports)
+    assert [entry.engine.verdict for entry in board.entries] == [verdict]
+    assert _states(board) == [state]
+
+
+def test_a_case_on_a_gpu_does_not_replace_the_one_on_a_cpu() -> None:
+    bad = case(outcome=Outcome.FAILED)
+    board = merge([report(bad), report(case(capabilities=("cuda",)), declared=("cuda",), hours=1)])
+    assert board.entries[0].engine.verdict is Verdict.FAILED
+
+
+def test_the_same_report_twice_counts_once() -> None:
+    assert len(merge([PASSED, PASSED]).entries[0].cases) == 2
+
+
+def test_markdown_is_one_table() -> None:
+    table, _, legend = markdown(merge([EVERYTHING])).partition("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+    assert rows[0] == ["", "mine 0.1.0", "other 0.1.0"]
+    assert {len(row) for row in rows} == {3}
+    found = {row[0]: row[1:] for row in rows}
+    assert found["verdict"] == ["❌ failed", "○ not run"]
+    assert found["checks passed"] == ["1 of 2", "0 of 0"]
+    assert found["`value_head`"] == ["❌", "○"]
+    assert "certified" in legend
+
+
+def test_the_page_lists_engines_and_checks() -> None:
+    page = scoreboard_page(merge([EVERYTHING]))
+    assert all(
+        part in page for part in ("mine 0.1.0", "I10.value", "An engine &amp; a half", "1 of 2 checks passed")
+    )
+
+
+# --------------------------------------------------------------- the command
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    write_report(PASSED, first)
+    write_report(report(case(engine="other", measurements=(measured(0.5, 1.0),))), second)
+    assert _run("report", str(first), str(second)) == 0
+    printed = capsys.readouterr().out
+    assert "| mine 0.1.0 | other 0.1.0 |" in printed
+    table, page = tmp_path / "table.md", tmp_path / "page.html"
+    assert _run("report", str(first), str(second), "--markdown", str(table), "--html", str(page)) == 0
+    assert capsys.readouterr().out == ""
+    assert table.read_text(encoding="utf-8") == printed
+    assert "</html>" in page.read_text(encoding="utf-8")
+
+
+def test_the_command_names_a_damaged_file_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "a.json", tmp_path / "b.json"
+    write_report(PASSED, good)
+    bad.write_text(good.read_text(encoding="utf-8")[:-20], encoding="utf-8")
+    assert _run("report", str(good), str(bad), "--markdown", str(tmp_path / "table.md")) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and "b.json is damaged" in captured.err
+    assert not (tmp_path / "table.md").exists()
+
+
+def test_the_command_prints_the_published_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("report", "--schema") == 0
+    assert capsys.readouterr().out == SCHEMA_FILE.read_text(encoding="utf-8")
+
+
+def test_the_command_without_a_file_is_wrong_usage() -> None:
+    assert _run("report") == 2

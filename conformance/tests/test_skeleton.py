@@ -1,0 +1,159 @@
+"""``core-rl new-engine``: what it writes is an engine that works, and it overwrites nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from core_rl import __version__
+from core_rl.cli import main
+from core_rl.engines.spec import PROTOCOL_VERSION
+from core_rl.errors import ConfigError
+from core_rl_conformance.skeleton.write import Skeleton, write_skeleton
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "core-rl-ddp"
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def _install(project: Path, site: Path) -> str:
+    """Make ``project`` a distribution in ``site``, as an editable installation does; the new ``PYTHONPATH``."""
+    declared = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = site / f"{declared['name'].replace('-', '_')}-{declared['version']}.dist-info"
+    info.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    groups = declared["entry-points"].items()
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups]
+    (info / "entry_points.txt").write_text("".join(lines), encoding="utf-8")
+    return os.pathsep.join([str(project / "src"), str(site), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.mark.parametrize("path", list(Skeleton(name="ddp", class_prefix="DDP").files()))
+def test_the_example_is_what_the_command_writes(path: str) -> None:
+    written = Skeleton(name="ddp", class_prefix="DDP").files()[path]
+    found = (EXAMPLE / path).read_text(encoding="utf-8")
+    # The example's README tells how to run it inside the repository.
+    assert path == "README.md" or found == written, (
+        f"change skeleton/templates and {path} of the example together"
+    )
+
+
+def test_the_example_has_no_other_files() -> None:
+    ignored = {"__pycache__", ".pytest_cache", ".hypothesis"}
+    paths = [path.relative_to(EXAMPLE) for path in EXAMPLE.rglob("*") if path.is_file()]
+    found = {str(path) for path in paths if not ignored & set(path.parts)}
+    assert found == set(Skeleton(name="ddp", class_prefix="DDP").files())
+
+
+def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    project = tmp_path / "project"
+    assert _run("new-engine", "odd-2b", "--directory", str(project)) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {project / 'src' / 'core_rl_odd_2b' / 'engine.py'}" in printed
+    assert "pytest --engine=odd-2b --pyargs core_rl_conformance --quick" in printed
+    environment = {**os.environ, "PYTHONPATH": _install(project, tmp_path / "site")}
+    for arguments in (["engines", "--json"], ["engines", "show", "odd-2b", "--json"]):
+        command = [sys.executable, "-m", "core_rl.cli", *arguments]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found = json.loads(result.stdout)
+        if "engines" in found:
+            (entry,) = [entry for entry in found["engines"] if entry["name"] == "odd-2b"]
+            assert (entry["status"], entry["distribution"]) == ("ok", "core-rl-odd-2b")
+        else:
+            assert found["factory"] == "core_rl_odd_2b.engine:Odd2bEngine"
+            assert "options.bucket_bytes" in [field["name"] for field in found["fields"]]
+
+
+@pytest.mark.slow
+def test_the_new_engines_own_tests_pass_with_the_suite_among_them(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    write_skeleton(Skeleton.named("fresh"), project)
+    environment = {**os.environ, "PYTHONPATH": _install(project, tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "error::pytest.PytestUnknownMarkWarning",
+        ],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert result.returncode == 0 and "2 passed" in result.stdout, result.stdout + result.stderr
+
+
+def test_it_asks_for_this_core_and_its_protocol() -> None:
+    files = Skeleton.named("mine").files()
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    major, minor = __version__.split(".")[:2]
+    assert project["dependencies"] == [f"core-rl>={major}.{minor},<{major}.{int(minor) + 1}"]
+    assert f"protocol={PROTOCOL_VERSION}" in files["src/core_rl_mine/__init__.py"]
+
+
+def test_no_placeholder_is_left() -> None:
+    for path, text in Skeleton.named("mine").files().items():
+        assert "$" not in path + text
+        assert "ddp" not in (path + text).lower()
+        if path.endswith(".py"):
+            compile(text, path, "exec")
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("mine", encoding="utf-8")
+    assert _run("new-engine", "mine", "--directory", str(tmp_path)) == 2
+    assert "README.md exists" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "mine"
+
+
+def test_it_can_be_written_into_a_directory_with_other_files(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    assert len(write_skeleton(Skeleton.named("mine"), tmp_path)) == 8
+
+
+def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: .*choose another --directory"):
+        write_skeleton(Skeleton.named("mine"), tmp_path / "file")
+
+
+NAMES = [
+    ("My-Engine", None, "lower-case letters"),
+    ("my_engine", None, "lower-case letters"),
+    ("2fast", None, "begin with a letter"),
+    ("a--b", None, "single hyphens"),
+    ("", None, "lower-case letters"),
+    ("../up", None, "lower-case letters"),
+    ("core-rl-mine", None, "'mine'"),
+    ("reference", None, "core-rl .* has one of this name"),
+    ("mine", "my engine", "'my engine' must be CapWords"),
+]
+
+
+@pytest.mark.parametrize(("name", "prefix", "message"), NAMES)
+def test_names_that_cannot_be_are_refused(name: str, prefix: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"no engine can be called '{name}': .*{message}"):
+        Skeleton.named(name, prefix)
+
+
+def test_the_class_prefix_is_the_name_in_cap_words() -> None:
+    assert Skeleton.named("my-own-engine").class_prefix == "MyOwnEngine"
+    assert Skeleton.named("mine", "MINE").class_prefix == "MINE"

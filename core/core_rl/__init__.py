@@ -1,0 +1,140 @@
+"""core-rl: one interface for LLM post-training engines, and algorithms on top of it.
+
+The names below are imported on first use (PEP 562), so that ``import core_rl`` is quick and loads
+neither torch nor any backend.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from core_rl.config.engine import EngineConfig as EngineConfig
+    from core_rl.config.engine import InferenceEngineConfig as InferenceEngineConfig
+    from core_rl.config.engine import ModelConfig as ModelConfig
+    from core_rl.config.engine import OptimizerConfig as OptimizerConfig
+    from core_rl.config.engine import ScheduleConfig as ScheduleConfig
+    from core_rl.config.engine import TrainEngineConfig as TrainEngineConfig
+    from core_rl.config.layout import ParallelLayout as ParallelLayout
+    from core_rl.data.batch import SequenceBatch as SequenceBatch
+    from core_rl.data.micro_batch import MicroBatchSpec as MicroBatchSpec
+    from core_rl.engines.inference import InferenceEngine as InferenceEngine
+    from core_rl.engines.loss import LossSpec as LossSpec
+    from core_rl.engines.meta import FinetuneSpec as FinetuneSpec
+    from core_rl.engines.meta import RankAddress as RankAddress
+    from core_rl.engines.meta import SaveLoadMeta as SaveLoadMeta
+    from core_rl.engines.meta import Scheduling as Scheduling
+    from core_rl.engines.meta import WeightUpdateMeta as WeightUpdateMeta
+    from core_rl.engines.metrics import Metric as Metric
+    from core_rl.engines.outputs import ModelOutput as ModelOutput
+    from core_rl.engines.registry import get_spec as get_spec
+    from core_rl.engines.registry import list_engines as list_engines
+    from core_rl.engines.registry import load_config as load_config
+    from core_rl.engines.registry import load_engine as load_engine
+    from core_rl.engines.registry import register_engine as register_engine
+    from core_rl.engines.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
+    from core_rl.engines.spec import Capability as Capability
+    from core_rl.engines.spec import EngineSpec as EngineSpec
+    from core_rl.engines.train import TrainEngine as TrainEngine
+    from core_rl.errors import BatchError as BatchError
+    from core_rl.errors import CheckpointDamaged as CheckpointDamaged
+    from core_rl.errors import CheckpointError as CheckpointError
+    from core_rl.errors import CheckpointMismatch as CheckpointMismatch
+    from core_rl.errors import CheckpointNotFound as CheckpointNotFound
+    from core_rl.errors import ConfigError as ConfigError
+    from core_rl.errors import CoreRLError as CoreRLError
+    from core_rl.errors import EngineAmbiguous as EngineAmbiguous
+    from core_rl.errors import EngineBroken as EngineBroken
+    from core_rl.errors import EngineContractError as EngineContractError
+    from core_rl.errors import EngineError as EngineError
+    from core_rl.errors import EngineIncompatible as EngineIncompatible
+    from core_rl.errors import EngineNotFound as EngineNotFound
+    from core_rl.errors import EngineStateError as EngineStateError
+    from core_rl.errors import GroupError as GroupError
+    from core_rl.errors import LayoutError as LayoutError
+    from core_rl.errors import LossError as LossError
+    from core_rl.errors import RankDied as RankDied
+    from core_rl.errors import RankFailed as RankFailed
+    from core_rl.errors import RankTimeout as RankTimeout
+    from core_rl.errors import RolloutError as RolloutError
+    from core_rl.errors import UnsupportedCapability as UnsupportedCapability
+    from core_rl.errors import WeightsError as WeightsError
+    from core_rl.launch.group import EngineGroup as EngineGroup
+    from core_rl.rollout.types import LLMRequest as LLMRequest
+    from core_rl.rollout.types import LLMResponse as LLMResponse
+    from core_rl.rollout.types import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "core_rl.config.engine": (
+        "EngineConfig",
+        "InferenceEngineConfig",
+        "ModelConfig",
+        "OptimizerConfig",
+        "ScheduleConfig",
+        "TrainEngineConfig",
+    ),
+    "core_rl.config.layout": ("ParallelLayout",),
+    "core_rl.data.batch": ("SequenceBatch",),
+    "core_rl.data.micro_batch": ("MicroBatchSpec",),
+    "core_rl.engines.inference": ("InferenceEngine",),
+    "core_rl.engines.loss": ("LossSpec",),
+    "core_rl.engines.meta": (
+        "FinetuneSpec",
+        "RankAddress",
+        "SaveLoadMeta",
+        "Scheduling",
+        "WeightUpdateMeta",
+    ),
+    "core_rl.engines.metrics": ("Metric",),
+    "core_rl.engines.outputs": ("ModelOutput",),
+    "core_rl.engines.registry": (
+        "get_spec",
+        "list_engines",
+        "load_config",
+        "load_engine",
+        "register_engine",
+    ),
+    "core_rl.engines.spec": ("PROTOCOL_VERSION", "Capability", "EngineSpec"),
+    "core_rl.engines.train": ("TrainEngine",),
+    "core_rl.errors": (
+        "BatchError",
+        "CheckpointDamaged",
+        "CheckpointError",
+        "CheckpointMismatch",
+        "CheckpointNotFound",
+        "ConfigError",
+        "CoreRLError",
+        "EngineAmbiguous",
+        "EngineBroken",
+        "EngineContractError",
+        "EngineError",
+        "EngineIncompatible",
+        "EngineNotFound",
+        "EngineStateError",
+        "GroupError",
+        "LayoutError",
+        "LossError",
+        "RankDied",
+        "RankFailed",
+        "RankTimeout",
+        "RolloutError",
+        "UnsupportedCapability",
+        "WeightsError",
+    ),
+    "core_rl.launch.group": ("EngineGroup",),
+    "core_rl.rollout.types": ("LLMRequest", "LLMResponse", "SamplingParams"),
+}
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the names come from the one table)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'core_rl' has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,32 @@
+"""Algorithms: model interfaces over any engine, made of small tested functions.
+
+Everything here uses public engine methods only and names no engine.
+"""
+
+from __future__ import annotations
+
+from core_rl.algorithms.interface import (
+    ModelInterface,
+    ModelInterfaceAbstraction,
+    RolloutEngineLike,
+    TrainEngineLike,
+    available_interfaces,
+    make_interface,
+    register_interface,
+)
+from core_rl.algorithms.ppo_actor import PPOActorConfig, PPOActorInterface
+from core_rl.algorithms.sft import SFTConfig, SFTInterface
+
+__all__ = [
+    "ModelInterface",
+    "ModelInterfaceAbstraction",
+    "PPOActorConfig",
+    "PPOActorInterface",
+    "RolloutEngineLike",
+    "SFTConfig",
+    "SFTInterface",
+    "TrainEngineLike",
+    "available_interfaces",
+    "make_interface",
+    "register_interface",
+]

@@ -1,0 +1,1 @@
+"""Checkpoints: atomic directories with manifests, formats for engines, and the checkpoint of a whole run."""

@@ -1,0 +1,114 @@
+"""Checkpoint directories that appear, whole and verified, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from core_rl.checkpoint.agreement import on_all, on_leader
+from core_rl.checkpoint.local import LocalPlace
+from core_rl.checkpoint.manifest import MANIFEST, find_damage, parse_manifest, read_manifest, seal, to_json
+from core_rl.checkpoint.remote import RemotePlace, is_url
+from core_rl.engines.collectives import World
+from core_rl.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    raise_all,
+)
+
+__all__ = ["opened", "publish", "read_state"]
+
+
+def publish(
+    path: str,
+    write: Callable[[Path], None],
+    world: World,
+    *,
+    kind: str,
+    state: Mapping[str, Any] | None = None,
+) -> None:
+    """Make what ``write(directory)`` writes the checkpoint at ``path``; collective.
+
+    Every rank calls ``write`` with the same empty temporary directory and writes files of its own.
+    When all are done, rank 0 adds the manifest with ``kind`` and its ``state`` (JSON), and the
+    directory replaces the checkpoint at ``path``, a local path or an fsspec URL. All ranks must see
+    one file system (for URLs: the directory of temporary files).
+
+    When anything fails on any rank, all ranks raise one `CheckpointError` that names the rank and
+    the file, and a checkpoint that was at ``path`` stays. If a rank dies, it stays as well.
+    A ``write`` that runs collectives must not leave them halfway on one rank.
+    """
+    subject = f"cannot save {path!r}, and what was there before is untouched"
+    with ExitStack() as stack:
+
+        def stage() -> Path:
+            to_json(state or {}, "the state of the checkpoint")
+            return stack.enter_context(_place(path).staging())
+
+        def commit() -> None:
+            seal(staged, kind, state or {})
+            _place(path).commit(staged)
+
+        staged = on_leader(world, stage, subject, CheckpointError)
+        on_all(world, lambda: _check_visible(staged), subject, CheckpointError)
+        on_all(world, lambda: write(staged), subject, CheckpointError)
+        on_leader(world, commit, subject, CheckpointError)
+
+
+@contextmanager
+def opened(path: str, world: World, *, kind: str | None, require_manifest: bool = True) -> Iterator[Path]:
+    """A local directory with the verified checkpoint of ``path``, the same on all ranks; collective.
+
+    A URL is downloaded into a temporary directory first. Every rank raises the same error:
+    `CheckpointNotFound` if there is nothing, `CheckpointDamaged` with every file that is missing,
+    truncated or changed, `CheckpointMismatch` if it is not of ``kind``. With
+    ``require_manifest=False``, a directory that something else wrote is accepted as it is.
+    """
+    with ExitStack() as stack:
+
+        def fetch() -> Path:
+            directory = stack.enter_context(_place(path).reading())
+            _verify(directory, kind, require_manifest)
+            return directory
+
+        subject = f"cannot load {path!r}"
+        directory = on_leader(world, fetch, subject)
+        on_all(world, lambda: _check_visible(directory), subject)
+        yield directory
+        if is_url(path):
+            world.barrier()  # rank 0 removes the download when it leaves
+
+
+def read_state(path: str) -> dict[str, Any]:
+    """The ``state`` in the manifest at ``path``, without reading or verifying any other file. No collective."""
+    text = _place(path).manifest_bytes()
+    if text is None:
+        raise CheckpointNotFound(f"there is no checkpoint at {path!r}: no {MANIFEST}")
+    return dict(parse_manifest(text, path).state)
+
+
+def _place(path: str) -> LocalPlace | RemotePlace:
+    return RemotePlace(path) if is_url(path) else LocalPlace(path)
+
+
+def _check_visible(directory: Path) -> None:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} does not exist here; all ranks must see one file system. For a URL, set the environment "
+            "variable TMPDIR to a directory that they share"
+        )
+
+
+def _verify(directory: Path, kind: str | None, require_manifest: bool) -> None:
+    if not directory.is_dir() or not any(directory.iterdir()):
+        raise CheckpointNotFound("there is no checkpoint at this place")
+    if not require_manifest and not (directory / MANIFEST).is_file():
+        return
+    manifest = read_manifest(directory)
+    if kind is not None and manifest.kind != kind:
+        raise CheckpointMismatch(f"it is a checkpoint of kind {manifest.kind!r}, not {kind!r}")
+    raise_all(CheckpointDamaged, "the checkpoint is damaged", find_damage(directory, manifest))

@@ -1,0 +1,287 @@
+"""The three formats in which a train engine saves itself; see `SaveLoadMeta.format`."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from core_rl.checkpoint.agreement import on_all
+from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
+from core_rl.engines import guards
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
+from core_rl.engines.named_tensors import TensorSource, check_source
+from core_rl.engines.progress import EngineProgress
+from core_rl.engines.spec import Capability
+from core_rl.errors import CheckpointError, CheckpointMismatch, raise_all
+
+if TYPE_CHECKING:
+    from core_rl.engines.train import TrainEngine
+
+__all__ = ["load_engine_state", "save_engine"]
+
+CAPABILITY = {"sharded": Capability.SHARDED_CHECKPOINT, "portable": Capability.PORTABLE_CHECKPOINT}
+MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
+SHARDS = "shards"
+
+MODEL_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
+)
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+
+
+def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """Save ``engine`` as ``meta`` says; collective.
+
+    Raises `UnsupportedCapability` for a format that the engine does not declare, and one
+    `CheckpointError` on all ranks when anything fails on any of them; what was at the path stays.
+    """
+    _require_format(engine, meta.format)
+    save = {"hf": save_hf, "portable": save_portable, "sharded": save_sharded}[meta.format]
+    save(engine, meta)
+
+
+def load_engine_state(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """Load what `save_engine` wrote, or for ``hf`` any model directory of transformers; collective.
+
+    Files, model and names are checked before anything changes. Raises `CheckpointNotFound`,
+    `CheckpointDamaged` or `CheckpointMismatch`, and `WeightsError` for a model directory with other
+    tensors; the same on all ranks.
+    """
+    _require_format(engine, meta.format)
+    load = {"hf": load_hf, "portable": load_portable, "sharded": load_sharded}[meta.format]
+    load(engine, meta)
+
+
+def _require_format(engine: TrainEngine, name: CheckpointFormat) -> None:
+    if name in CAPABILITY:
+        guards.require_capability(engine.spec, CAPABILITY[name], f"a checkpoint with format={name!r}")
+
+
+# ---------------------------------------------------------------------- hf
+
+
+def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """A model directory of transformers: safetensors, config, generation config and tokenizer."""
+    kinds = _weights(engine, "params")
+
+    def write(directory: Path) -> None:
+        stream = (item for kind in kinds for item in engine.named_tensors(kind))
+        write_tensors(directory, "model", stream, writes=engine.is_writer)
+        if engine.is_writer:
+            config = copy.deepcopy(engine.hf_config())
+            config.dtype = engine.config.dtype
+            config.save_pretrained(directory)
+            _copy_model_files(engine.config.model.path, meta.tokenizer_path, directory)
+
+    state = {"model": _fingerprint(engine), "version": engine.progress.version}
+    publish(meta.path, write, engine.world, kind="hf", state=state)
+
+
+def load_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """Weights only: progress, and moments if there are some, stay as they are."""
+    with opened(meta.path, engine.world, kind="hf", require_manifest=False) as directory:
+
+        def parts() -> dict[TensorKind, TensorSource]:
+            source = TensorFiles(directory, "model")
+            buffers = set(engine.tensor_shapes("buffers"))
+            params = _Selection(source, [name for name in source.names() if name not in buffers])
+            present = _Selection(source, [name for name in source.names() if name in buffers])
+            return {"params": params, "buffers": present} if buffers else {"params": params}
+
+        _load_parts(engine, parts, f"cannot load {meta.path!r}")
+
+
+class _Selection:
+    """Some tensors of another source."""
+
+    def __init__(self, source: TensorSource, names: Sequence[str]) -> None:
+        self._source = source
+        self._names = list(names)
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        return self._source.read(name, slices)
+
+
+def _copy_model_files(model_path: str | None, tokenizer_path: str | None, directory: Path) -> None:
+    """The tokenizer, and the model's generation config, from where they are."""
+    if model_path is not None:
+        _copy(Path(model_path), ("generation_config.json",), directory)
+    if tokenizer_path is not None:
+        if not _copy(Path(tokenizer_path), TOKENIZER_FILES, directory):
+            raise CheckpointError(
+                f"tokenizer_path = {tokenizer_path!r} holds no tokenizer files; correct the path"
+            )
+    elif model_path is not None:
+        _copy(Path(model_path), TOKENIZER_FILES, directory)
+
+
+def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
+    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+    for path in found:
+        target = directory / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+    return len(found)
+
+
+# ---------------------------------------------------------------- portable
+
+
+def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """Float32 weights, moments and progress as named tensors, for any engine and layout."""
+    with_moments = meta.with_optimizer and engine.config.optimizer is not None
+    kinds = _weights(engine, "master") + (MOMENTS if with_moments else ())
+
+    def write(directory: Path) -> None:
+        errors = []
+        for kind in kinds:
+            try:
+                write_tensors(directory, kind, engine.named_tensors(kind), writes=engine.is_writer)
+            except CheckpointError as error:  # this rank's own: the others go on with the next kind
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    publish(meta.path, write, engine.world, kind="portable", state=_state(engine, with_moments))
+
+
+def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """Weights, and with ``meta.with_optimizer`` moments and progress."""
+    subject = f"cannot load {meta.path!r}"
+    with opened(meta.path, engine.world, kind="portable") as directory:
+        state = on_all(engine.world, lambda: _checked_state(engine, meta, directory), subject)
+        with_moments = meta.with_optimizer and engine.config.optimizer is not None
+        kinds = _weights(engine, "master") + (MOMENTS if with_moments else ())
+        _load_parts(engine, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
+    if meta.with_optimizer:
+        engine.restore_progress(EngineProgress(**state["progress"]))
+
+
+# ----------------------------------------------------------------- sharded
+
+
+def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """The engine's own parallel format, and progress."""
+
+    def write(directory: Path) -> None:
+        shards = directory / SHARDS
+        shards.mkdir(exist_ok=True)
+        engine._save_shards(shards)
+
+    state = _state(engine, engine.config.optimizer is not None)
+    publish(meta.path, write, engine.world, kind="sharded", state=state)
+
+
+def load_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """What the same engine saved, perhaps at another layout."""
+    subject = f"cannot load {meta.path!r}"
+    with_optimizer = meta.with_optimizer and engine.config.optimizer is not None
+    with opened(meta.path, engine.world, kind="sharded") as directory:
+        state = on_all(engine.world, lambda: _checked_state(engine, meta, directory), subject)
+        on_all(engine.world, lambda: engine._load_shards(directory / SHARDS, with_optimizer), subject)
+    if meta.with_optimizer:
+        engine.restore_progress(EngineProgress(**state["progress"]))
+
+
+# ------------------------------------------------------------------ common
+
+
+def _weights(engine: TrainEngine, kind: TensorKind) -> tuple[TensorKind, ...]:
+    """``kind``, and the buffers where the model has some that an export holds."""
+    return (kind, "buffers") if engine.tensor_shapes("buffers") else (kind,)
+
+
+def _load_parts(
+    engine: TrainEngine, parts: Callable[[], Mapping[TensorKind, TensorSource]], subject: str
+) -> None:
+    """Check the names and shapes of all parts on all ranks, and only then load them."""
+
+    def checked() -> Mapping[TensorKind, TensorSource]:
+        sources = parts()
+        for kind, source in sources.items():
+            check_source(source, engine.tensor_shapes(kind), f"its {kind!r}")
+        return sources
+
+    def load() -> None:
+        for kind, source in sources.items():
+            engine.load_named_tensors(kind, source)
+
+    sources = on_all(engine.world, checked, subject)
+    on_all(engine.world, load, subject)
+
+
+def _state(engine: TrainEngine, with_optimizer: bool) -> dict[str, Any]:
+    return {
+        "engine": engine.spec.name,
+        "layout": engine.config.layout.model_dump(),
+        "model": _fingerprint(engine),
+        "optimizer": with_optimizer,
+        "progress": asdict(engine.progress),
+    }
+
+
+def _fingerprint(engine: TrainEngine) -> dict[str, Any]:
+    """What tells one architecture from another."""
+    config = engine.hf_config().get_text_config()
+    fields = {name: getattr(config, name, None) for name in MODEL_FIELDS}
+    return {"head": engine.config.model.head, **fields}
+
+
+def _checked_state(engine: TrainEngine, meta: SaveLoadMeta, directory: Path) -> Mapping[str, Any]:
+    """The state of a checkpoint that ``engine`` can load; `CheckpointMismatch` lists what differs."""
+    manifest = read_manifest(directory)
+    problems = _mismatches(engine, meta, manifest.kind, manifest.state)
+    raise_all(CheckpointMismatch, "it does not fit this engine", problems)
+    return manifest.state
+
+
+def _mismatches(
+    engine: TrainEngine, meta: SaveLoadMeta, kind: str, state: Mapping[str, Any]
+) -> Iterator[str]:
+    if kind == "sharded" and state["engine"] != engine.spec.name:
+        yield (
+            f"it was saved by the engine {state['engine']!r}, and this is {engine.spec.name!r}; "
+            "save with format='portable' to move between engines"
+        )
+    own, saved = _fingerprint(engine), state["model"]
+    for name in dict.fromkeys([*saved, *own]):
+        if saved.get(name) != own.get(name):
+            yield f"it is of another model: {name} is {saved.get(name)!r} there and {own.get(name)!r} here"
+    if meta.with_optimizer and engine.config.optimizer is not None and not state["optimizer"]:
+        yield "it has no optimizer state; load with with_optimizer=False for the weights alone"

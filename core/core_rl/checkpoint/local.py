@@ -1,0 +1,145 @@
+"""A checkpoint in a local directory, replaced as a whole or not at all.
+
+A save is written to a temporary sibling ``.NAME.tmp-…`` and renamed. To replace ``NAME``, the old
+directory is first renamed to ``.NAME.core-rl-old``; if the process dies between the two renames, readers
+find the old one there, and the next save puts it back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from core_rl.checkpoint.manifest import MANIFEST, check_ours, flush
+from core_rl.errors import CheckpointError
+
+__all__ = ["LocalPlace", "remove_stale"]
+
+TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
+STALE_AFTER_S = 24 * 3600.0
+
+
+class LocalPlace:
+    """A local directory as a place for a checkpoint."""
+
+    remote = False
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path).expanduser().resolve()
+        if not self.path.name:
+            raise CheckpointError(f"{path!r} cannot be a checkpoint; name a directory")
+        self.old = self.path.with_name(f".{self.path.name}.core-rl-old")
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """An empty directory beside the place, removed at the end unless `commit` took it.
+
+        Raises `CheckpointError` if something that is not a checkpoint is at the place.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._check_replaceable()
+        self._recover()
+        remove_stale(self.path.parent, f".{self.path.name}.")
+        staged = _temporary(self.path)
+        staged.mkdir()
+        descriptor = os.open(staged, os.O_RDONLY)
+        try:
+            _lock(descriptor)
+            yield staged
+        finally:
+            os.close(descriptor)
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def commit(self, staged: Path) -> None:
+        """Put the complete directory ``staged`` in place."""
+        if self._occupied():
+            self.path.rename(self.old)
+            try:
+                staged.rename(self.path)
+            except OSError:
+                self.old.rename(self.path)
+                raise
+        else:
+            staged.rename(self.path)
+        flush(self.path.parent)
+        shutil.rmtree(self.old, ignore_errors=True)
+
+    @contextmanager
+    def reading(self) -> Iterator[Path]:
+        """The directory to read; it may not exist."""
+        yield self.current()
+
+    def current(self) -> Path:
+        """Where the checkpoint is: at its place, or still set aside by a save that died."""
+        return self.old if not self._occupied() and self.old.exists() else self.path
+
+    def remove(self) -> None:
+        """Remove the checkpoint; dying halfway leaves a temporary directory, never half a checkpoint."""
+        for directory in (self.old, self.path):
+            if directory.exists():
+                doomed = _temporary(self.path)
+                directory.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def manifest_bytes(self) -> bytes | None:
+        """The manifest's text, or None where there is none."""
+        file = self.current() / MANIFEST
+        return file.read_bytes() if file.is_file() else None
+
+    def _recover(self) -> None:
+        if self._occupied():
+            shutil.rmtree(self.old, ignore_errors=True)
+        elif self.old.exists():
+            self.old.rename(self.path)
+
+    def _occupied(self) -> bool:
+        return self.path.is_dir() and any(self.path.iterdir())
+
+    def _check_replaceable(self) -> None:
+        if self._occupied():
+            check_ours(self.manifest_bytes(), str(self.path))
+        elif self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file; choose another path, or remove it")
+
+
+def _temporary(path: Path) -> Path:
+    # Not tempfile.mkdtemp: its directories are closed to other users, and this one becomes the checkpoint.
+    return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+
+
+def _lock(descriptor: int) -> None:
+    """Mark a temporary directory as in use for as long as this process lives."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return  # a file system without locks on directories (NFS): there, `_is_stale` goes by age
+
+
+def remove_stale(parent: Path, prefix: str) -> None:
+    """Remove temporary directories in ``parent`` whose names start with ``prefix`` and whose writer is gone."""
+    for entry in parent.iterdir():
+        if entry.name.startswith(prefix) and TEMPORARY.search(entry.name) and _is_stale(entry):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_stale(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - os.fstat(descriptor).st_mtime > STALE_AFTER_S
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,215 @@
+"""The manifest of a checkpoint directory: what it is, and the size and digest of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import core_rl
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+
+__all__ = [
+    "MANIFEST",
+    "FileRecord",
+    "Manifest",
+    "check_ours",
+    "find_damage",
+    "flush",
+    "parse_manifest",
+    "read_manifest",
+    "seal",
+    "to_json",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+HASHING_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What one file must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of ``manifest.json``, which is written last and covers everything, itself included.
+
+    A subdirectory with a manifest of its own is listed by that manifest alone.
+    """
+
+    kind: str
+    """What the directory holds, such as ``hf`` or ``run``."""
+    state: Mapping[str, Any]
+    """Small JSON values of the writer."""
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """By path relative to the directory, with ``/``."""
+    core_rl: str = core_rl.__version__
+    """The version that wrote it."""
+
+    def to_bytes(self) -> bytes:
+        """The JSON document with its own digest."""
+        body = {"format": FORMAT, **asdict(self)}
+        return to_json(body | {"sha256": _digest_of(body)}, MANIFEST).encode()
+
+    def nested(self) -> Iterator[str]:
+        """The subdirectories that have a manifest of their own."""
+        for name in self.files:
+            if PurePosixPath(name).name == MANIFEST:
+                yield str(PurePosixPath(name).parent)
+
+
+def to_json(value: Any, subject: str) -> str:
+    """``value`` as JSON text; `CheckpointError` for what JSON cannot give back."""
+    try:
+        _check_keys(value, subject)
+        return json.dumps(value, indent=1)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{subject} is not JSON: {error}; convert it to numbers, strings and lists"
+        ) from error
+
+
+def _check_keys(value: Any, subject: str) -> None:
+    """Refuse keys that `json` would turn into strings without a word."""
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise CheckpointError(
+                f"{subject} has the key {wrong[0]!r}; keys must be strings to come back as they were"
+            )
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for entry in value:
+            _check_keys(entry, subject)
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def seal(directory: Path, kind: str, state: Mapping[str, Any]) -> None:
+    """Write the manifest of ``directory`` and flush all that it covers to the disk."""
+    files = list(_own_files(directory))
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        records = list(pool.map(_record, files))
+    names = [file.relative_to(directory).as_posix() for file in files]
+    manifest = Manifest(kind=kind, state=state, files=dict(zip(names, records, strict=True)))
+    (directory / MANIFEST).write_bytes(manifest.to_bytes())
+    folders = {parent for file in files for parent in file.parents if parent.is_relative_to(directory)}
+    for path in [*files, directory / MANIFEST, *folders, directory]:
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _own_files(directory: Path) -> Iterator[Path]:
+    for entry in sorted(directory.iterdir()):
+        if not entry.is_dir():
+            yield entry
+        elif (entry / MANIFEST).is_file():
+            yield entry / MANIFEST
+        else:
+            yield from _own_files(entry)
+
+
+def _record(file: Path) -> FileRecord:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(bytes=stream.tell(), sha256=digest)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of ``directory``; `CheckpointDamaged` if it is missing or changed."""
+    try:
+        return parse_manifest((directory / MANIFEST).read_bytes(), str(directory))
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(
+            f"{directory}: {MANIFEST} is missing: the save did not finish, or the file was removed"
+        ) from error
+
+
+def parse_manifest(text: bytes, place: str) -> Manifest:
+    """Read what `Manifest.to_bytes` wrote; ``place`` names it in errors."""
+    try:
+        body = json.loads(text)
+        claimed, version = body.pop("sha256"), body["format"]
+        if claimed != _digest_of(body):
+            raise CheckpointDamaged(f"{place}: {MANIFEST} was changed: its own digest differs")
+        if version > FORMAT:
+            raise CheckpointMismatch(
+                f"{place} was written by core-rl {body['core_rl']} in format {version}; this is core-rl "
+                f"{core_rl.__version__}, which reads up to {FORMAT}. Upgrade core-rl"
+            )
+        files = {_inside(name): FileRecord(**record) for name, record in body["files"].items()}
+        return Manifest(kind=body["kind"], state=body["state"], files=files, core_rl=body["core_rl"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointDamaged(f"{place}: {MANIFEST} cannot be read: {reason}") from error
+
+
+def check_ours(text: bytes | None, place: str) -> None:
+    """Raise `CheckpointError` unless ``text`` is a manifest, so that nothing else is ever replaced."""
+    try:
+        if text is None:
+            raise CheckpointDamaged(f"it has no {MANIFEST}")
+        parse_manifest(text, place)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{place} exists and is not a checkpoint of core-rl, so it is not replaced ({error}); "
+            "choose another path, or remove it"
+        ) from error
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"the file {name!r} lies outside of the directory")
+    return name
+
+
+def find_damage(directory: Path, manifest: Manifest) -> list[str]:
+    """Every file of ``manifest``, and of nested manifests, that is missing or not what it was."""
+
+    def difference(name: str) -> str | None:
+        return _difference(directory / name, name, manifest.files[name])
+
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        problems = [problem for problem in pool.map(difference, manifest.files) if problem is not None]
+    if problems:
+        return problems
+    for name in manifest.nested():
+        inner = read_manifest(directory / name)
+        problems += [f"{name}/{problem}" for problem in find_damage(directory / name, inner)]
+    return problems
+
+
+def _difference(file: Path, name: str, record: FileRecord) -> str | None:
+    try:
+        size = file.stat().st_size
+        if size != record.bytes:
+            return f"{name}: {size} bytes instead of {record.bytes}"
+        found = _record(file)
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: cannot be read: {error.strerror}"
+    if found != record:
+        return f"{name}: its contents changed (sha256 {found.sha256[:12]}…, not {record.sha256[:12]}…)"
+    return None

@@ -1,0 +1,120 @@
+"""The checkpoint of a whole run: all engines, the data loader's and the rollout state, renamed into place once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.local import LocalPlace, remove_stale
+from core_rl.checkpoint.manifest import MANIFEST, to_json
+from core_rl.checkpoint.remote import is_url
+from core_rl.engines.collectives import World
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+
+__all__ = ["RunCheckpoint", "RunCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+STEP = re.compile(r"^\.?step-(\d{8,})(\.core-rl-old)?$")
+STATE = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCheckpoint:
+    """One complete, verified checkpoint of a run."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+
+    def part(self, name: str) -> Path:
+        """The directory of a part; `CheckpointNotFound` if this run had none of this name."""
+        directory = self.path / name
+        if not directory.is_dir():
+            raise CheckpointNotFound(f"the run checkpoint {self.path} has no part {name!r}")
+        return directory
+
+
+class RunCheckpoints:
+    """The checkpoints of one run under ``root``: ``step-00000010/{part}/…``, the newest ``keep`` of them.
+
+    For the driver process alone. ``root`` is a local directory; a URL is a `ConfigError`.
+    """
+
+    def __init__(self, root: str | Path, keep: int) -> None:
+        if is_url(str(root)):
+            raise ConfigError(f"run checkpoints are kept in a local directory; {str(root)!r} is a URL")
+        if keep < 1:
+            raise ConfigError(f"keep = {keep}; at least one checkpoint must be kept")
+        self.root = Path(root).expanduser().resolve()
+        self.keep = keep
+
+    def save(self, step: int, parts: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> None:
+        """Save step ``step``: each part writes into an empty directory of its own.
+
+        A part may itself save a checkpoint at that path. Only when all parts are complete does the
+        step appear, and only then are old ones removed. Raises `CheckpointError`, with everything
+        that was there before untouched, if a part fails, if ``state`` is not JSON, or if ``root``
+        holds a later step: a resume would go on from that one.
+        """
+        for name in parts:
+            if "/" in name or name.startswith(".") or name in ("", STATE, MANIFEST):
+                raise CheckpointError(
+                    f"{name!r} cannot name a part of a run checkpoint; use letters and digits"
+                )
+        later = [other for other in self.steps() if other > step]
+        if later:
+            raise CheckpointError(
+                f"{self.root} already holds step {max(later)}, later than step {step}; resume from it, remove it, "
+                "or choose another directory"
+            )
+
+        def write(directory: Path) -> None:
+            (directory / STATE).write_text(to_json(dict(state), "the state of the run") + "\n")
+            for name, part in parts.items():
+                (directory / name).mkdir()
+                part(directory / name)
+
+        self.root.mkdir(parents=True, exist_ok=True)
+        remove_stale(self.root, ".step-")
+        publish(str(self._path(step)), write, World(), kind="run", state={"step": step})
+        self._remove_old()
+
+    def latest(self) -> RunCheckpoint | None:
+        """The newest complete checkpoint, verified; None if there is none.
+
+        Raises `CheckpointDamaged`, with the file's name, when the newest is not what was saved.
+        """
+        steps = self.steps()
+        if not steps:
+            return None
+        path = self._path(steps[-1])
+        try:
+            with opened(str(path), World(), kind="run") as directory:
+                state = json.loads((directory / STATE).read_text())
+                return RunCheckpoint(path=directory, step=steps[-1], state=state)
+        except CheckpointDamaged as error:
+            before = f"go on from step {steps[-2]}" if len(steps) > 1 else "start anew"
+            raise CheckpointDamaged(f"{error}\nRestore the file, or remove {path} to {before}") from error
+
+    def steps(self) -> list[int]:
+        """The steps that are there, in order, not verified."""
+        if not self.root.is_dir():
+            return []
+        return sorted({int(match[1]) for entry in self.root.iterdir() if (match := STEP.match(entry.name))})
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+    def _remove_old(self) -> None:
+        for step in self.steps()[: -self.keep]:
+            try:
+                LocalPlace(str(self._path(step))).remove()
+            except OSError as error:  # the new checkpoint is complete: not worth stopping a run for
+                logger.warning("cannot remove the old checkpoint of step %d: %s", step, error)

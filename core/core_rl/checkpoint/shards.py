@@ -1,0 +1,192 @@
+"""A parallel format for engines without one: each rank writes the pieces that it holds, anyone reads any slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
+from core_rl.errors import CheckpointDamaged, CheckpointNotFound, EngineContractError, WeightsError, raise_all
+
+__all__ = ["Shard", "ShardFiles", "write_shards"]
+
+HEADER = "core_rl_shards"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangular piece of a tensor that the ranks hold together."""
+
+    name: str
+    tensor: Tensor
+    """The piece itself; it may have no elements."""
+    global_shape: tuple[int, ...]
+    """The shape of the whole."""
+    offsets: tuple[int, ...]
+    """Where the piece begins, one for each dimension."""
+
+    def problem(self) -> str | None:
+        """Why the piece does not lie in the whole, if so."""
+        shape = tuple(self.tensor.shape)
+        fits = len(shape) == len(self.global_shape) == len(self.offsets) and all(
+            offset >= 0 and offset + size <= whole
+            for offset, size, whole in zip(self.offsets, shape, self.global_shape, strict=True)
+        )
+        if fits:
+            return None
+        return f"{self.name!r}: a piece of {list(shape)} at {list(self.offsets)} is not in {list(self.global_shape)}"
+
+
+def write_shards(directory: Path, rank: int, shards: Iterable[Shard], world_size: int) -> None:
+    """Write one file with all pieces of this rank, which is one of ``world_size``. No collective.
+
+    Raises `EngineContractError` for a piece that does not lie in its tensor, and `CheckpointError`
+    if the file cannot be written.
+    """
+    listed = list(shards)
+    problems = [problem for shard in listed if (problem := shard.problem()) is not None]
+    raise_all(EngineContractError, f"the shards of rank {rank}", problems)
+    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, Any] = {}
+    for number, shard in enumerate(listed):
+        key = f"{number:06d} {shard.name}"  # a rank may hold several pieces of one tensor
+        tensors[key] = _unshared(shard.tensor)
+        pieces[key] = {
+            "name": shard.name,
+            "global_shape": list(shard.global_shape),
+            "offsets": list(shard.offsets),
+        }
+    header = json.dumps({"world_size": world_size, "pieces": pieces})
+    write_file(directory / _file_name(rank), tensors, {HEADER: header})
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, contiguous, in memory that no other shard shares: safetensors refuses views."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+
+
+@dataclass(frozen=True)
+class _Piece:
+    file: SafetensorsFile
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def overlap(self, wanted: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The part of ``wanted`` (start and stop in each dimension) that the piece covers."""
+        bounds = zip(wanted, self.offsets, self.shape, strict=True)
+        return [(max(start, at), min(stop, at + size)) for (start, stop), at, size in bounds]
+
+    def read(self, region: Sequence[tuple[int, int]]) -> Tensor:
+        return self.file.read(self.key, _slices(region, self.offsets))
+
+
+class ShardFiles:
+    """A `TensorSource` over the files of all ranks; the number of ranks that read may be another.
+
+    Raises `CheckpointNotFound` if ``directory`` has no such files, and `CheckpointDamaged` for a
+    file that is missing or cannot be read, for pieces that contradict each other, and for a region
+    that no piece covers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        first = directory / _file_name(0)
+        if not first.is_file() and not any(directory.glob("rank-*.safetensors")):
+            raise CheckpointNotFound(f"{directory} holds no files of shards, such as {first.name}")
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Piece]] = {}
+        self.world_size = self._index(SafetensorsFile(first))
+        """How many ranks wrote."""
+        for rank in range(1, self.world_size):
+            self._index(SafetensorsFile(directory / _file_name(rank)))
+
+    def names(self) -> list[str]:
+        """All names."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The full shape of ``name``."""
+        self._check(name)
+        return self._shapes[name]
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
+        self._check(name)
+        wanted = _bounds(slices or (), self._shapes[name])
+        pieces = list(self._pieces[name].values())
+        for piece in pieces:
+            if piece.overlap(wanted) == wanted:
+                return piece.read(wanted)
+        return self._assemble(name, wanted, pieces)
+
+    def _assemble(self, name: str, wanted: list[tuple[int, int]], pieces: list[_Piece]) -> Tensor:
+        shape = [stop - start for start, stop in wanted]
+        starts = [start for start, _ in wanted]
+        covered = torch.zeros(shape, dtype=torch.bool)
+        result: Tensor | None = None
+        for piece in pieces:
+            region = piece.overlap(wanted)
+            if any(start >= stop for start, stop in region):
+                continue
+            target = _slices(region, starts)
+            if covered[target].all():
+                continue
+            part = piece.read(region)
+            result = torch.empty(shape, dtype=part.dtype) if result is None else result
+            result[target] = part
+            covered[target] = True
+        if result is None:
+            result = torch.empty(shape, dtype=pieces[0].read([(at, at) for at in pieces[0].offsets]).dtype)
+        if not covered.all():
+            missing = int((~covered).sum())
+            raise CheckpointDamaged(
+                f"no rank wrote {missing} of the elements {wanted} of the tensor {name!r}"
+            )
+        return result
+
+    def _index(self, file: SafetensorsFile) -> int:
+        """Take up the pieces of one file; returns the number of ranks that it tells."""
+        try:
+            header = json.loads(file.metadata[HEADER])
+        except (KeyError, ValueError) as error:
+            raise CheckpointDamaged(f"{file.name} is not a file of shards: {error}") from error
+        for key, entry in header["pieces"].items():
+            name, whole, offsets = entry["name"], tuple(entry["global_shape"]), tuple(entry["offsets"])
+            if self._shapes.setdefault(name, whole) != whole:
+                raise CheckpointDamaged(
+                    f"{file.name}: {name!r} is {whole}, and {self._shapes[name]} elsewhere"
+                )
+            piece = _Piece(file, key, file.shape(key), offsets)
+            # Replicas: the first is enough.
+            self._pieces.setdefault(name, {}).setdefault((piece.shape, offsets), piece)
+        return int(header["world_size"])
+
+    def _check(self, name: str) -> None:
+        if name not in self._shapes:
+            raise WeightsError(f"the shards hold no tensor {name!r}")
+
+
+def _bounds(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Start and stop in each dimension."""
+    padded = slices + (slice(None),) * (len(shape) - len(slices))
+    bounds = []
+    for part, size in zip(padded, shape, strict=True):
+        start, stop, step = part.indices(size)
+        if step != 1:
+            raise WeightsError(f"{part} has step {step}; read a contiguous region")
+        bounds.append((start, max(start, stop)))
+    return bounds
+
+
+def _slices(region: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - at, stop - at) for (start, stop), at in zip(region, origin, strict=True))

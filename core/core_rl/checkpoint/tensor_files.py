@@ -1,0 +1,210 @@
+"""Named tensors as safetensors files in the layout that transformers writes and reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from core_rl.checkpoint.agreement import describe
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
+
+__all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]
+
+MAX_FILE_BYTES = 2 * 2**30
+
+
+def write_tensors(
+    directory: Path,
+    prefix: str,
+    stream: Iterable[tuple[str, Tensor | None]],
+    *,
+    writes: bool,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write ``stream`` to ``PREFIX.safetensors``, or to ``PREFIX-00001-of-0000N.safetensors`` with an index.
+
+    The stream may be collective: it is consumed to its end on every rank, also after an error, and
+    only ranks where ``writes`` is true receive tensors and write. At most one file's worth of
+    tensors is held in memory. Raises `CheckpointError` with the first error of this rank.
+    """
+    writer = _Writer(directory, prefix, max_file_bytes)
+    failure: Exception | None = None
+    for name, tensor in stream:
+        if writes and failure is None:
+            failure = writer.attempt(partial(writer.add, name, tensor))
+    if writes and failure is None:
+        failure = writer.attempt(writer.finish)
+    if failure is not None:
+        raise CheckpointError(describe(failure)) from failure
+
+
+class _Writer:
+    def __init__(self, directory: Path, prefix: str, max_file_bytes: int) -> None:
+        self._directory = directory
+        self._prefix = prefix
+        self._limit = max_file_bytes
+        self._buffer: dict[str, Tensor] = {}
+        self._buffered = 0
+        self._total = 0
+        self._files: list[tuple[Path, list[str]]] = []
+        self._seen: set[str] = set()
+
+    def add(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is None:
+            raise CheckpointError(f"the export gave no data for {name!r} on the rank that writes")
+        if name in self._seen:
+            raise CheckpointError(f"the export gave {name!r} twice")
+        if self._buffer and self._buffered + tensor.nbytes > self._limit:
+            self._flush()
+        self._seen.add(name)
+        # A copy, always: the stream may reuse its memory, and two names may share it.
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._buffer[name] = copy.copy_(tensor.detach())
+        self._buffered += tensor.nbytes
+
+    def attempt(self, step: Callable[[], None]) -> Exception | None:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  # the other ranks are in the middle of the stream
+            self._buffer.clear()
+            return error
+        return None
+
+    def finish(self) -> None:
+        if self._buffer or not self._files:
+            self._flush()
+        if len(self._files) == 1:
+            self._files[0][0].rename(self._directory / f"{self._prefix}.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, (file, names) in enumerate(self._files, start=1):
+            target = f"{self._prefix}-{number:05d}-of-{len(self._files):05d}.safetensors"
+            file.rename(self._directory / target)
+            weight_map |= dict.fromkeys(names, target)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self._directory / _index_name(self._prefix)).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _flush(self) -> None:
+        file = self._directory / f"{self._prefix}-{len(self._files) + 1:05d}.safetensors"
+        write_file(file, self._buffer, {"format": "pt"})
+        self._files.append((file, list(self._buffer)))
+        self._total += self._buffered
+        self._buffer, self._buffered = {}, 0
+
+
+def _index_name(prefix: str) -> str:
+    return f"{prefix}.safetensors.index.json"
+
+
+def write_file(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """One safetensors file; a `CheckpointError` with its name if it cannot be written."""
+    try:
+        save_file(tensors, file, metadata=metadata)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file.name}: {describe(error)}") from error
+
+
+class SafetensorsFile:
+    """One safetensors file, of which only what is asked for is read. Pickled as its path."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self._path = path
+        self._file: Any
+        try:
+            self._file = safe_open(path, framework="pt")
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(f"{path.name}: missing") from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointDamaged(f"{path.name}: {describe(error)}") from error
+
+    def __reduce__(self) -> tuple[type[SafetensorsFile], tuple[Path]]:
+        return type(self), (self._path,)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The strings in the file's header."""
+        return dict(self._file.metadata() or {})
+
+    def keys(self) -> list[str]:
+        """The names in the file."""
+        return list(self._file.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of ``key``."""
+        return tuple(self._file.get_slice(key).get_shape())
+
+    def read(self, key: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """``key`` on the CPU, contiguous, whole or the part that ``slices`` names."""
+        part: Tensor
+        if not slices:
+            part = self._file.get_tensor(key)
+        elif 0 in self.shape(key):
+            part = self._file.get_tensor(key)[slices]
+        else:
+            part = self._file.get_slice(key)[slices]
+        return part.contiguous()
+
+
+class TensorFiles:
+    """A `TensorSource` over what `write_tensors` or transformers' ``save_pretrained`` (prefix ``model``) wrote.
+
+    Raises `CheckpointNotFound` if there are no such files in ``directory``, and `CheckpointDamaged`
+    with the name of a file that is missing or cannot be read.
+    """
+
+    def __init__(self, directory: Path, prefix: str) -> None:
+        index = directory / _index_name(prefix)
+        single = directory / f"{prefix}.safetensors"
+        self._place = f"{directory}/{prefix}"
+        if index.is_file():
+            weight_map = _read_index(index)
+            files = {name: SafetensorsFile(directory / name) for name in sorted(set(weight_map.values()))}
+            self._files = {name: files[file] for name, file in weight_map.items()}
+        elif single.is_file():
+            file = SafetensorsFile(single)
+            self._files = dict.fromkeys(file.keys(), file)
+        else:
+            raise CheckpointNotFound(f"{directory} holds neither {single.name} nor {index.name}")
+        self._shapes = {name: self._shape_in(file, name) for name, file in self._files.items()}
+
+    def names(self) -> list[str]:
+        """All names."""
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The full shape of ``name``."""
+        self._check(name)
+        return self._shapes[name]
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
+        self._check(name)
+        return self._files[name].read(name, slices)
+
+    def _check(self, name: str) -> None:
+        if name not in self._files:
+            raise WeightsError(f"{self._place} holds no tensor {name!r}")
+
+    def _shape_in(self, file: SafetensorsFile, name: str) -> tuple[int, ...]:
+        try:
+            return file.shape(name)
+        except SafetensorError as error:
+            raise CheckpointDamaged(
+                f"{file.name}: {describe(error)}, which the index says is there"
+            ) from error
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{index.name} is not an index of safetensors files: {error}") from error

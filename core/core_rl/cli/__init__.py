@@ -1,0 +1,86 @@
+"""The command line ``core-rl``. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from core_rl import __version__
+from core_rl.cli.commands import PluginCommand, plugin_commands
+from core_rl.cli.engines import app as engines_app
+from core_rl.cli.train import train
+from core_rl.errors import (
+    ConfigError,
+    CoreRLError,
+    EngineAmbiguous,
+    EngineBroken,
+    EngineIncompatible,
+    EngineNotFound,
+)
+
+__all__ = ["build_app", "main"]
+
+_USAGE_ERRORS = (ConfigError, EngineNotFound, EngineAmbiguous, EngineBroken, EngineIncompatible)
+
+BUILT_IN = ("engines", "train")
+
+
+def build_app(*, plugins: bool = True) -> typer.Typer:
+    """The command line; ``plugins`` adds the commands of other distributions, which costs a look at each."""
+    app = typer.Typer(
+        name="core-rl",
+        help="Train language models with any installed engine, by name.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    app.add_typer(engines_app, name="engines")
+    app.command(name="train")(train)
+    for command in plugin_commands() if plugins else []:
+        if command.name not in BUILT_IN:
+            _add(app, command)
+    return app
+
+
+def _add(app: typer.Typer, command: PluginCommand) -> None:
+    if command.function is not None:
+        app.command(name=command.name)(command.function)
+        return
+
+    def broken() -> None:
+        assert command.error is not None
+        raise command.error
+
+    # Whatever its arguments are, the answer is the error.
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name=command.name, help=f"(broken) {command.error}", context_settings=anything)(broken)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"core-rl {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; an error of core-rl becomes one message on stderr and an exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    app = build_app(plugins=not arguments or arguments[0] not in BUILT_IN)
+    try:
+        app(arguments, prog_name="core-rl")
+    except CoreRLError as error:
+        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2 if isinstance(error, _USAGE_ERRORS) else 1)

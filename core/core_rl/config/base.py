@@ -1,0 +1,69 @@
+"""The base of all configs, and the translation of pydantic's errors into ours."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from core_rl.errors import ConfigError, raise_all
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+class Config(BaseModel):
+    """A frozen, keyword-only record that refuses unknown fields.
+
+    ``Config(...)`` raises pydantic's ``ValidationError``; `parse_config` raises `ConfigError` with
+    the field, the value and the fix, and is what reads files and command lines.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def parse_config(kind: type[ConfigT], values: Mapping[str, Any], where: str = "config") -> ConfigT:
+    """Build ``kind`` from plain values, or raise one `ConfigError` that lists every wrong field."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_problem(kind, detail) for detail in error.errors()]
+    raise_all(ConfigError, where, problems)
+    raise AssertionError("a validation error without details")
+
+
+def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:
+    location = ".".join(str(part) for part in detail["loc"]) or "(the whole config)"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown field {location!r} = {detail['input']!r}{_suggestion(kind, detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"field {location!r} is required; set it"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"field {location!r} = {detail['input']!r}: {message}"
+
+
+def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The closest known field beside an unknown one, and the list of all."""
+    owner = _owner(kind, location[:-1])
+    if owner is None:
+        return "; remove it"
+    known = sorted(owner.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "; remove it"
+    return f"{hint} Known fields: {', '.join(known)}"
+
+
+def _owner(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The config class that ``location`` leads to, where plain nesting leads to one."""
+    for part in location:
+        field = kind.model_fields.get(str(part))
+        if field is None:
+            return None
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if len(nested) != 1:
+            return None
+        kind = nested[0]
+    return kind

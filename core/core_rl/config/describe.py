@@ -1,0 +1,99 @@
+"""What a config class accepts, field by field, for help texts and documentation."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+__all__ = ["FieldHelp", "describe_fields"]
+
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldHelp:
+    """One field that a user can set."""
+
+    name: str
+    """Dotted, as in an override: ``optimizer.schedule.type``."""
+    type: str
+    """Such as ``int (>= 0)``, ``float | null`` or ``'lm' | 'value'``."""
+    required: bool
+    default: Any
+    """None where ``required``; a config where the field is a section."""
+    help: str
+    """One line of plain text."""
+
+
+def describe_fields(kind: type[BaseModel]) -> list[FieldHelp]:
+    """Every field of ``kind``, sections before their own fields, in the order of declaration."""
+    return list(_walk(kind, "", None))
+
+
+def _walk(kind: type[BaseModel], prefix: str, defaults: BaseModel | None) -> Iterator[FieldHelp]:
+    """``defaults`` is the section's own default, whose fields may differ from those of its class."""
+    for name, field in kind.model_fields.items():
+        default = _default(field) if defaults is None else getattr(defaults, name)
+        section = _section(field.annotation)
+        if section is None or default is PydanticUndefined or _allows_null(field.annotation):
+            yield FieldHelp(
+                name=prefix + name,
+                type=_type_name(field.annotation) + _bounds(field),
+                required=default is PydanticUndefined,
+                default=None if default is PydanticUndefined else default,
+                help=" ".join((field.description or "").replace("`", "").split()),
+            )
+        if section is not None:
+            yield from _walk(section, f"{prefix}{name}.", default if isinstance(default, section) else None)
+
+
+def _default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The config class of a field that is one section, or one section or null."""
+    found = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return found[0] if len(found) == 1 else None
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if union else (annotation,)
+
+
+def _allows_null(annotation: Any) -> bool:
+    return type(None) in _parts(annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    parts = _parts(annotation)
+    if len(parts) > 1:
+        return " | ".join(_type_name(part) for part in parts)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(repr(argument) for argument in arguments)
+    if origin in (list, tuple):
+        names = [_type_name(argument) for argument in arguments if argument is not ...]
+        return f"list of {names[0]}" if origin is list or ... in arguments else f"[{', '.join(names)}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    plain = {type(None): "null", dict: "mapping", list: "list", tuple: "list", Any: "anything"}
+    kind = origin or annotation
+    return plain.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _bounds(field: FieldInfo) -> str:
+    found = [
+        f"{sign} {bound}"
+        for constraint in field.metadata
+        for key, sign in _BOUNDS.items()
+        if (bound := getattr(constraint, key, None)) is not None
+    ]
+    return f" ({', '.join(found)})" if found else ""

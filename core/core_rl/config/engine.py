@@ -1,0 +1,99 @@
+"""The common config of all engines. A plugin subclasses it and adds an ``options`` section of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from core_rl.config.base import Config
+from core_rl.config.layout import ParallelLayout
+
+Head = Literal["lm", "value", "reward"]
+DType = Literal["float32", "bfloat16"]
+
+
+class ModelConfig(Config):
+    """Which model, and with which head."""
+
+    path: str | None = None
+    """A local directory in Hugging Face format; weights and config are read from it."""
+    config: dict[str, Any] | None = None
+    """A transformers config as a dictionary with ``model_type``; weights are drawn from the seed."""
+    head: Head = "lm"
+    """``lm``, or ``value``/``reward``: one float32 linear map to a scalar without bias."""
+    frozen: tuple[str, ...] = ()
+    """Glob patterns of parameter names that are not trained, such as ``model.embed_tokens.*``."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                "set exactly one of 'path' (a model directory) and 'config' (a transformers config)"
+            )
+        return self
+
+
+class ScheduleConfig(Config):
+    """The learning rate as a factor of `OptimizerConfig.lr`, a pure function of the step count."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """The shape after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of a linear rise from 0."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Where the decay ends; required for ``linear`` and ``cosine`` unless `FinetuneSpec` tells it."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The factor at and after the end of the decay."""
+
+
+class OptimizerConfig(Config):
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
+
+    type: Literal["adamw"] = "adamw"
+    """The only one so far."""
+    lr: float = Field(default=1e-5, ge=0.0)
+    """The highest learning rate, which the schedule scales."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the root of the second mean."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Applied to matrices only: the core decides which parameters decay."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    """Clip the global gradient norm to this; null turns clipping off."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over the steps."""
+
+
+class EngineConfig(Config):
+    """What train and inference engines have in common."""
+
+    model: ModelConfig
+    """Which model, and with which head."""
+    dtype: DType = "float32"
+    """Compute dtype. Master weights and optimizer state are float32 in any case."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` takes CUDA where there is some."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds weights that are drawn, dropout and sampling."""
+    layout: ParallelLayout = ParallelLayout()
+    """The parallel degrees."""
+
+
+class TrainEngineConfig(EngineConfig):
+    """The common config of a train engine."""
+
+    optimizer: OptimizerConfig | None = OptimizerConfig()
+    """Null builds an engine that only runs forward (a reference or reward model)."""
+
+
+class InferenceEngineConfig(EngineConfig):
+    """The common config of an inference engine."""
+
+    max_head_offpolicyness: int = Field(default=0, ge=0)
+    """How many versions older than the newest weights a consumed sample may be."""
+    consumer_batch_size: int = Field(default=1, ge=1)
+    """Samples that one optimizer step consumes; with the field above it bounds what runs ahead."""
+    max_concurrent_rollouts: int = Field(default=256, ge=1)
+    """Samples whose episodes run at one time."""

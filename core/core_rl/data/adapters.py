@@ -1,0 +1,99 @@
+"""To and from the batches of other systems: verl's TensorDict, AReaL's padded dictionary."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.padding import Side, from_padded, to_padded
+from core_rl.errors import BatchError
+
+__all__ = ["TensorDictLike", "from_padded_dict", "from_tensordict", "to_padded_dict", "to_tensordict"]
+
+
+class TensorDictLike(Protocol):
+    """What `from_tensordict` reads of a ``tensordict.TensorDict``, so that it need not be installed."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def __getitem__(self, key: str) -> Tensor: ...
+
+
+def from_padded_dict(data: Mapping[str, Tensor]) -> SequenceBatch:
+    """Pack AReaL's dictionary: ``input_ids`` and ``attention_mask`` ``[B, L]`` and more fields.
+
+    A field ``[B, L, ...]`` is a token field and any other ``[B, ...]`` a sequence field.
+    """
+    missing = [name for name in ("input_ids", "attention_mask") if name not in data]
+    if missing:
+        raise BatchError(f"a padded dictionary needs {missing}; it has {sorted(data)}")
+    ids, mask = data["input_ids"], data["attention_mask"]
+    rest = {
+        name: value
+        for name, value in data.items()
+        if name not in ("input_ids", "attention_mask", "position_ids")
+    }
+    tokens = {
+        name: value for name, value in rest.items() if value.dim() >= 2 and value.shape[:2] == ids.shape
+    }
+    sequences = {name: value for name, value in rest.items() if name not in tokens}
+    unit = sequences.pop("unit", None)
+    return from_padded(ids, mask, tokens=tokens, sequences=sequences, unit=unit)
+
+
+def to_padded_dict(batch: SequenceBatch, *, side: Side = "right", pad_id: int = 0) -> dict[str, Tensor]:
+    """AReaL's padded dictionary; ``unit``, where there is one, is a sequence field."""
+    padded = to_padded(batch, side=side, pad_id=pad_id) | dict(batch.sequences)
+    return padded if batch.unit is None else padded | {"unit": batch.unit}
+
+
+def from_tensordict(data: TensorDictLike) -> SequenceBatch:
+    """Pack verl's TensorDict, whose fields are padded or nested (jagged) tensors.
+
+    ``responses`` and ``prompts``, which repeat ``input_ids``, are left out; ``response_mask [B, R]``
+    becomes ``loss_mask`` at the last ``R`` positions.
+    """
+    fields = {name: data[name] for name in data.keys() if name not in ("prompts", "responses")}  # noqa: SIM118
+    if "input_ids" in fields and fields["input_ids"].is_nested:
+        return _from_nested(fields)
+    ids = fields.get("input_ids")
+    if ids is not None:
+        for name in [n for n, v in fields.items() if _is_response_field(v, ids, data)]:
+            value = fields.pop(name)
+            full = value.new_zeros((ids.shape[0], ids.shape[1], *value.shape[2:]))
+            full[:, ids.shape[1] - value.shape[1] :] = value
+            fields["loss_mask" if name == "response_mask" else name] = full
+    return from_padded_dict(fields)
+
+
+def to_tensordict(batch: SequenceBatch) -> Any:
+    """A ``tensordict.TensorDict`` with right-padded fields; needs ``pip install tensordict``."""
+    try:
+        tensordict = importlib.import_module("tensordict")
+    except ModuleNotFoundError as error:
+        raise BatchError("to_tensordict needs the package tensordict; pip install tensordict") from error
+    return tensordict.TensorDict(to_padded_dict(batch), batch_size=[batch.num_sequences])
+
+
+def _is_response_field(value: Tensor, ids: Tensor, data: TensorDictLike) -> bool:
+    if "responses" not in set(data.keys()):
+        return False
+    width = data["responses"].shape[1]
+    return width != ids.shape[1] and value.dim() >= 2 and tuple(value.shape[:2]) == (ids.shape[0], width)
+
+
+def _from_nested(fields: Mapping[str, Tensor]) -> SequenceBatch:
+    ids = fields["input_ids"]
+    offsets: Tensor = ids.offsets()  # type: ignore[attr-defined]  # nested tensors have it
+    tokens = {
+        n: v.values() for n, v in fields.items() if v.is_nested and n not in ("input_ids", "position_ids")
+    }
+    sequences = {n: v for n, v in fields.items() if not v.is_nested}
+    return SequenceBatch(
+        input_ids=ids.values(), cu_seqlens=offsets.to("cpu", torch.int32), tokens=tokens, sequences=sequences
+    )

@@ -1,0 +1,284 @@
+"""`SequenceBatch`: sequences laid end to end, with fields for each token and for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.errors import BatchError, raise_all
+
+__all__ = ["LOSS_MASK", "SequenceBatch"]
+
+LOSS_MASK = "loss_mask"
+"""The token field that tells which tokens are trained (bool ``[T]``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceBatch:
+    """``B`` sequences packed into one token dimension of length ``T``, without padding.
+
+    A value at position ``t`` belongs to token ``t``. The batch validates itself when it is built
+    and raises one `BatchError` that names every wrong field and the sequence.
+    """
+
+    input_ids: Tensor
+    """Token ids, int64 ``[T]``."""
+    cu_seqlens: Tensor
+    """Boundaries, int32 ``[B + 1]`` on the CPU: sequence ``b`` is ``cu_seqlens[b]:cu_seqlens[b + 1]``."""
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    """Token fields ``{name: [T, ...]}``."""
+    sequences: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sequence fields ``{name: [B, ...]}``."""
+    meta: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Sequence fields that are no tensors, one list entry for each sequence."""
+    unit: Tensor | None = None
+    """Int64 ``[B]``: sequences with the same number are never separated (a preference pair, a group)."""
+
+    def __post_init__(self) -> None:
+        raise_all(BatchError, "batch", self._violations())
+        if self.cu_seqlens.dtype != torch.int32 or self.cu_seqlens.device.type != "cpu":
+            object.__setattr__(self, "cu_seqlens", self.cu_seqlens.to("cpu", torch.int32))
+        if self.input_ids.dtype != torch.long:
+            object.__setattr__(self, "input_ids", self.input_ids.long())
+        mask = self.tokens.get(LOSS_MASK)
+        if mask is not None and mask.dtype != torch.bool:
+            object.__setattr__(self, "tokens", {**self.tokens, LOSS_MASK: mask.bool()})
+
+    def _violations(self) -> Iterable[str]:
+        if self.input_ids.dim() != 1 or self.input_ids.is_floating_point():
+            yield f"'input_ids' must be integers [T]; got {_describe(self.input_ids)}"
+            return
+        if self.cu_seqlens.dim() != 1 or len(self.cu_seqlens) < 1 or self.cu_seqlens.is_floating_point():
+            yield f"'cu_seqlens' must be integers [B + 1]; got {_describe(self.cu_seqlens)}"
+            return
+        bounds = self.cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != len(self.input_ids):
+            yield f"'cu_seqlens' must run from 0 to T={len(self.input_ids)}; it runs from {bounds[0]} to {bounds[-1]}"
+        empty = [b for b in range(len(bounds) - 1) if bounds[b + 1] <= bounds[b]]
+        for b in empty[:3]:
+            yield f"sequence {b} has length {bounds[b + 1] - bounds[b]}; every sequence needs at least one token"
+        if len(self.input_ids) and int(self.input_ids.min()) < 0:
+            t = int((self.input_ids < 0).nonzero()[0])
+            owner = next((b for b in range(len(bounds) - 1) if bounds[b] <= t < bounds[b + 1]), -1)
+            yield f"'input_ids' of sequence {owner} holds {int(self.input_ids[t])}; ids are not negative"
+        yield from self._field_violations(len(bounds) - 1)
+
+    def _field_violations(self, count: int) -> Iterable[str]:
+        total = len(self.input_ids)
+        for name, value in self.tokens.items():
+            if value.dim() < 1 or len(value) != total:
+                yield f"token field {name!r} must be [T={total}, ...]; got {_describe(value)}"
+        for name, value in self.sequences.items():
+            if value.dim() < 1 or len(value) != count:
+                yield f"sequence field {name!r} must be [B={count}, ...]; got {_describe(value)}"
+        for name, entries in self.meta.items():
+            if len(entries) != count:
+                yield f"meta field {name!r} must have B={count} entries; it has {len(entries)}"
+        if self.unit is not None and (self.unit.shape != (count,) or self.unit.is_floating_point()):
+            yield f"'unit' must be integers [B={count}]; got {_describe(self.unit)}"
+        for name in sorted(
+            {*self.tokens} & {*self.sequences} | {*self.meta} & {*self.tokens, *self.sequences}
+        ):
+            yield f"{name!r} is a field of two kinds; rename one"
+
+    # ---------------------------------------------------------------- reading
+
+    @property
+    def num_sequences(self) -> int:
+        """``B``."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``."""
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The length of each sequence, ``B`` integers."""
+        return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence, 0 for an empty batch."""
+        return max(self.lengths, default=0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token ids are."""
+        return self.input_ids.device
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """Which tokens are trained, bool ``[T]``; the first token of a sequence never is.
+
+        Without a ``loss_mask`` field, all but the first tokens are.
+        """
+        mask = self.tokens.get(LOSS_MASK)
+        mask = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask.clone()
+        mask[self.cu_seqlens[:-1].to(mask.device, torch.long)] = False
+        return mask
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Positions that start again at 0 in each sequence, int64 ``[T]``."""
+        starts = self.cu_seqlens[:-1].to(self.device, torch.long)
+        lengths = torch.tensor(self.lengths, device=self.device, dtype=torch.long)
+        return torch.arange(self.num_tokens, device=self.device) - torch.repeat_interleave(starts, lengths)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The token or sequence field ``name``; a `BatchError` lists the fields there are."""
+        for fields in (self.tokens, self.sequences):
+            if name in fields:
+                return fields[name]
+        known = sorted([*self.tokens, *self.sequences])
+        raise BatchError(f"the batch has no field {name!r}; it has {known}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tokens or name in self.sequences
+
+    # --------------------------------------------------------------- changing
+
+    def with_tokens(self, **fields: Tensor) -> SequenceBatch:
+        """A copy with these token fields ``[T, ...]`` added or replaced."""
+        return replace(self, tokens={**self.tokens, **fields})
+
+    def with_sequences(self, **fields: Tensor) -> SequenceBatch:
+        """A copy with these sequence fields ``[B, ...]`` added or replaced."""
+        return replace(self, sequences={**self.sequences, **fields})
+
+    def to(self, device: torch.device | str) -> SequenceBatch:
+        """The batch on ``device``; ``cu_seqlens`` and ``unit`` stay on the CPU."""
+        if torch.device(device) == self.device:
+            return self
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            tokens={name: value.to(device) for name, value in self.tokens.items()},
+            sequences={name: value.to(device) for name, value in self.sequences.items()},
+        )
+
+    def select(self, indices: Sequence[int]) -> SequenceBatch:
+        """The sequences ``indices``, in that order; `BatchError` names an index that is out of range."""
+        wrong = [i for i in indices if not 0 <= i < self.num_sequences]
+        if wrong:
+            raise BatchError(f"cannot select sequence {wrong[0]} of a batch with {self.num_sequences}")
+        rows = torch.tensor(list(indices), dtype=torch.long)
+        picked = self.token_index(indices).to(self.device)
+        lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1])[rows]
+        return SequenceBatch(
+            input_ids=self.input_ids[picked],
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]),
+            tokens={name: value[picked.to(value.device)] for name, value in self.tokens.items()},
+            sequences={name: value[rows.to(value.device)] for name, value in self.sequences.items()},
+            meta={name: [entries[i] for i in indices] for name, entries in self.meta.items()},
+            unit=None if self.unit is None else self.unit[rows],
+        )
+
+    def token_index(self, indices: Sequence[int]) -> Tensor:
+        """Positions in the token dimension of the sequences ``indices``, int64, on the CPU."""
+        bounds = self.cu_seqlens.tolist()
+        pieces = [torch.arange(bounds[i], bounds[i + 1]) for i in indices]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> list[SequenceBatch]:
+        """One batch for each list of sequence indices."""
+        return [self.select(part) for part in parts]
+
+    # --------------------------------------------------------------- building
+
+    @staticmethod
+    def from_sequences(
+        input_ids: Sequence[Sequence[int] | Tensor],
+        *,
+        tokens: Mapping[str, Sequence[Sequence[float] | Tensor]] | None = None,
+        sequences: Mapping[str, Tensor] | None = None,
+        meta: Mapping[str, list[Any]] | None = None,
+        unit: Tensor | None = None,
+    ) -> SequenceBatch:
+        """Pack lists of ids, and token fields given as one list for each sequence."""
+        rows = [torch.as_tensor(row, dtype=torch.long) for row in input_ids]
+        fields = {name: [torch.as_tensor(row) for row in values] for name, values in (tokens or {}).items()}
+        raise_all(BatchError, "from_sequences", _ragged_violations(rows, fields))
+        lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int32)
+        return SequenceBatch(
+            input_ids=torch.cat(rows) if rows else torch.zeros(0, dtype=torch.long),
+            cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
+            tokens={name: torch.cat(values) if values else torch.zeros(0) for name, values in fields.items()},
+            sequences=dict(sequences or {}),
+            meta=dict(meta or {}),
+            unit=unit,
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
+        """The sequences of all ``batches`` in order. All must have the same fields.
+
+        Unit numbers of different batches are kept apart.
+        """
+        if not batches:
+            raise BatchError("cannot concatenate no batches; pass at least one")
+        raise_all(BatchError, "concat", _field_mismatches(batches))
+        offsets, units, shift = [torch.zeros(1, dtype=torch.int32)], [], 0
+        total = 0
+        for batch in batches:
+            offsets.append(batch.cu_seqlens[1:] + total)
+            total += batch.num_tokens
+            if batch.unit is not None:
+                _, dense = torch.unique(batch.unit, return_inverse=True)
+                units.append(dense + shift)
+                shift += int(dense.max()) + 1 if len(dense) else 0
+        first = batches[0]
+        return SequenceBatch(
+            input_ids=torch.cat([b.input_ids for b in batches]),
+            cu_seqlens=torch.cat(offsets),
+            tokens={name: torch.cat([b.tokens[name] for b in batches]) for name in first.tokens},
+            sequences={name: torch.cat([b.sequences[name] for b in batches]) for name in first.sequences},
+            meta={name: [entry for b in batches for entry in b.meta[name]] for name in first.meta},
+            unit=torch.cat(units) if first.unit is not None else None,
+        )
+
+    def dummy(self) -> SequenceBatch:
+        """One untrained token with the fields of this batch, all zero: work for a rank that has none."""
+
+        def zeros(value: Tensor) -> Tensor:
+            return value.new_zeros((1, *value.shape[1:]))
+
+        return SequenceBatch(
+            input_ids=self.input_ids.new_zeros(1),
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+            tokens={**{name: zeros(value) for name, value in self.tokens.items()},
+                    LOSS_MASK: torch.zeros(1, dtype=torch.bool, device=self.device)},
+            sequences={name: zeros(value) for name, value in self.sequences.items()},
+            meta={name: [None] for name in self.meta},
+            unit=None if self.unit is None else torch.zeros(1, dtype=torch.long),
+        )  # fmt: skip
+
+
+def _describe(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _ragged_violations(rows: list[Tensor], fields: Mapping[str, list[Tensor]]) -> Iterable[str]:
+    for name, values in fields.items():
+        if len(values) != len(rows):
+            yield f"token field {name!r} has {len(values)} sequences; 'input_ids' has {len(rows)}"
+            continue
+        for b, (row, value) in enumerate(zip(rows, values, strict=True)):
+            if len(value) != len(row):
+                yield f"token field {name!r} of sequence {b} has {len(value)} values for {len(row)} tokens"
+
+
+def _field_mismatches(batches: Sequence[SequenceBatch]) -> Iterable[str]:
+    def fields(batch: SequenceBatch) -> set[str]:
+        unit = {"unit"} if batch.unit is not None else set()
+        return {*batch.tokens, *batch.sequences, *batch.meta} | unit
+
+    for index, batch in enumerate(batches[1:], start=1):
+        different = sorted(fields(batch) ^ fields(batches[0]))
+        if different:
+            yield f"batch {index} and batch 0 differ in the fields {different}"

@@ -1,0 +1,137 @@
+"""What a plugin writes: the hooks behind the public methods of `TrainEngine`.
+
+Hooks are called by the core only, in states and with arguments that it has checked. All are
+collective: every rank of the engine's world is in the same hook.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.collectives import RankGroups, World
+from core_rl.engines.grad_norm import GradShard
+from core_rl.engines.meta import FinetuneSpec, RankAddress, Scheduling, TensorKind, WeightUpdateMeta
+from core_rl.engines.named_tensors import NamedTensors, TensorSource
+from core_rl.engines.steps import MicroBatchStep
+from core_rl.errors import UnsupportedCapability
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["TrainHooks"]
+
+
+class TrainHooks(ABC):
+    """The hooks of a train engine. The abstract ones are required; the others serve a capability."""
+
+    # ------------------------------------------------------------- required
+
+    @abstractmethod
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        """Build the module and, unless ``config.optimizer`` is None, the optimizer. The process group is up."""
+
+    @abstractmethod
+    def _hf_config(self) -> PretrainedConfig:
+        """The transformers config of the model with its head, as an export writes it."""
+
+    @abstractmethod
+    def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
+        """Names and full shapes of the tensors of ``kind``, in the order of `_named_tensors`. No collective."""
+
+    @abstractmethod
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        """Stream the tensors of ``kind`` in full. Moments of an optimizer that never stepped are zeros."""
+
+    @abstractmethod
+    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        """The inverse: names and shapes are already checked; read only what this rank owns.
+
+        ``params`` and ``master`` both set the master weights and the compute copies.
+        """
+
+    @abstractmethod
+    def _set_training(self, training: bool) -> None:
+        """Put the module in training or evaluation mode (dropout)."""
+
+    @abstractmethod
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        """For each micro-batch: forward, ``step(output, micro_batch)``, and backward on what it returns.
+
+        Gradients accumulate. Nothing is divided: the core has scaled the loss. With
+        ``forward_only`` no graph is recorded and nothing runs backward.
+        """
+
+    @abstractmethod
+    def _zero_grad(self) -> None:
+        """Drop all gradients."""
+
+    @abstractmethod
+    def _reduce_grads(self) -> None:
+        """Leave in each gradient the **sum** over data-parallel ranks. Called once, before a step, a
+        norm or an export, however many passes accumulated.
+        """
+
+    @abstractmethod
+    def _grad_shards(self) -> Iterable[GradShard]:
+        """This rank's parts of all gradients, after `_reduce_grads`."""
+
+    @abstractmethod
+    def _set_lr(self, lr: float) -> None:
+        """Use this learning rate in the next `_step`."""
+
+    @abstractmethod
+    def _step(self, scale: float) -> None:
+        """Multiply the gradients by ``scale`` (clipping) and run the optimizer, in float32."""
+
+    @abstractmethod
+    def _set_update_count(self, count: int) -> None:
+        """Set Adam's step count, which its bias correction uses, to ``count``."""
+
+    # ------------------------------------------------- with a useful default
+
+    def _groups(self, world: World) -> RankGroups:
+        """The process groups, right after ``init_process_group``; by default all ranks are data parallel."""
+        return RankGroups(data_parallel=world)
+
+    def _teardown(self) -> None:  # noqa: B027  an engine may have nothing to free
+        """Free what `_build` made beyond what dropping the attributes frees."""
+
+    def _scheduling(self) -> Scheduling:
+        """Resources that one rank needs."""
+        return Scheduling()
+
+    @property
+    def _micro_batch_multiple(self) -> int:
+        """The number of micro-batches must be a multiple of this (interleaved pipelines)."""
+        return 1
+
+    # ------------------------------------------------- behind a capability
+
+    def _save_shards(self, directory: Path) -> None:
+        """Write this rank's weights, moments and random state in the backend's own parallel format."""
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
+
+    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
+        """Read what `_save_shards` wrote, perhaps at another layout."""
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
+
+    def _move(self, device: torch.device, *, model: bool, optimizer: bool) -> None:
+        """Move weights with gradients, or optimizer state, to ``device``."""
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement offloading")
+
+    def _send_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the weights by ``tensor``, ``distributed`` or ``lora``; ``disk`` is the core's."""
+        raise UnsupportedCapability(
+            f"{type(self).__name__} does not implement weight sync by {meta.method!r}"
+        )
+
+    def _adapter_disabled(self) -> AbstractContextManager[None]:
+        """A context in which the adapters are off."""
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement adapters")

@@ -1,0 +1,101 @@
+"""Metrics that know how to be reduced over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from core_rl.errors import LossError
+
+__all__ = ["Metric", "merge_metrics"]
+
+Reduction = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A partial value of a metric; build it with one of the four constructors."""
+
+    reduction: Reduction
+    value: float | Tensor
+    count: float | Tensor = 1.0
+
+    @staticmethod
+    def mean(total: float | Tensor, count: float | Tensor) -> Metric:
+        """A sum and how much it counts: the result is sum of sums over sum of counts, NaN if that is 0."""
+        return Metric("mean", _detached(total), _detached(count))
+
+    @staticmethod
+    def sum(value: float | Tensor) -> Metric:
+        """Added up over micro-batches and data-parallel ranks."""
+        return Metric("sum", _detached(value))
+
+    @staticmethod
+    def max(value: float | Tensor) -> Metric:
+        """The largest value anywhere."""
+        return Metric("max", _detached(value))
+
+    @staticmethod
+    def min(value: float | Tensor) -> Metric:
+        """The smallest value anywhere."""
+        return Metric("min", _detached(value))
+
+    def result(self) -> float:
+        """The value as a number."""
+        value, count = float(self.value), float(self.count)
+        if self.reduction != "mean":
+            return value
+        return value / count if count else math.nan
+
+    def plain(self) -> Metric:
+        """The same with Python numbers, to send to another rank."""
+        return Metric(self.reduction, float(self.value), float(self.count))
+
+    def __add__(self, other: Metric) -> Metric:
+        if self.reduction != other.reduction:
+            raise LossError(
+                f"a metric is a {self.reduction} in one micro-batch and a {other.reduction} in another"
+            )
+        left, right = float(self.value), float(other.value)
+        match self.reduction:
+            case "mean":
+                return Metric("mean", left + right, float(self.count) + float(other.count))
+            case "sum":
+                return Metric("sum", left + right)
+            case "max":
+                return Metric("max", _nan_wins(max, left, right))
+            case "min":
+                return Metric("min", _nan_wins(min, left, right))
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Reduce equal names over ``parts``; a part may lack a name, and then says nothing about it."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            if not isinstance(metric, Metric):
+                raise LossError(
+                    f"metric {name!r} is a {type(metric).__name__}; return Metric.mean/sum/max/min, "
+                    "so that it is reduced correctly over micro-batches and ranks"
+                )
+            merged[name] = merged[name] + metric if name in merged else metric.plain()
+    return merged
+
+
+def _detached(value: float | Tensor) -> float | Tensor:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _nan_wins(pick: object, left: float, right: float) -> float:
+    if math.isnan(left) or math.isnan(right):
+        return math.nan
+    return max(left, right) if pick is max else min(left, right)
+
+
+def results(metrics: Mapping[str, Metric], names: Sequence[str] | None = None) -> dict[str, float]:
+    """Plain numbers of ``metrics``."""
+    return {name: metrics[name].result() for name in (names or metrics)}

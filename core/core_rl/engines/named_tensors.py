@@ -1,0 +1,62 @@
+"""Named tensors: any parameter-shaped quantity under its Hugging Face name and in its full shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from core_rl.errors import WeightsError, raise_all
+
+__all__ = ["NamedTensors", "TensorDict", "TensorSource", "check_source"]
+
+NamedTensors = Iterator[tuple[str, Tensor | None]]
+"""A collective stream: every rank iterates to the end, and only output ranks receive a tensor, which
+is valid until the next item."""
+
+
+class TensorSource(Protocol):
+    """Random access to named tensors, so that a rank reads only what it owns."""
+
+    def names(self) -> list[str]:
+        """All names."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The full shape of ``name``."""
+        ...
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
+        ...
+
+
+class TensorDict:
+    """A `TensorSource` over tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor if slices is None else tensor[slices]
+
+
+def check_source(source: TensorSource, expected: Mapping[str, tuple[int, ...]], subject: str) -> None:
+    """Raise one `WeightsError` that lists every missing, unexpected and misshapen tensor of ``source``."""
+    names = set(source.names())
+    problems = [f"missing {name!r} {list(shape)}" for name, shape in expected.items() if name not in names]
+    problems += [f"unexpected {name!r} {list(source.shape(name))}" for name in sorted(names - set(expected))]
+    problems += [
+        f"{name!r} is {list(source.shape(name))}; the model has {list(shape)}"
+        for name, shape in expected.items()
+        if name in names and tuple(source.shape(name)) != tuple(shape)
+    ]
+    raise_all(WeightsError, subject, problems)

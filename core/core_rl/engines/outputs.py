@@ -1,0 +1,98 @@
+"""What an engine's forward pass hands to a loss or to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from core_rl.data.masked import masked_fill
+from core_rl.errors import EngineContractError, LossError, raise_all
+
+__all__ = ["ModelOutput", "OutputName"]
+
+OutputName = Literal["logprobs", "entropy", "values", "scores", "logits"]
+TOKEN_OUTPUTS = ("logprobs", "entropy", "values", "logits")
+SEQUENCE_OUTPUTS = ("scores", "bootstrap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOutput:
+    """Values of one packed batch; a field is None unless it was asked for."""
+
+    logprobs: Tensor | None = None
+    """``log p(x_t | x_<t)`` at the asked temperature, float32 ``[T]``; 0 at first tokens."""
+    entropy: Tensor | None = None
+    """Entropy in nats of the distribution that ``x_t`` was drawn from, float32 ``[T]``; 0 at first tokens."""
+    values: Tensor | None = None
+    """Value of the state before ``x_t``, float32 ``[T]``; 0 at first tokens."""
+    bootstrap: Tensor | None = None
+    """Value of the state after the last token, float32 ``[B]``; comes with ``values``."""
+    scores: Tensor | None = None
+    """Reward of each whole sequence, float32 ``[B]``."""
+    logits: Tensor | None = None
+    """Logits that ``x_t`` was drawn from, divided by the temperature, float32 ``[T, V]``; 0 at first tokens."""
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """The fields that are there."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                yield field.name, value
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = getattr(self, name, None)
+        if not isinstance(value, Tensor):
+            raise LossError(f"the output {name!r} was not computed; list it in 'outputs'")
+        return value
+
+    def masked(self, loss_mask: Tensor) -> ModelOutput:
+        """Token outputs with 0, and no gradient, where ``loss_mask [T]`` is false."""
+        values = dict(self.items())
+        for name in TOKEN_OUTPUTS:
+            if name in values:
+                mask = loss_mask if values[name].dim() == 1 else loss_mask[:, None]
+                values[name] = masked_fill(values[name], mask)
+        return replace(self, **values)
+
+    def detached(self) -> ModelOutput:
+        """The same numbers on the CPU without a graph."""
+        return replace(self, **{name: value.detach().to("cpu") for name, value in self.items()})
+
+    def zero_loss(self) -> Tensor:
+        """A scalar 0 that is connected to every output's graph and passes a gradient of exactly 0."""
+        terms = [
+            masked_fill(value, torch.zeros_like(value, dtype=torch.bool)).sum() for _, value in self.items()
+        ]
+        return torch.stack([term.float() for term in terms]).sum()
+
+    def check(self, asked: Sequence[str], num_tokens: int, num_sequences: int) -> None:
+        """Raise `EngineContractError` unless the asked outputs are there, float32 and of the right length."""
+        problems = []
+        for name in asked:
+            value = getattr(self, name)
+            length = num_sequences if name in SEQUENCE_OUTPUTS else num_tokens
+            if not isinstance(value, Tensor):
+                problems.append(f"output {name!r} was asked for and is {type(value).__name__}")
+            elif value.dtype != torch.float32 or value.dim() < 1 or len(value) != length:
+                problems.append(
+                    f"output {name!r} is {value.dtype} {list(value.shape)}, not float32 [{length}]"
+                )
+        raise_all(EngineContractError, "the engine's forward", problems)
+
+    @staticmethod
+    def concat(outputs: Sequence[ModelOutput]) -> ModelOutput:
+        """Outputs of consecutive batches as the output of one."""
+        names = [name for name, _ in outputs[0].items()] if outputs else []
+        return ModelOutput(**{name: torch.cat([output[name] for output in outputs]) for name in names})
+
+    def reorder(self, token_index: Tensor, sequence_index: Tensor) -> ModelOutput:
+        """Scatter back: entry ``i`` goes to ``token_index[i]`` (``sequence_index[i]``)."""
+        values = {}
+        for name, value in self.items():
+            index = sequence_index if name in SEQUENCE_OUTPUTS else token_index
+            values[name] = torch.empty_like(value).index_copy(0, index.to(value.device), value)
+        return ModelOutput(**values)

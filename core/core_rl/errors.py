@@ -1,0 +1,169 @@
+"""Every error that core-rl raises on purpose, in one tree.
+
+CoreRLError
+├── ConfigError                a configuration field or file is wrong
+│   └── LayoutError            parallel degrees that do not fit the world, the model or the engine
+├── EngineError
+│   ├── EngineNotFound         no installed engine has this name
+│   ├── EngineAmbiguous        two distributions claim one name
+│   ├── EngineBroken           the plugin is installed, but it cannot be loaded
+│   ├── EngineIncompatible     the plugin was built for another interface version
+│   ├── EngineStateError       a method was called in a state that does not allow it
+│   ├── EngineContractError    an engine's hook returned something that the contract forbids
+│   └── UnsupportedCapability  something optional that this engine does not declare
+├── BatchError                 the data of a batch is inconsistent or does not fit
+├── LossError                  a loss function broke the loss contract
+├── WeightsError               named tensors that are missing, unexpected or of the wrong shape
+├── CheckpointError            a checkpoint could not be written or read
+│   ├── CheckpointNotFound     there is nothing (complete) at this place
+│   ├── CheckpointDamaged      a file is missing, truncated or changed
+│   └── CheckpointMismatch     the checkpoint belongs to another model, engine or layout
+├── GroupError                 a group of ranks failed
+│   ├── RankFailed             a rank raised an error
+│   ├── RankDied               a rank's process ended
+│   └── RankTimeout            a rank did not answer in time
+└── RolloutError               generation, a workflow or a reward function failed
+
+Each message says what was wrong, with which value, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "BatchError",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "ConfigError",
+    "CoreRLError",
+    "EngineAmbiguous",
+    "EngineBroken",
+    "EngineContractError",
+    "EngineError",
+    "EngineIncompatible",
+    "EngineNotFound",
+    "EngineStateError",
+    "GroupError",
+    "LayoutError",
+    "LossError",
+    "RankDied",
+    "RankFailed",
+    "RankTimeout",
+    "RolloutError",
+    "UnsupportedCapability",
+    "WeightsError",
+    "raise_all",
+]
+
+
+class CoreRLError(Exception):
+    """The root: ``except CoreRLError`` catches everything that core-rl raises on purpose."""
+
+
+class ConfigError(CoreRLError):
+    """A configuration field or file is wrong."""
+
+
+class LayoutError(ConfigError):
+    """Parallel degrees that do not fit the world size, the model or the engine."""
+
+
+class EngineError(CoreRLError):
+    """Something about an engine, as opposed to its input."""
+
+
+class EngineNotFound(EngineError):
+    """No installed engine has this name."""
+
+
+class EngineAmbiguous(EngineError):
+    """Two installed distributions claim the same engine name."""
+
+
+class EngineBroken(EngineError):
+    """The plugin is installed, but it cannot be loaded."""
+
+
+class EngineIncompatible(EngineError):
+    """The plugin was built for a version of the interface that this core does not speak."""
+
+
+class EngineStateError(EngineError):
+    """A method was called in a state that does not allow it."""
+
+
+class EngineContractError(EngineError):
+    """A hook of an engine returned something that the contract forbids."""
+
+
+class UnsupportedCapability(EngineError):
+    """Something optional was asked of an engine that does not declare it."""
+
+
+class BatchError(CoreRLError):
+    """The data of a batch is inconsistent, or does not fit the model or the budget."""
+
+
+class LossError(CoreRLError):
+    """A loss function broke the loss contract."""
+
+
+class WeightsError(CoreRLError):
+    """Named tensors that are missing, unexpected, or of the wrong shape."""
+
+
+class CheckpointError(CoreRLError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is nothing, or nothing complete, at this place."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A file of the checkpoint is missing, truncated or changed."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint belongs to another model, engine or layout."""
+
+
+class GroupError(CoreRLError):
+    """A group of ranks failed; ``rank`` is the first one at fault."""
+
+    def __init__(self, message: str, rank: int = -1, traceback: str = "") -> None:
+        super().__init__(message, rank, traceback)
+        self.message = message
+        self.rank = rank
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.traceback}" if self.traceback else self.message
+
+
+class RankFailed(GroupError):
+    """A rank raised an error; ``traceback`` is the rank's own."""
+
+
+class RankDied(GroupError):
+    """A rank's process ended while it was needed."""
+
+
+class RankTimeout(GroupError):
+    """A rank did not answer within the time that the call was given."""
+
+
+class RolloutError(CoreRLError):
+    """Generation, a workflow or a reward function failed."""
+
+
+def raise_all(kind: type[CoreRLError], subject: str, violations: Iterable[str]) -> None:
+    """Raise one ``kind`` that lists every violation, or return when there is none."""
+    found = list(violations)
+    if len(found) == 1:
+        raise kind(f"{subject}: {found[0]}")
+    if found:
+        raise kind(f"{subject}: {len(found)} problems:\n" + "\n".join(f"  - {line}" for line in found))

@@ -1,0 +1,165 @@
+"""What the driver and a rank say to each other, and the socket that carries it."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from core_rl.errors import CoreRLError, GroupError, RankFailed
+
+__all__ = ["Channel", "Done", "Failure", "Reply", "pack_call", "pack_reply", "unpack_call", "unpack_reply"]
+
+HEADER = struct.Struct("!Q")
+
+
+class Channel:
+    """Framed messages over one end of a socket pair; no operation outlasts its deadline."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def fileno(self) -> int:
+        """The descriptor, so that `multiprocessing.connection.wait` takes a channel."""
+        return self._socket.fileno()
+
+    def send(self, payload: bytes, deadline: float | None = None) -> None:
+        """Send one message before ``deadline`` (of `time.monotonic`), or raise `TimeoutError` or `OSError`."""
+        self._limit(deadline)
+        self._socket.sendall(HEADER.pack(len(payload)))
+        self._limit(deadline)
+        self._socket.sendall(payload)
+
+    def receive(self, deadline: float | None = None) -> bytearray:
+        """The next message; raises `TimeoutError` at ``deadline`` and `EOFError` when the other end is closed."""
+        (size,) = HEADER.unpack(self._read(HEADER.size, deadline))
+        return self._read(size, deadline)
+
+    def close(self) -> None:
+        """Close this end; the other one reads the end of the stream."""
+        self._socket.close()
+
+    def _read(self, size: int, deadline: float | None) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            self._limit(deadline)
+            count = self._socket.recv_into(view)
+            if count == 0:
+                raise EOFError("the other end closed the connection")
+            view = view[count:]
+        return data
+
+    def _limit(self, deadline: float | None) -> None:
+        # A timeout of 0 would mean "do not block" and raise another error than TimeoutError.
+        self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A call returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A call raised."""
+
+    summary: str
+    """The error in one line or a few, as Python prints it."""
+    traceback: str
+    error: bytes | None
+    """The pickled exception, where it can be restored."""
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        """The record of ``error``."""
+        return Failure(
+            summary="".join(traceback.format_exception_only(error)).strip(),
+            traceback="".join(traceback.format_exception(error)),
+            error=_pack_error(error),
+        )
+
+    def to_error(self, rank: int, world_size: int) -> CoreRLError:
+        """The exception to raise in the driver: the rank's own if it is one of ours, else `RankFailed`."""
+        failed = RankFailed(f"rank {rank} of {world_size} failed: {self.summary}", rank, self.traceback)
+        original = _unpack_error(self.error)
+        if not isinstance(original, CoreRLError):
+            failed.__cause__ = original
+            return failed
+        original.add_note(f"Raised on rank {rank} of {world_size}. The rank's traceback:\n{self.traceback}")
+        original.__cause__ = failed
+        return original
+
+
+Reply = Done | Failure
+
+
+def pack_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call ``name`` as bytes; raises `GroupError` if a part of it cannot be pickled."""
+    try:
+        return pickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise GroupError(
+            f"{name} or its arguments cannot be sent to the ranks: {error}. Use functions and "
+            "classes of an importable module, not lambdas or local ones"
+        ) from error
+
+
+def unpack_call(payload: bytearray) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
+    try:
+        fn, args = pickle.loads(payload)  # noqa: S301 - our own driver sent it
+    except Exception as error:
+        raise GroupError(
+            f"the function or its arguments cannot be restored in the rank: {error}. Define them in a module "
+            "that the ranks can import, not in a notebook or on the command line"
+        ) from error
+    return fn, args
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """A reply as bytes; a value that cannot be pickled becomes a `Failure` that says so."""
+    try:
+        return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - `__reduce__` of a user's object may raise anything
+        assert isinstance(reply, Done)
+        kind = type(reply.value).__name__
+        refusal = GroupError(f"the result, a {kind}, cannot be sent to the driver: {error}")
+        refusal.__cause__ = error
+        return pickle.dumps(Failure.of(refusal), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpack_reply(payload: bytearray) -> Reply:
+    """A reply from its bytes; a value that cannot be restored here becomes a `Failure`."""
+    try:
+        reply: Reply = pickle.loads(payload)  # noqa: S301 - our own rank sent it
+    except Exception as error:  # noqa: BLE001 - `__setstate__` of a user's object may raise anything
+        refusal = GroupError(f"the result of a rank cannot be restored in the driver: {error}")
+        refusal.__cause__ = error
+        return Failure.of(refusal)
+    return reply
+
+
+def _pack_error(error: BaseException) -> bytes | None:
+    try:
+        return pickle.dumps(error, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - `__reduce__` of a user's exception may raise anything
+        return None
+
+
+def _unpack_error(payload: bytes | None) -> BaseException | None:
+    """The exception, or None: many exceptions pickle and then fail to be restored."""
+    if payload is None:
+        return None
+    try:
+        error = pickle.loads(payload)  # noqa: S301 - our own rank sent it
+    except Exception:  # noqa: BLE001 - the constructor of a user's exception may raise anything
+        return None
+    return error if isinstance(error, BaseException) else None

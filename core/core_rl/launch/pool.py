@@ -1,0 +1,215 @@
+"""Ranks that answer calls: all of them, in time, or an error that says which one and why."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import util
+from multiprocessing.connection import wait
+from typing import Any
+
+from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
+from core_rl.launch.messages import Failure, Reply, pack_call, unpack_reply
+from core_rl.launch.process import RankProcess
+
+__all__ = ["RankPool"]
+
+START_TIMEOUT_S = 300.0
+"""How long a rank may take to come up, the first import of torch included."""
+GRACE_S = 5.0
+"""After the first failure, how long the others may take to answer: they may wait for the failed one in a
+collective, and then never will."""
+EXIT_WAIT_S = 5.0
+"""How long a rank may take to end by itself."""
+START = "the start"
+
+
+class RankPool:
+    """Processes that hold one rank each, and one exchange at a time with them."""
+
+    def __init__(self) -> None:
+        self._ranks: list[RankProcess] = []
+        self._busy = threading.Lock()
+        self._ended: str | None = None
+        # For a pool that is forgotten. `multiprocessing` joins its processes at exit, after these
+        # finalizers: an `atexit` handler might come too late and leave it waiting for ever.
+        util.Finalize(self, _kill_all, args=(self._ranks,), exitpriority=100)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order."""
+        return [rank.pid for rank in self._ranks]
+
+    @property
+    def ended(self) -> str | None:
+        """Why the ranks are gone, or None while they are there."""
+        return self._ended
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the ranks wait for a call."""
+        return self._ended is None and not self._busy.locked()
+
+    def check(self) -> None:
+        """Raise `GroupError` if the ranks are gone."""
+        if self._ended is not None:
+            raise GroupError(f"this group has ended: {self._ended}. Start a new one, or call restart()")
+
+    def grow(self, count: int) -> None:
+        """Have at least ``count`` ranks; raises `RankDied` or `RankTimeout` if one does not come up."""
+        with self._exchange(START):
+            first = len(self._ranks)
+            for number in range(first, count):
+                self._ranks.append(RankProcess(number))
+            self._collect(self._ranks[first:], START, START_TIMEOUT_S)
+
+    def call(
+        self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], timeout_s: float
+    ) -> list[Any]:
+        """``fn(state, *per_rank[i])`` on the first ``len(per_rank)`` ranks; the results in rank order.
+
+        ``name`` stands for the call in messages.
+
+        Raises the error of the first rank that failed. When every rank has answered, the ranks go on
+        serving; else they are ended, and every further call says why.
+        """
+        # Ranks that are given the same tuple share its bytes.
+        different = {id(args): args for args in per_rank}
+        payloads = {key: pack_call(name, fn, args) for key, args in different.items()}
+        with self._exchange(name):
+            ranks = self._ranks[: len(per_rank)]
+            deadline = time.monotonic() + timeout_s
+            for rank, args in zip(ranks, per_rank, strict=True):
+                self._send(rank, payloads[id(args)], name, deadline)
+            replies = self._collect(ranks, name, timeout_s)
+        for number, reply in replies.items():
+            if isinstance(reply, Failure):
+                raise reply.to_error(number, len(ranks))
+        return [reply.value for _, reply in sorted(replies.items()) if not isinstance(reply, Failure)]
+
+    def close(self, wait_s: float = EXIT_WAIT_S) -> None:
+        """End the ranks, which may take ``wait_s`` seconds to end by themselves."""
+        if not self._busy.acquire(blocking=False):
+            # Another thread, or the frame that a signal handler interrupted, is in a call: it fails
+            # with `RankDied` now, and frees what is left.
+            self._ended = self._ended or "it was closed during a call"
+            _kill_all(self._ranks)
+            return
+        try:
+            for rank in self._ranks:
+                rank.channel.close()
+            deadline = time.monotonic() + wait_s
+            for rank in self._ranks:
+                rank.wait(max(0.0, deadline - time.monotonic()))
+            self._end("it was closed")
+        finally:
+            self._busy.release()
+
+    def _end(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        _kill_all(self._ranks)
+        for rank in self._ranks:
+            rank.wait(EXIT_WAIT_S)
+            rank.release()
+        self._ranks.clear()
+
+    @contextmanager
+    def _exchange(self, name: str) -> Iterator[None]:
+        """One at a time; whatever interrupts it, Ctrl-C included, leaves ranks in an unknown state and ends them."""
+        if not self._busy.acquire(blocking=False):
+            raise GroupError(f"{name}: another call on this group is running; make one call at a time")
+        try:
+            self.check()
+            try:
+                yield
+            except BaseException as error:
+                first_line = str(error).partition("\n")[0]
+                self._end(f"{name} failed with {type(error).__name__}: {first_line}")
+                raise
+        finally:
+            self._busy.release()
+
+    def _send(self, rank: RankProcess, payload: bytes, name: str, deadline: float) -> None:
+        try:
+            rank.channel.send(payload, deadline)
+        except TimeoutError as error:
+            raise RankTimeout(
+                f"rank {rank.rank} did not take the arguments of {name} in time", rank.rank
+            ) from error
+        except OSError:
+            raise _death(rank, name, {}) from None
+
+    def _collect(self, ranks: Sequence[RankProcess], name: str, timeout_s: float) -> dict[int, Reply]:
+        """The replies in the order of their arrival; raises unless every rank has answered."""
+        waiting = {rank.rank: rank for rank in ranks}
+        replies: dict[int, Reply] = {}
+        deadline = time.monotonic() + timeout_s
+        graced = False
+        while waiting and (ready := _ready(waiting.values(), deadline)):
+            for rank, has_answer in ready:
+                if not has_answer:
+                    raise _death(rank, name, replies)
+                try:
+                    replies[rank.rank] = unpack_reply(rank.channel.receive(deadline))
+                except TimeoutError:
+                    break  # it stopped in the middle of a message, and the deadline is over
+                except (EOFError, OSError):
+                    raise _death(rank, name, replies) from None
+                del waiting[rank.rank]
+            if not graced and _failures(replies):
+                graced = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if waiting:
+            raise _silence(list(waiting.values()), len(ranks), name, timeout_s, replies)
+        return replies
+
+
+def _ready(ranks: Iterable[RankProcess], deadline: float) -> list[tuple[RankProcess, bool]]:
+    """The ranks that answered (True) or ended without an answer (False); empty at the deadline."""
+    ranks = list(ranks)
+    ends = [end for rank in ranks for end in (rank.channel.fileno(), rank.sentinel)]
+    found = set(wait(ends, max(0.0, deadline - time.monotonic())))
+    answered = [(rank, rank.channel.fileno() in found) for rank in ranks]
+    return [(rank, answer) for rank, answer in answered if answer or rank.sentinel in found]
+
+
+def _failures(replies: Mapping[int, Reply]) -> dict[int, Failure]:
+    return {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
+
+
+def _death(rank: RankProcess, name: str, replies: Mapping[int, Reply]) -> RankDied:
+    rank.wait(EXIT_WAIT_S)  # its end of the socket closes a moment before the exit code is known
+    message = f"rank {rank.rank} {rank.exit_reason()} during {name}"
+    if name == START:
+        message += ". A script that starts a group needs an `if __name__ == '__main__':` around its main part"
+    error = RankDied(message, rank.rank, rank.stacks())
+    for number, failure in _failures(replies).items():
+        error.add_note(f"rank {number} failed as well: {failure.summary}")
+    return error
+
+
+def _silence(
+    ranks: Sequence[RankProcess], world_size: int, name: str, timeout_s: float, replies: Mapping[int, Reply]
+) -> CoreRLError:
+    """The error for ``ranks`` that did not answer: that of the first failure, if there was one."""
+    numbers = [rank.rank for rank in ranks]
+    for number, failure in _failures(replies).items():
+        error = failure.to_error(number, world_size)
+        error.add_note(
+            f"Ranks {numbers} did not answer within {GRACE_S:g} s after that, so the group was ended."
+        )
+        return error
+    stacks = "\n".join(f"Rank {rank.rank} was at:\n{rank.stacks(ask=True)}" for rank in ranks)
+    return RankTimeout(
+        f"ranks {numbers} of {world_size} did not answer {name} within {timeout_s:g} s, so the group was ended. "
+        "If the call is only slow, raise the group's timeout_s",
+        numbers[0],
+        stacks,
+    )
+
+
+def _kill_all(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.kill()

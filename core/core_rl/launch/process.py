@@ -1,0 +1,176 @@
+"""Starting, watching and ending the process of one rank, from the driver's side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from core_rl.errors import GroupError
+from core_rl.launch.messages import Channel
+from core_rl.launch.worker import DUMP_SIGNAL, rank_main
+
+__all__ = ["RankProcess", "start_fork_server"]
+
+PRELOAD = "core_rl.launch.preload"
+DUMP_WAIT_S = 1.0
+"""How long a rank may take to write its stacks."""
+LOST = 255
+"""The exit code of all processes of `multiprocessing` whose fork server is gone."""
+
+
+def start_fork_server() -> None:
+    """Start the process that ranks are forked from, unless it runs already.
+
+    Returns at once, while the server imports torch and transformers. A program that will need ranks
+    may call this first and do its own imports meanwhile.
+    """
+    # Without effect on a server that runs. It replaces the default: to import the main script there.
+    multiprocessing.set_forkserver_preload([PRELOAD])
+    # The server ignores Ctrl-C only once its imports are done. A blocked signal stays blocked in a new
+    # process, so block it meanwhile; starting the tracker first, since that unblocks it.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class RankProcess:
+    """One rank's process and the channel to it. Starts at construction; the rank then says hello."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        streams = {number: _Duplicate(number) for number in (1, 2) if _is_open(number)}
+        stacks = _Duplicate(self._stacks.fileno())
+        start_fork_server()
+        # Not a daemon: a daemon may not have children, and an engine may need some.
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=rank_main,
+            args=(rank, theirs, streams, stacks, dict(os.environ)),
+            name=f"core-rl rank {rank}",
+            daemon=False,
+        )
+        try:
+            with _real_main_only():
+                self._process.start()
+        except (EOFError, OSError) as error:
+            self.channel.close()
+            raise GroupError(
+                f"the fork server ended while it started rank {rank}: {error!r}; try again"
+            ) from error
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """Becomes readable when the process has ended."""
+        return self._process.sentinel
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process ends within ``timeout_s`` seconds."""
+        self._process.join(timeout_s)
+        return self._process.exitcode is not None
+
+    def exit_reason(self) -> str:
+        """How the process ended."""
+        code = self._process.exitcode
+        if code is None:
+            return "closed its connection"
+        if code < 0:
+            name = {item.value: item.name for item in signal.Signals}.get(-code, f"signal {-code}")
+            hint = " (out of memory is a common reason)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint}"
+        hint = ", or the fork server was killed," if code == LOST else ""
+        return f"ended with exit code {code}{hint}"
+
+    def kill(self) -> None:
+        """Kill the process and its children. Does not wait; does nothing after `release`."""
+        with suppress(ProcessLookupError, ValueError):
+            if self._process.exitcode is None:
+                os.kill(self.pid, signal.SIGKILL)
+        # Its children outlive a rank that ended by itself. The process group exists once the rank is up.
+        with suppress(ProcessLookupError, PermissionError, ValueError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def release(self) -> None:
+        """Free the descriptors of a process that has ended."""
+        self.channel.close()
+        self._stacks.close()
+        with suppress(ValueError):  # the kernel holds it in a system call that cannot be interrupted
+            self._process.close()
+
+    def stacks(self, ask: bool = False) -> str:
+        """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
+        size = os.fstat(self._stacks.fileno()).st_size
+        if ask:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, DUMP_SIGNAL)
+            deadline = time.monotonic() + DUMP_WAIT_S
+            # The signal's handler writes thread by thread: wait until the file is there and rests.
+            while time.monotonic() < deadline:
+                time.sleep(0.1)
+                previous, size = size, os.fstat(self._stacks.fileno()).st_size
+                if size and size == previous:
+                    break
+        return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
+
+
+class _Duplicate:
+    """A descriptor of the driver: pickled for a new process, it arrives there as the number of a copy."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _detach, (DupFd(self._descriptor),)
+
+
+def _detach(duplicate: Any) -> int:
+    return int(duplicate.detach())
+
+
+@contextmanager
+def _real_main_only() -> Iterator[None]:
+    """Hide the ``__file__`` of a script that Python reads from standard input.
+
+    `multiprocessing` would have the new process run that file, ``<stdin>``. Without a file it runs
+    nothing, as for ``python -c``.
+    """
+    main = sys.modules["__main__"]
+    name = getattr(main, "__file__", None)
+    if name != "<stdin>":
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = name
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

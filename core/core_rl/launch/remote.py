@@ -1,0 +1,124 @@
+"""What a group runs inside its ranks; each function takes the rank's state first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
+from core_rl.engines.outputs import ModelOutput, OutputName
+from core_rl.engines.progress import EngineProgress
+from core_rl.engines.registry import load_engine
+from core_rl.engines.spec import EngineSpec
+from core_rl.engines.steps import PostHook
+from core_rl.engines.train import TrainEngine
+from core_rl.errors import EngineStateError
+from core_rl.launch.worker import RankState
+
+__all__ = [
+    "Place",
+    "call_method",
+    "call_with_engine",
+    "destroy",
+    "forward",
+    "gather_tensors",
+    "initialize",
+    "prepare",
+    "progress",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands in the layout, as its engine says."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    is_output_rank: bool
+
+
+def prepare(state: RankState, spec: EngineSpec, config: TrainEngineConfig, threads: int) -> None:
+    """Construct the next engine, which checks the config; the present one stays."""
+    torch.set_num_threads(threads)
+    kind = cast("type[TrainEngine]", load_engine(spec))
+    state.next_engine = kind(spec, config)
+
+
+def initialize(state: RankState, addr: RankAddress, ft_spec: FinetuneSpec | None) -> Place:
+    """Put the prepared engine in place and initialize it."""
+    engine: TrainEngine = state.next_engine
+    engine.initialize(addr, ft_spec)
+    state.engine, state.next_engine = engine, None
+    return Place(
+        data_parallel_rank=engine.data_parallel_rank,
+        data_parallel_size=engine.data_parallel_size,
+        is_output_rank=engine.is_output_rank,
+    )
+
+
+def destroy(state: RankState) -> None:
+    """Destroy and drop the engine, if there is one."""
+    engine, state.engine = state.engine, None
+    if engine is not None:
+        engine.destroy()
+
+
+def call_with_engine(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``fn(engine, *args)``."""
+    return fn(_engine(state), *args)
+
+
+def call_method(state: RankState, name: str, *args: Any) -> Any:
+    """``engine.name(*args)``."""
+    return getattr(_engine(state), name)(*args)
+
+
+def progress(state: RankState) -> EngineProgress:
+    """The engine's ``progress``, which is no method."""
+    return _engine(state).progress
+
+
+def forward(
+    state: RankState,
+    batch: SequenceBatch,
+    mb_spec: MicroBatchSpec,
+    outputs: tuple[OutputName, ...],
+    temperature: float,
+    output_seqlens: Sequence[int] | None,
+    post_hook: PostHook | None,
+) -> ModelOutput | list[Tensor] | None:
+    """The engine's ``forward``; with ``post_hook``, the rows of each sequence. None beside output ranks."""
+    engine = _engine(state)
+    keep_rows = None if post_hook is None else _own_rows
+    result: ModelOutput | list[Tensor]
+    result = engine.forward(batch, mb_spec, outputs, temperature, output_seqlens, post_hook, keep_rows)
+    return result if engine.is_output_rank else None
+
+
+def gather_tensors(state: RankState, kind: TensorKind) -> dict[str, Tensor] | None:
+    """The whole stream of ``named_tensors`` on the CPU; None on ranks that do not write."""
+    engine = _engine(state)
+    gathered = {}
+    for name, tensor in engine.named_tensors(kind):
+        if engine.is_writer and tensor is not None:
+            gathered[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return gathered if engine.is_writer else None
+
+
+def _own_rows(rows: list[Tensor]) -> list[Tensor]:
+    # A view is pickled with the whole storage behind it.
+    return [row.clone() for row in rows]
+
+
+def _engine(state: RankState) -> TrainEngine:
+    if state.engine is None:
+        raise EngineStateError("the ranks hold no engine; call initialize() first")
+    engine: TrainEngine = state.engine
+    return engine

@@ -1,0 +1,110 @@
+"""The life of one rank: adopt the driver's surroundings, answer calls, end with the driver."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import TextIOWrapper
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from typing import Any
+
+from core_rl.launch.messages import Channel, Done, Failure, pack_reply, unpack_call
+
+__all__ = ["DUMP_SIGNAL", "RankState", "rank_main"]
+
+DUMP_SIGNAL = signal.SIGUSR1
+"""Makes a rank write the stacks of its threads, even while it hangs in a collective."""
+
+
+@dataclass(kw_only=True)
+class RankState:
+    """What a rank keeps between calls."""
+
+    rank: int
+    engine: Any = None
+    next_engine: Any = None
+
+
+def rank_main(
+    rank: int, sock: socket.socket, streams: Mapping[int, int], stacks: int, environ: Mapping[str, str]
+) -> None:
+    """Answer calls until the driver closes its end of ``sock``.
+
+    ``streams`` maps standard descriptors to the driver's own, ``stacks`` is a file for stack dumps.
+    """
+    _end_with_driver()
+    _adopt(streams, environ)
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
+    channel = Channel(sock)
+    state = RankState(rank=rank)
+    try:
+        channel.send(pack_reply(Done(value=None)))
+        while True:
+            channel.send(_answer(channel.receive(), state))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the driver closed the connection: the end of an orderly life
+
+
+def _answer(payload: bytearray, state: RankState) -> bytes:
+    try:
+        fn, args = unpack_call(payload)
+        return pack_reply(Done(value=fn(state, *args)))
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it
+        return pack_reply(Failure.of(error))
+
+
+def _adopt(streams: Mapping[int, int], environ: Mapping[str, str]) -> None:
+    """Take over the driver's output and environment: the fork server's are as old as the server."""
+    for standard, descriptor in streams.items():
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a rank may be killed with text in its buffer
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def _end_with_driver() -> None:
+    """Kill this rank and its children when the driver ends, and leave Ctrl-C to the driver.
+
+    A rank leads a process group of its own, so that its children end with it and a terminal's
+    signals reach the driver alone. A thread waits for the driver's end. On Linux the kernel does
+    the same, which works even while some C code holds the interpreter lock or the rank is stopped.
+    """
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    driver = parent_process()
+    assert driver is not None
+    assert driver.pid is not None
+    lifeline = driver.sentinel  # the read end of a pipe whose write end only the driver holds
+    if hasattr(fcntl, "F_SETSIG"):
+        with suppress(OSError):  # sandboxes may refuse it; the thread remains
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+            fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_watch, args=(driver.pid, lifeline), name="driver-watch", daemon=True).start()
+
+
+def _watch(driver_pid: int, lifeline: int) -> None:
+    ends = [lifeline]
+    # A child that the driver forked (a data loader's worker) holds the write end as well, and would
+    # keep the pipe open after the driver's end.
+    if hasattr(os, "pidfd_open"):
+        with suppress(OSError):  # sandboxes may refuse it; the pipe remains
+            ends.append(os.pidfd_open(driver_pid))
+    wait(ends)
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""A kit for engines over Hugging Face models: building, packed attention, heads, optimizer."""

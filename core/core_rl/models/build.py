@@ -1,0 +1,143 @@
+"""Building a Hugging Face model with one of the three heads, from a directory or from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as hf_logging
+
+from core_rl.config.engine import ModelConfig
+from core_rl.errors import ConfigError, UnsupportedCapability
+
+__all__ = ["build_model", "freeze", "read_config"]
+
+
+def read_config(model: ModelConfig) -> PretrainedConfig:
+    """The transformers config that ``model`` names, with one label for a value or reward head.
+
+    Raises `ConfigError` for a missing directory or a config that transformers refuses.
+    """
+    config: PretrainedConfig
+    try:
+        if model.path is not None:
+            if not (Path(model.path) / "config.json").is_file():
+                raise ConfigError(
+                    f"model.path = {model.path!r} holds no config.json; name a Hugging Face model directory"
+                )
+            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+        else:
+            config = AutoConfig.for_model(**(model.config or {}))
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"transformers refuses the model config {model.path or model.config!r}: {error}"
+        ) from error
+    if model.head != "lm":
+        config.num_labels = 1
+    return config
+
+
+def build_model(
+    model: ModelConfig, *, seed: int, attn_implementation: str, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A model in ``dtype`` on the CPU, in evaluation mode, the same on every rank for the same ``seed``.
+
+    Weights that no file gives (all of them for ``model.config``, the head for a new value model)
+    are drawn from ``seed`` without touching the global random state. Raises `ConfigError` for
+    missing or misshapen weights.
+    """
+    config = read_config(model)
+    family: Any = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+    built: PreTrainedModel
+    with torch.random.fork_rng(devices=[]), _no_progress_bars():
+        torch.manual_seed(seed)
+        try:
+            if model.path is None:
+                built = family.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+            else:
+                built, report = family.from_pretrained(
+                    model.path,
+                    config=config,
+                    attn_implementation=attn_implementation,
+                    dtype=dtype,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+                _check_loading(model, report)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
+    _check_names(built)
+    freeze(built, model.frozen)
+    built.config.architectures = [type(built).__name__]  # what an export is to be loaded as
+    built.eval()
+    return built
+
+
+def freeze(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
+    """Turn gradients off for the parameters that match one of the glob ``patterns``.
+
+    Raises `ConfigError` for a pattern that matches nothing.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
+        raise ConfigError(f"model.frozen = {idle} match no parameter; names look like {names[:3]}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for every load, on every rank, into the caller's terminal."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _check_loading(model: ModelConfig, report: dict[str, object]) -> None:
+    """A new head may be missing; anything else that is missing or misshapen is an error."""
+    missing = [
+        name
+        for name in _listed(report, "missing_keys")
+        if not (model.head != "lm" and name == "score.weight")
+    ]
+    misshapen = _listed(report, "mismatched_keys")
+    if missing or misshapen:
+        raise ConfigError(
+            f"the weights in {model.path!r} do not fit their config: missing {missing[:5]}, misshapen {misshapen[:5]}"
+        )
+
+
+def _listed(report: dict[str, object], key: str) -> list[str]:
+    found = report.get(key) or ()
+    return sorted(str(name) for name in found) if isinstance(found, (list, set, tuple)) else []
+
+
+def _check_names(model: PreTrainedModel) -> None:
+    """Refuse models whose parameters are written in another form than they are held (fused experts)."""
+    held = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
+    written = set(revert_weight_conversion(model, dict(held)))
+    if written != set(held):
+        changed = sorted(set(held) - written)
+        raise UnsupportedCapability(
+            f"{type(model).__name__} holds {changed[:3]} in another form than it writes; "
+            "fused expert weights are not supported yet"
+        )

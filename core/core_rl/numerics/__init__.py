@@ -1,0 +1,1 @@
+"""Numerical kernels that engines share."""

@@ -1,0 +1,293 @@
+"""`WorkflowExecutor`: runs episodes on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.errors import EngineStateError, RolloutError
+from core_rl.rollout.loop_thread import LoopThread, being_cancelled
+from core_rl.rollout.staleness import StalenessLimit
+from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
+
+__all__ = ["WorkflowExecutor"]
+
+_Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Episode:
+    number: int
+    data: _Data
+    workflow: RolloutWorkflow
+
+
+class WorkflowExecutor:
+    """Runs episodes concurrently, in two ways.
+
+    `rollout` runs all samples at once and returns when the last one is done. `submit` with `wait`, or
+    `prepare`, runs ahead of the consumer, as far as the `StalenessLimit` allows; what is submitted beyond
+    it waits for newer weights. Results come in the order of submission, whatever finished first.
+
+    Everything but the episodes runs in the caller's threads; ``_changed`` guards what both touch.
+    """
+
+    def __init__(self, engine: TokenGenerator, limit: StalenessLimit, version: Callable[[], int]) -> None:
+        self._engine = engine
+        self._limit = limit
+        self._version = version
+        self._changed = threading.Condition()
+        self._waiting: deque[_Episode] = deque()
+        self._running: set[int] = set()
+        self._started_at: dict[int, int] = {}
+        """The version at the start of each episode that runs, or that is finished and not consumed."""
+        self._finished: dict[int, SequenceBatch] = {}
+        self._failed: dict[int, RolloutError] = {}
+        self._next = self._consumed = self._accepted = self._rejected = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = LoopThread("core-rl-rollout")
+
+    # ------------------------------------------------------------ synchronous
+
+    def rollout(
+        self, data: Sequence[_Data], workflow: RolloutWorkflow, timeout: float | None = None
+    ) -> list[SequenceBatch]:
+        """Run one episode for each sample and return their batches in the order of ``data``.
+
+        Rejected samples are left out. The staleness limit does not apply. The first episode that
+        fails, or the end of ``timeout`` seconds, cancels the others and raises `RolloutError`.
+        """
+        self._loop.check_caller()
+        first = self._claim(len(data))
+        episodes = [
+            _Episode(number=first + index, data=sample, workflow=workflow)
+            for index, sample in enumerate(data)
+        ]
+        done: list[int] = []
+        future = self._loop.run(self._run_all(episodes, done))
+        try:
+            results = future.result(timeout)
+        except TimeoutError as error:
+            missing = len(data) - len(done)
+            raise RolloutError(
+                f"{missing} of {len(data)} samples have no result after {timeout} s"
+            ) from error
+        finally:
+            future.cancel()
+        return [result for result in results if result is not None]
+
+    async def _run_all(self, episodes: Sequence[_Episode], done: list[int]) -> list[SequenceBatch | None]:
+        free = asyncio.Semaphore(self._limit.max_concurrent)
+
+        async def run(episode: _Episode) -> SequenceBatch | None:
+            async with free:
+                result = await self._run(episode)
+            done.append(episode.number)
+            return result
+
+        tasks = [asyncio.ensure_future(run(episode)) for episode in episodes]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    # ----------------------------------------------------------- asynchronous
+
+    def submit(self, data: _Data, workflow: RolloutWorkflow) -> int:
+        """Queue one sample and return the number of its episode. Never waits."""
+        with self._changed:
+            number = self._claim(1)
+            self._waiting.append(_Episode(number=number, data=data, workflow=workflow))
+        self.wake()
+        return number
+
+    def wait(self, count: int, timeout: float | None = None) -> list[SequenceBatch]:
+        """``count`` accepted episodes, the earliest submitted of those that are finished.
+
+        Episodes that still run are waited for too where they would otherwise be too old when they are
+        consumed. Raises `RolloutError` when an episode failed (the others stay and can be waited for),
+        when ``timeout`` seconds pass (all stay), and when fewer than ``count`` are left.
+        """
+        self._loop.check_caller()
+        with self._changed:
+            self._changed.wait_for(lambda: self._settled(count), timeout)
+            return self._take(count, timeout)
+
+    def prepare(
+        self, loader: Iterator[Sequence[_Data]], workflow: RolloutWorkflow, timeout: float | None = None
+    ) -> list[SequenceBatch]:
+        """The episodes of one optimizer step; ``loader`` is drawn from as far as the limit allows.
+
+        Raises as `wait` does; also when ``loader`` ends before there are enough.
+        """
+        self._loop.check_caller()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        count = self._limit.consumer_batch_size
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            with self._changed:
+                self._changed.wait_for(lambda: self._settled(count) or self._hungry(), left)
+                if self._failed or not self._hungry():
+                    return self._take(count, timeout)
+            samples = next(loader, None)
+            if samples is None:
+                return self.wait(count, left)
+            for sample in samples:
+                self.submit(sample, workflow)
+
+    def _take(self, count: int, timeout: float | None) -> list[SequenceBatch]:
+        if self._failed:
+            raise self._failed.pop(min(self._failed))
+        if not self._ready(count):
+            raise RolloutError(self._missing(count, timeout))
+        self._consumed += count
+        numbers = self._earliest(count)
+        for number in numbers:
+            del self._started_at[number]
+        return [self._finished.pop(number) for number in numbers]
+
+    def _earliest(self, count: int) -> list[int]:
+        return sorted(self._finished)[:count]
+
+    def wake(self) -> None:
+        """Start what may start now; called when the version has changed."""
+        self._loop.soon(self._start_ready)
+
+    def _start_ready(self) -> None:
+        """On the loop: start waiting episodes while there is room."""
+        with self._changed:
+            while self._waiting and self._room() > 0:
+                episode = self._waiting.popleft()
+                self._running.add(episode.number)
+                self._started_at[episode.number] = self._version()
+                task = asyncio.ensure_future(self._run_counted(episode))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            self._changed.notify_all()
+
+    async def _run_counted(self, episode: _Episode) -> None:
+        result: SequenceBatch | RolloutError | None
+        try:
+            result = await self._run(episode)
+        except RolloutError as error:
+            result = error
+        with self._changed:
+            self._running.remove(episode.number)
+            if isinstance(result, SequenceBatch):
+                self._accepted += 1
+                self._finished[episode.number] = result
+            else:
+                del self._started_at[episode.number]
+                if result is None:
+                    self._rejected += 1
+                else:
+                    self._failed[episode.number] = result
+            self._changed.notify_all()
+        self._start_ready()
+
+    async def _run(self, episode: _Episode) -> SequenceBatch | None:
+        try:
+            result: SequenceBatch | None = await episode.workflow.arun_episode(
+                self._engine, episode.data, episode.number
+            )
+        except asyncio.CancelledError as error:
+            if being_cancelled():
+                raise
+            raise RolloutError(f"episode {episode.number} failed: its workflow cancelled itself") from error
+        except Exception as error:
+            raise RolloutError(f"episode {episode.number} failed: {type(error).__name__}: {error}") from error
+        checked: object = result
+        if checked is not None and not (isinstance(checked, SequenceBatch) and checked.num_sequences):
+            raise RolloutError(
+                f"episode {episode.number}: {type(episode.workflow).__name__} returned {result!r}; "
+                "a workflow returns a SequenceBatch with sequences, or None to reject the sample"
+            )
+        return result
+
+    # -------------------------------------------------------------- conditions
+
+    def _room(self) -> int:
+        return self._limit.room(version=self._version(), running=len(self._running), accepted=self._accepted)
+
+    def _hungry(self) -> bool:
+        """Whether the limit allows more than is submitted."""
+        outstanding = len(self._waiting) + len(self._running)
+        return self._limit.ahead(version=self._version(), accepted=self._accepted, running=outstanding) > 0
+
+    def _settled(self, count: int) -> bool:
+        """Whether waiting longer for ``count`` episodes changes nothing."""
+        outstanding = len(self._waiting) + len(self._running)
+        return bool(self._failed) or self._ready(count) or len(self._finished) + outstanding < count
+
+    def _ready(self, count: int) -> bool:
+        """Whether ``count`` are there, and taking them leaves no older one that would come too late."""
+        if len(self._finished) < count or not self._running:
+            return len(self._finished) >= count
+        left = sorted(self._started_at.keys() - set(self._earliest(count)))
+        starts = [self._started_at[number] for number in left]
+        return self._limit.keeps(consumed=self._consumed + count, started_at=starts)
+
+    def _missing(self, count: int, timeout: float | None) -> str:
+        done, running, waiting = len(self._finished), len(self._running), len(self._waiting)
+        if done + running + waiting < count:
+            return (
+                f"{count} episodes were asked for, and only {done + running + waiting} are left; "
+                f"submit more, or publish newer weights than version {self._version()}"
+            )
+        text = f"{max(count - done, 0)} of {count} episodes are missing after {timeout or 0:.3g} s: {running} run"
+        if waiting:
+            text += (
+                f", {waiting} wait for room or for newer weights than version {self._version()} "
+                f"(max_head_offpolicyness = {self._limit.max_head_offpolicyness})"
+            )
+        return text
+
+    # ------------------------------------------------------------------- state
+
+    def counters(self) -> dict[str, int]:
+        """Episodes by what became of them; `rollout` counts in ``submitted`` only."""
+        with self._changed:
+            return {
+                "submitted": self._next,
+                "waiting": len(self._waiting),
+                "running": len(self._running),
+                "accepted": self._accepted,
+                "rejected": self._rejected,
+                "consumed": self._consumed,
+            }
+
+    def state_dict(self) -> dict[str, int]:
+        """What a run checkpoint keeps, as JSON: numbers of episodes.
+
+        Episodes that were submitted and not consumed are not in it: the driver submits them again.
+        """
+        with self._changed:
+            return {"next_episode": self._next, "consumed": self._consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from `state_dict`. Raises `EngineStateError` while episodes are outstanding."""
+        with self._changed:
+            if self._waiting or self._running or self._finished or self._failed:
+                raise EngineStateError(
+                    "load_state_dict() while episodes are outstanding; load before submit()"
+                )
+            self._next = int(state["next_episode"])
+            self._accepted = self._consumed = int(state["consumed"])
+
+    def _claim(self, count: int) -> int:
+        """The first of ``count`` new episode numbers."""
+        with self._changed:
+            first = self._next
+            self._next += count
+            return first
+
+    def close(self) -> None:
+        """Cancel all episodes and end the thread; see `LoopThread.close`."""
+        self._loop.close()

@@ -1,0 +1,76 @@
+"""An asyncio event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from core_rl.errors import EngineStateError, RolloutError
+
+__all__ = ["LoopThread", "being_cancelled"]
+
+CLOSE_TIMEOUT_S = 30.0
+
+_Result = TypeVar("_Result")
+
+
+class LoopThread:
+    """Runs coroutines that threads hand in, until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the loop."""
+        self._loop.call_soon_threadsafe(callback)
+
+    def run(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        """Run ``work`` on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def check_caller(self) -> None:
+        """Raise `EngineStateError` on the loop itself: there, waiting for the loop would never end."""
+        if threading.current_thread() is self._thread:
+            raise EngineStateError(
+                "a workflow called a blocking method of its engine; await agenerate() instead"
+            )
+
+    def close(self) -> None:
+        """Cancel everything and end the thread. Further calls do nothing.
+
+        Raises `RolloutError` when something blocks the loop and cannot be cancelled.
+        """
+        self.check_caller()
+        if not self._thread.is_alive():
+            return
+        # A blocked loop never gets to this, so the thread is waited for and not the call.
+        self.run(self._cancel_all()).add_done_callback(lambda _: self.soon(self._loop.stop))
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise RolloutError(
+                f"an episode blocks the rollout thread for {CLOSE_TIMEOUT_S:g} s and cannot be cancelled; "
+                "a workflow awaits what takes long, or runs it in a thread"
+            )
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def being_cancelled() -> bool:
+    """Whether the end of this very task was asked for, and not only of one that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,124 @@
+"""What goes into an inference engine and what comes out of it: token ids, never text.
+
+**What a log-prob means.** ``log_softmax(logits / temperature)[token]`` in float32, of the full
+distribution: before top-k and top-p cut it. Greedy decoding (temperature 0) reports it untempered,
+as at temperature 1. A trainer that recomputes log-probs at `SamplingParams.logprob_temperature`
+therefore gets the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from core_rl.errors import ConfigError, EngineContractError, raise_all
+
+__all__ = ["LLMRequest", "LLMResponse", "SamplingParams", "StopReason"]
+
+StopReason = Literal["stop", "length", "abort"]
+STOP_REASONS: tuple[StopReason, ...] = ("stop", "length", "abort")
+SEED_LIMIT = 2**63
+
+
+def _new_rid() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. The same fields for every engine; raises `ConfigError` for values out of range."""
+
+    max_new_tokens: int = 16
+    """The most tokens of the answer, the stop token included."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    top_k: int | None = None
+    """Draw from the ``top_k`` most likely tokens; None keeps all. Applied before ``top_p``."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, besides the end-of-sequence tokens of the model."""
+    ignore_eos: bool = False
+    """Go on after the model's own end-of-sequence tokens; ``stop_token_ids`` still stop."""
+    seed: int | None = None
+    """With a seed, an engine that can draws the same tokens again from the same weights."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        raise_all(ConfigError, "SamplingParams", self._violations())
+
+    def _violations(self) -> Iterable[str]:
+        if self.max_new_tokens < 1:
+            yield f"max_new_tokens = {self.max_new_tokens}; it must be at least 1"
+        if not 0 <= self.temperature < math.inf:
+            yield f"temperature = {self.temperature}; it must be 0 (greedy) or positive, and finite"
+        if not 0 < self.top_p <= 1:
+            yield f"top_p = {self.top_p}; it must be above 0 and at most 1 (1 keeps all tokens)"
+        if self.top_k is not None and self.top_k < 1:
+            yield f"top_k = {self.top_k}; it must be at least 1, or None to keep all tokens"
+        if any(token < 0 for token in self.stop_token_ids):
+            yield f"stop_token_ids = {self.stop_token_ids}; ids are not negative"
+        if self.seed is not None and not 0 <= self.seed < SEED_LIMIT:
+            yield f"seed = {self.seed}; it must be at least 0 and below 2**63"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature of the reported log-probs: ``temperature``, and 1 for greedy decoding."""
+        return self.temperature or 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMRequest:
+    """One prompt, to be continued once; a group of n samples is n requests."""
+
+    input_ids: tuple[int, ...]
+    """The prompt."""
+    sampling: SamplingParams = SamplingParams()
+    rid: str = field(default_factory=_new_rid)
+    """Names the request in errors and at the server; unique."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_ids", tuple(self.input_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMResponse:
+    """The answer to one request. Raises `EngineContractError` when its parts do not agree."""
+
+    rid: str
+    """The request's."""
+    input_ids: tuple[int, ...]
+    """The prompt as it was given."""
+    output_ids: tuple[int, ...]
+    """The tokens drawn, the stop token included."""
+    logprobs: tuple[float, ...]
+    """One for each output token; the module's docstring defines them."""
+    versions: tuple[int, ...]
+    """The version of the weights that drew each output token."""
+    stop_reason: StopReason
+    """``stop``: the last token ends the answer; ``length``: the limit was reached; ``abort``: the engine gave up."""
+    latency_s: float = 0.0
+    """From the call to the answer, in seconds; the core fills it in."""
+
+    def __post_init__(self) -> None:
+        for name in ("input_ids", "output_ids", "logprobs", "versions"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        raise_all(EngineContractError, f"response to request {self.rid}", self._violations())
+
+    def _violations(self) -> Iterable[str]:
+        count = len(self.output_ids)
+        for name, values in (("logprobs", self.logprobs), ("versions", self.versions)):
+            if len(values) != count:
+                yield f"{len(values)} {name} for {count} output tokens; there is one for each"
+        if self.stop_reason not in STOP_REASONS:
+            yield f"stop_reason = {self.stop_reason!r}; it is one of {', '.join(STOP_REASONS)}"
+        elif not count and self.stop_reason != "abort":
+            yield f"no output tokens, and stop_reason = {self.stop_reason!r}; only an aborted request has none"

@@ -1,0 +1,144 @@
+"""One step of synchronous training: generate, score, update, hand the new weights over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from core_rl.algorithms.interface import ModelInterface
+from core_rl.algorithms.policy_loss import BEHAVIOUR, PROXIMAL, REFERENCE
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.errors import CheckpointMismatch
+from core_rl.training.data import PromptDataset, prompt_loader
+from core_rl.training.recipe import Recipe
+from core_rl.training.roles import Roles
+from core_rl.training.rollouts import Rollouts
+
+__all__ = ["TrainingLoop"]
+
+ACTOR = "actor"
+
+
+class TrainingLoop:
+    """The engines, the algorithm and the data of a run. The version of the weights is the number of steps.
+
+    Everything random is a function of the recipe's seed and the step, so that a run that goes on from a
+    checkpoint is the run that was never interrupted.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: ModelInterface[Any],
+        roles: Roles,
+        rollouts: Rollouts,
+        data: tuple[PromptDataset, PromptDataset],
+        weights: Path,
+    ) -> None:
+        train_data, eval_data = data
+        self._algorithm = algorithm
+        self._roles = roles
+        self._rollouts = rollouts
+        self._eval_samples = [eval_data[index] for index in range(len(eval_data))]
+        self._weights = weights
+        self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
+        self._timeout_s = recipe.rollout.timeout_s
+        self._loader = prompt_loader(train_data, recipe.rollout.prompts_per_step, recipe.seed)
+        self._batches: Iterator[Sequence[Mapping[str, Any]]] | None = None
+
+    def step(self, step: int) -> dict[str, float]:
+        """Train on the next prompts; the metrics of the step. Afterwards all weights have version ``step``."""
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        clock = _Clock()
+        samples = next(self._batches)
+        with clock.phase("rollout"):
+            batch = self._rollouts.training_batch(step, samples)
+        with clock.phase("logprobs"):
+            complete = self._with_logprobs(batch)
+        with clock.phase("update"):
+            metrics = self._algorithm.train_step(self._roles.actor, complete, self._mb_spec)
+            self._roles.actor.lr_scheduler_step()
+        with clock.phase("sync"):
+            self.publish(step)
+        speed = {"tokens_per_s": batch.num_tokens / clock.total()}
+        return _describe(batch) | metrics | speed | clock.seconds | {"version": float(step)}
+
+    def _with_logprobs(self, batch: SequenceBatch) -> SequenceBatch:
+        """``batch`` with the log-probs that the algorithm wants, each from the engine that has them."""
+        engines = {PROXIMAL: self._roles.actor, REFERENCE: self._roles.reference}
+        fields = {}
+        for name in sorted(self._algorithm.wanted_fields):
+            engine = engines[name]
+            assert engine is not None
+            fields[name] = self._algorithm.inference(engine, batch, self._mb_spec)[BEHAVIOUR]
+        return batch.with_tokens(**fields)
+
+    def publish(self, version: int) -> None:
+        """Hand the actor's weights to the rollout engine as ``version``."""
+        meta = WeightUpdateMeta(method="disk", version=version, path=str(self._weights))
+        self._roles.actor.set_version(version)
+        self._roles.actor.upload_weights(meta)
+        self._roles.rollout.update_weights(meta).result(self._timeout_s)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean rewards on the held-out prompts with the rollout engine's weights."""
+        return self._rollouts.mean_rewards(self._eval_samples)
+
+    # ----------------------------------------------------------------- state
+
+    def parts(self) -> dict[str, Any]:
+        """What a run checkpoint holds besides `state_dict`: writers by name."""
+        return {ACTOR: lambda path: self._roles.actor.save(self._roles.saved_state(str(path)))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data order stands, as JSON."""
+        return {"loader": self._loader.state_dict() if self._batches is not None else None}
+
+    def restore(self, checkpoint: RunCheckpoint) -> None:
+        """Go on from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
+        self._roles.actor.load(self._roles.saved_state(str(checkpoint.part(ACTOR))))
+        version = self._roles.actor.get_version()
+        if version != checkpoint.step:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} is of step {checkpoint.step}, and its actor of version {version}; remove it"
+            )
+        if checkpoint.state["loader"] is not None:
+            self._loader.load_state_dict(checkpoint.state["loader"])
+
+
+class _Clock:
+    """Wall-clock seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[f"time_{name}_s"] = time.perf_counter() - start
+
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _describe(batch: SequenceBatch) -> dict[str, float]:
+    """What the rollouts of a step look like."""
+    rewards, groups = batch["rewards"].double(), batch["group"]
+    means = [rewards[groups == group] for group in groups.unique()]
+    reasons = batch.meta["stop_reason"]
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
+        "answer_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
+        "truncated": reasons.count("length") / len(reasons),
+    }

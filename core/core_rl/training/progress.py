@@ -1,0 +1,72 @@
+"""What a person sees of a run: a progress bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["TrainingProgress", "print_result"]
+
+LINES = 10
+"""About how many lines a run prints where there is no terminal."""
+
+
+class TrainingProgress:
+    """Shows reward, KL, tokens per second and the time that is left."""
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console = console
+        self._total = total
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("reward {task.fields[reward]}  KL {task.fields[kl]}  {task.fields[speed]} tokens/s"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(
+            "training", total=total, completed=done, reward="-", kl="-", speed="-"
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of ``step``."""
+        kl = metrics.get("kl_k3", metrics.get("approx_kl", math.nan))
+        reward, divergence, speed = f"{metrics['reward']:.3f}", f"{kl:.4f}", f"{metrics['tokens_per_s']:,.0f}"
+        self._bar.update(self._task, completed=step, reward=reward, kl=divergence, speed=speed)
+        if not self._console.is_terminal and step % max(1, self._total // LINES) == 0:
+            self.say(f"step {step}/{self._total}  reward {reward}  KL {divergence}  {speed} tokens/s")
+
+
+def print_result(console: Console, result: Mapping[str, Any]) -> None:
+    """The end of a run: rewards on the held-out prompts, and where things are."""
+    before, after = result["before"], result["after"]
+    for name, label in (("eval_reward", "sampled"), ("eval_reward_greedy", "greedy")):
+        change = after[name] - before[name]
+        console.print(
+            f"held-out mean reward, {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
+            highlight=False,
+        )
+    for name in ("model", "picture", "metrics"):
+        if result[name]:
+            console.print(f"{name}: {result[name]}", highlight=False, soft_wrap=True)

@@ -1,0 +1,158 @@
+"""The recipe: everything that ``core-rl train`` needs to know, read from one YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from core_rl.algorithms.interface import ModelInterfaceAbstraction
+from core_rl.config.base import Config, parse_config
+from core_rl.config.engine import DType, OptimizerConfig
+from core_rl.config.loading import apply_overrides, load_yaml
+from core_rl.errors import ConfigError, raise_all
+
+__all__ = [
+    "DataSection",
+    "ModelSection",
+    "Recipe",
+    "RolloutSection",
+    "differing_fields",
+    "load_recipe",
+]
+
+
+class ModelSection(Config):
+    """The model that is trained."""
+
+    path: str
+    """A local directory in Hugging Face format, with its tokenizer."""
+
+
+class RolloutSection(Config):
+    """How answers are generated."""
+
+    engine: str = "reference-rollout"
+    """The inference engine."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Prompts of one training step."""
+    group_size: int = Field(default=8, ge=1)
+    """Answers to each prompt; GRPO compares their rewards with each other."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """The most tokens of one answer."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Of the sampling, and of the log-probs that the train engine computes."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Draw from the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Draw from this many of the most likely tokens; null keeps all."""
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """How long the answers to one batch of prompts may take."""
+
+
+class DataSection(Config):
+    """JSONL files: one object with a ``prompt`` on each line, and whatever the reward function reads."""
+
+    train: str
+    """Prompts to train on."""
+    eval: str
+    """Held-out prompts."""
+
+
+class Recipe(Config):
+    """A training run. Relative paths start at the working directory."""
+
+    engine: str
+    """The train engine."""
+    engines: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """A section for each engine that needs one, with fields of that engine's config such as ``layout`` and
+    ``options``; ``core-rl engines show NAME`` lists them. An engine without a section has one rank."""
+    model: ModelSection
+    """The model that is trained; a frozen copy of it is the reference, where the algorithm has one."""
+    dtype: DType = "float32"
+    """Compute dtype of all engines."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` takes CUDA where there is some."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer; a decaying schedule ends at ``steps``."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """The most tokens of one forward pass on one data-parallel rank."""
+    rollout: RolloutSection = RolloutSection()
+    """How answers are generated."""
+    algorithm: ModelInterfaceAbstraction = ModelInterfaceAbstraction("ppo_actor")
+    """The model interface, and its settings in ``args``."""
+    data: DataSection
+    """Where the prompts are."""
+    reward: str = "core_rl.training.rewards:text_match"
+    """``module:function`` or ``file.py:function``, called with the answer's text and the line of the JSONL file."""
+    steps: int = Field(ge=1)
+    """Training steps; each ends with new weights in the rollout engine."""
+    save_every: int = Field(default=10, ge=1)
+    """Steps between run checkpoints; the last step always has one."""
+    keep: int = Field(default=2, ge=1)
+    """Run checkpoints that are kept."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations on the held-out prompts; 0: only before and after the training."""
+    eval_samples: int = Field(default=1, ge=1)
+    """Sampled answers to each held-out prompt, besides the greedy one."""
+    seed: int = Field(default=0, ge=0)
+    """Of the data order and of the sampling."""
+    output_dir: str
+    """Where everything is written; ``{engine}`` and ``{seed}`` stand for the values of those fields."""
+    fresh: bool = False
+    """Start over: delete what an earlier run wrote to ``output_dir``."""
+
+    @model_validator(mode="after")
+    def _one_temperature(self) -> Self:
+        own = self.algorithm.args.get("temperature", self.rollout.temperature)
+        if own != self.rollout.temperature:
+            raise ValueError(
+                f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
+                "would be of another distribution than the answers; leave the former out"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """``output_dir`` as a path."""
+        return Path(self.output_dir)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read ``path`` and apply dotted ``overrides``.
+
+    Raises `ConfigError` with every field that is wrong, its value, and the fix.
+    """
+    recipe = parse_config(Recipe, apply_overrides(load_yaml(path), overrides), str(path))
+    try:
+        directory = recipe.output_dir.format(engine=recipe.engine, seed=recipe.seed)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}} can stand in braces"
+        ) from error
+    recipe = recipe.model_copy(update={"output_dir": directory})
+    raise_all(ConfigError, str(path), _missing_files(recipe))
+    return recipe
+
+
+def _missing_files(recipe: Recipe) -> Iterator[str]:
+    hint = "it is relative to the working directory; see the head of the recipe for what prepares it"
+    if not Path(recipe.model.path, "config.json").is_file():
+        yield f"field 'model.path' = {recipe.model.path!r}: there is no model directory (config.json); {hint}"
+    for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        if not Path(path).is_file():
+            yield f"field 'data.{name}' = {path!r}: there is no such file; {hint}"
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The dotted fields in which two recipes, as plain values, differ, with both values."""
+    found: list[str] = []
+    for name in sorted({*old, *new}):
+        left, right = old.get(name), new.get(name)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found += differing_fields(left, right, f"{prefix}{name}.")
+        elif left != right:
+            found.append(f"{prefix}{name}: {left!r} then, {right!r} now")
+    return found

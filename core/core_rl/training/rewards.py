@@ -1,0 +1,91 @@
+"""Verifiable rewards on text, and how a recipe names one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from core_rl.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TextReward", "TextRewardFn", "integer_match", "load_reward", "text_match"]
+
+_INTEGER = re.compile(r"[-+]?\d+")
+
+
+class TextRewardFn(Protocol):
+    """Scores the text of one answer; ``sample`` is the line of the JSONL file. May be a coroutine function."""
+
+    def __call__(self, answer: str, sample: Mapping[str, Any]) -> float | Awaitable[float]: ...
+
+
+def text_match(answer: str, sample: Mapping[str, Any]) -> float:
+    """1 if the answer is the sample's ``answer``, up to white space around it; else 0."""
+    return float(answer.strip() == str(_expected(sample)).strip())
+
+
+def integer_match(answer: str, sample: Mapping[str, Any]) -> float:
+    """1 if the last integer in the answer is the sample's ``answer``; else 0."""
+    found = _INTEGER.findall(answer.replace(",", ""))
+    return float(bool(found) and int(found[-1]) == int(_expected(sample)))
+
+
+def _expected(sample: Mapping[str, Any]) -> Any:
+    if "answer" not in sample:
+        raise RolloutError(f"a sample has no 'answer' to compare with; it has {sorted(sample)}")
+    return sample["answer"]
+
+
+class TextReward:
+    """A `TextRewardFn` as the reward of a workflow, which sees token ids. Special tokens are left out."""
+
+    def __init__(self, fn: TextRewardFn, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self._fn = fn
+        self._tokenizer = tokenizer
+
+    def __call__(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]
+    ) -> float | Awaitable[float]:
+        answer = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
+        return self._fn(str(answer), data)
+
+
+def load_reward(name: str) -> TextRewardFn:
+    """The function that ``module:function`` or ``path/file.py:function`` names; `ConfigError` if there is none."""
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"reward = {name!r}; write 'module:function' or 'path/file.py:function'")
+    try:
+        module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(f"reward = {name!r}: {module_name!r} cannot be imported: {error}") from error
+    found: TextRewardFn | None = getattr(module, attribute, None)
+    if not callable(found):
+        known = sorted(n for n, value in vars(module).items() if inspect.isfunction(value) and n[0] != "_")
+        raise ConfigError(f"reward = {name!r}: there is no function {attribute!r}; it has {', '.join(known)}")
+    return found
+
+
+def _load_module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Known by name, as an import would leave it: dataclasses and pickle look their module up.
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

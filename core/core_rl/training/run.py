@@ -1,0 +1,157 @@
+"""A whole run: what ``core-rl train`` does with a recipe, from the first check to the last file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from core_rl.algorithms.interface import (
+    ModelInterface,
+    ModelInterfaceAbstraction,
+    interface_class,
+    make_interface,
+)
+from core_rl.algorithms.policy_loss import PROXIMAL, REFERENCE
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.errors import ConfigError
+from core_rl.training.data import PromptDataset
+from core_rl.training.loop import TrainingLoop
+from core_rl.training.metrics_log import MetricsLog
+from core_rl.training.plot import plot_rewards
+from core_rl.training.progress import TrainingProgress, print_result
+from core_rl.training.recipe import Recipe, load_recipe
+from core_rl.training.rewards import TextReward, load_reward
+from core_rl.training.roles import open_roles, plan_roles
+from core_rl.training.rollouts import Rollouts
+from core_rl.training.run_directory import RunDirectory, open_run_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["run_recipe", "train"]
+
+
+def run_recipe(path: Path, overrides: list[str], console: Console | None = None) -> dict[str, Any]:
+    """Train as the recipe at ``path`` says, with dotted ``overrides``; the result as plain values.
+
+    A run that was interrupted goes on from its last complete checkpoint; one that is complete is only
+    reported. Progress goes to ``console``, by default to stderr.
+    """
+    return train(load_recipe(path, overrides), console or Console(stderr=True))
+
+
+def train(recipe: Recipe, console: Console) -> dict[str, Any]:
+    """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
+    algorithm = _make_algorithm(recipe)
+    plan = plan_roles(recipe, algorithm.wanted_fields)
+    reward = load_reward(recipe.reward)
+    tokenizer = _load_tokenizer(recipe.model.path)
+    train_data = PromptDataset(Path(recipe.data.train), tokenizer)
+    eval_data = PromptDataset(Path(recipe.data.eval), tokenizer)
+    with open_run_directory(recipe) as directory:
+        result = directory.result()
+        if result is None:
+            checkpoint = directory.checkpoints.latest()
+            with open_roles(plan) as roles:
+                rollouts = Rollouts(recipe, roles.rollout, TextReward(reward, tokenizer))
+                data = (train_data, eval_data)
+                loop = TrainingLoop(recipe, algorithm, roles, rollouts, data, directory.weights)
+                result = _Run(recipe, directory, loop, console).run(checkpoint)
+                algorithm.save(roles.actor, str(directory.model), tokenizer_path=recipe.model.path)
+            directory.finish(result)
+        else:
+            text = f"the run in {directory.path} is complete; fresh=true starts it over"
+            console.print(text, highlight=False, soft_wrap=True)
+    print_result(console, result)
+    return result
+
+
+def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
+    """The recipe's model interface; it gets the temperature of the rollouts, where it has such a setting."""
+    chosen = recipe.algorithm
+    fields = interface_class(chosen.type_).config_class.model_fields
+    shared = {"temperature": recipe.rollout.temperature} if "temperature" in fields else {}
+    algorithm = make_interface(ModelInterfaceAbstraction(chosen.type_, shared | chosen.args))
+    unknown = sorted(algorithm.wanted_fields - {PROXIMAL, REFERENCE})
+    if unknown:
+        raise ConfigError(
+            f"the interface {chosen.type_!r} wants the fields {unknown}, which this loop cannot provide"
+        )
+    return algorithm
+
+
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path!r}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer
+
+
+class _Run:
+    """The steps of a run, with all records of them."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory, loop: TrainingLoop, console: Console) -> None:
+        self._recipe = recipe
+        self._directory = directory
+        self._loop = loop
+        self._console = console
+        self._evaluations: dict[str, dict[str, float]] = {}
+        """Step, as text since JSON has no other keys, to the mean rewards on the held-out prompts."""
+
+    def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
+        """Train to the last step, from the first or from ``checkpoint``; the result as plain values."""
+        recipe, directory = self._recipe, self._directory
+        done = checkpoint.step if checkpoint else 0
+        with (
+            MetricsLog(directory.path, done if checkpoint else -1) as log,
+            TrainingProgress(self._console, recipe.steps, done) as progress,
+        ):
+            self._begin(checkpoint, log, progress)
+            for step in range(done + 1, recipe.steps + 1):
+                metrics = self._loop.step(step)
+                progress.update(step, metrics)
+                if step == recipe.steps or (recipe.eval_every and step % recipe.eval_every == 0):
+                    metrics |= self._evaluate(step)
+                log.write(step, metrics)
+                if step == recipe.steps or step % recipe.save_every == 0:
+                    log.sync()
+                    self._save(step)
+            drawn = plot_rewards(log.rows, directory.picture, f"{recipe.engine}, seed {recipe.seed}")
+        return self._result(drawn)
+
+    def _begin(self, checkpoint: RunCheckpoint | None, log: MetricsLog, progress: TrainingProgress) -> None:
+        if checkpoint is not None:
+            progress.say(f"going on from the checkpoint of step {checkpoint.step} in {self._directory.path}")
+            self._loop.restore(checkpoint)
+            self._evaluations = dict(checkpoint.state["evaluations"])
+            self._loop.publish(checkpoint.step)
+        else:
+            self._loop.publish(0)
+            log.write(0, self._evaluate(0))
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        self._evaluations[str(step)] = found = self._loop.evaluate()
+        return found
+
+    def _save(self, step: int) -> None:
+        state = self._loop.state_dict() | {"evaluations": self._evaluations}
+        self._directory.checkpoints.save(step, self._loop.parts(), state)
+
+    def _result(self, drawn: bool) -> dict[str, Any]:
+        recipe, directory = self._recipe, self._directory
+        return {
+            "engine": recipe.engine,
+            "seed": recipe.seed,
+            "steps": recipe.steps,
+            "before": self._evaluations["0"],
+            "after": self._evaluations[str(recipe.steps)],
+            "output_dir": str(directory.path),
+            "model": str(directory.model),
+            "metrics": str(directory.path / "metrics.jsonl"),
+            "picture": str(directory.picture) if drawn else None,
+        }

@@ -1,0 +1,355 @@
+"""The formulas of the algorithms against plain float64 implementations, one sequence and token at a time."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from algorithm_support import VOCABULARY, BigramEngine, drop_tokens, ragged_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from core_rl.algorithms.advantages import group_advantages, spread_to_tokens
+from core_rl.algorithms.aggregation import Aggregation, aggregate, weight_fn
+from core_rl.algorithms.kl import KLEstimator, kl_estimate
+from core_rl.algorithms.policy_loss import PolicyLoss
+from core_rl.algorithms.sft import SFTLoss
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.outputs import ModelOutput
+from core_rl.errors import BatchError
+
+AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean")
+ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
+LENGTHS = [5, 2, 9, 3, 1, 7]
+ONE = MicroBatchSpec(count=1)
+
+lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=7)
+
+
+def policy_output(batch: SequenceBatch, seed: int = 5) -> ModelOutput:
+    """Log-probs near the behaviour policy's, some of them beyond the clip range, that take gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
+    logprobs = (batch["logprobs"] + 0.4 * noise).clone().requires_grad_(True)
+    entropy = torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64).requires_grad_(True)
+    return ModelOutput(logprobs=logprobs, entropy=entropy)
+
+
+def trained_rows(batch: SequenceBatch) -> list[list[int]]:
+    """The positions of the trained tokens of each sequence."""
+    bounds, mask = batch.cu_seqlens.tolist(), batch.loss_mask.tolist()
+    return [
+        [t for t in range(start, end) if mask[t]] for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def plain_mean(values: Sequence[float], batch: SequenceBatch, how: str) -> float:
+    rows = [[values[t] for t in row] for row in trained_rows(batch) if row]
+    if how == "token_mean":
+        return statistics.fmean([value for row in rows for value in row])
+    return statistics.fmean([statistics.fmean(row) for row in rows])
+
+
+def plain_policy_losses(output: ModelOutput, batch: SequenceBatch, loss: PolicyLoss) -> list[float]:
+    """One number for each token, written down from the papers."""
+    values = []
+    for t in range(batch.num_tokens):
+        new, old = float(output["logprobs"][t].detach()), float(batch["prox_logprobs"][t])
+        ref, advantage = float(batch["ref_logprobs"][t]), float(batch["advantages"][t])
+        ratio = math.exp(new - old)
+        clipped = max(min(ratio, 1 + loss.clip_high), 1 - loss.clip_low)
+        r = math.exp(ref - new)
+        kl = {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[loss.kl_estimator]
+        surrogate = min(ratio * advantage, clipped * advantage)
+        values.append(
+            -surrogate + loss.kl_coef * kl - loss.entropy_coef * float(output["entropy"][t].detach())
+        )
+    return values
+
+
+# ------------------------------------------------------------------ aggregation
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=lengths_strategy, prompt=st.integers(0, 4), seed=st.integers(0, 99))
+@pytest.mark.parametrize("how", AGGREGATIONS)
+def test_aggregation_is_the_mean_of_its_name(
+    how: Aggregation, lengths: list[int], prompt: int, seed: int
+) -> None:
+    batch = ragged_batch(lengths, seed, prompt)
+    weight = weight_fn(how)(batch)
+    total = float(aggregate(batch["advantages"], batch, how))
+    if not any(trained_rows(batch)):
+        assert (total, weight) == (0.0, 0.0)
+    else:
+        assert total / weight == pytest.approx(
+            plain_mean(batch["advantages"].tolist(), batch, how), rel=1e-12, abs=1e-12
+        )
+
+
+# ------------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@settings(max_examples=50, deadline=None)
+@given(rewards=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_group_advantages_compare_each_reward_with_its_group(
+    by_std: bool, rewards: list[float], seed: int
+) -> None:
+    group = torch.randint(0, 4, (len(rewards),), generator=torch.Generator().manual_seed(seed))
+    found = group_advantages(torch.tensor(rewards), group, by_std=by_std)
+    for index, reward in enumerate(rewards):
+        peers = [r for r, g in zip(rewards, group.tolist(), strict=True) if g == group[index]]
+        expected = reward - statistics.fmean(peers)
+        if by_std:
+            expected /= (statistics.stdev(peers) if len(peers) > 1 else 0.0) + 1e-6
+        assert float(found[index]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_equal_rewards_and_lone_sequences_have_no_advantage() -> None:
+    found = group_advantages(torch.tensor([0.1, 0.1, 0.1, 7.0]), torch.tensor([3, 3, 3, 8]))
+    assert found.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rewards", "group", "message"),
+    [
+        ([1.0, float("nan")], [0, 0], "sequence 1 is nan"),
+        ([1.0, float("inf"), 0.0], [0, 0, 0], "sequence 1 is inf"),
+        ([1.0, 2.0], [0], "must both be"),
+    ],
+)
+def test_bad_rewards_are_named(rewards: list[float], group: list[int], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        group_advantages(torch.tensor(rewards), torch.tensor(group))
+
+
+def test_sequence_values_spread_to_their_tokens() -> None:
+    batch = ragged_batch([2, 1, 3])
+    assert spread_to_tokens(torch.tensor([5.0, 6.0, 7.0]), batch).tolist() == [5, 5, 6, 7, 7, 7]
+
+
+# --------------------------------------------------------------------------- KL
+
+
+def two_policies() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_(True)
+    return logits, torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).log_softmax(-1)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimators_expect_the_divergence(estimator: KLEstimator) -> None:
+    """k1 and k3 exactly; k2 is biased, by little when the policies are close."""
+    logits, log_p = two_policies()
+    if estimator == "k2":
+        log_p = (logits.detach() + 0.05 * log_p).log_softmax(-1)
+    log_q = logits.detach().log_softmax(-1)
+    exact = float((log_q.exp() * (log_q - log_p)).sum())
+    expected = float((log_q.exp() * kl_estimate(log_q, log_p, estimator)).sum())
+    assert expected == pytest.approx(exact, rel=0.05 if estimator == "k2" else 1e-12)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimators_have_the_gradient_that_their_docstring_names(estimator: KLEstimator) -> None:
+    """The expectation over tokens of the gradient, not the gradient of the expectation."""
+    logits, log_p = two_policies()
+    log_q = logits.log_softmax(-1)
+    weights = log_q.detach().exp()
+    (found,) = torch.autograd.grad(
+        (weights * kl_estimate(log_q, log_p, estimator)).sum(), logits, retain_graph=True
+    )
+    target = {
+        "k1": 0 * log_q.sum(),
+        "k2": (log_q.exp() * (log_q - log_p)).sum(),
+        "k3": (log_p.exp() * (log_p - log_q)).sum(),
+    }[estimator]
+    (expected,) = torch.autograd.grad(target, logits)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_k3_is_never_negative_and_accurate_near_zero() -> None:
+    difference = torch.tensor([1e-6, -1e-6, 0.0, 3.0, -3.0], dtype=torch.float64)
+    found = kl_estimate(torch.zeros_like(difference), difference, "k3")
+    assert bool((found >= 0).all())
+    assert float(found[0]) == pytest.approx(5e-13, rel=1e-3)
+
+
+# ---------------------------------------------------------------- policy loss
+
+
+LOSSES = [
+    PolicyLoss(),
+    PolicyLoss(aggregation="sequence_mean", clip_low=0.1, clip_high=0.3),
+    PolicyLoss(kl_coef=0.3, kl_estimator="k1"),
+    PolicyLoss(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2),
+    PolicyLoss(kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2, aggregation="sequence_mean"),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_policy_loss_is_the_papers_formula(loss: PolicyLoss) -> None:
+    batch = ragged_batch(LENGTHS)
+    output = policy_output(batch)
+    total, _ = loss(output, batch)
+    expected = plain_mean(plain_policy_losses(output, batch, loss), batch, loss.aggregation)
+    assert float(total.detach()) / loss.spec(1.0).weight(batch) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_policy_loss_has_the_formulas_gradient(loss: PolicyLoss) -> None:
+    """Central differences of the plain formula, one token at a time."""
+    batch = ragged_batch(LENGTHS)
+    output = policy_output(batch)
+    total, _ = loss(output, batch)
+    (found,) = torch.autograd.grad(total / loss.spec(1.0).weight(batch), output["logprobs"])
+    step = 1e-6
+    for t in range(batch.num_tokens):
+        sides = []
+        for sign in (1, -1):
+            moved = output["logprobs"].detach().clone()
+            moved[t] += sign * step
+            shifted = ModelOutput(logprobs=moved, entropy=output["entropy"])
+            sides.append(plain_mean(plain_policy_losses(shifted, batch, loss), batch, loss.aggregation))
+        assert float(found[t]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
+
+
+def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
+    batch = ragged_batch(LENGTHS)
+    output = policy_output(batch)
+    loss = PolicyLoss(kl_coef=0.1)
+    _, metrics = loss(output, batch)
+    chosen = [t for row in trained_rows(batch) for t in row]
+    new, old, behaviour, ref, advantage, entropy = (
+        [float(values[t].detach()) for t in chosen]
+        for values in (
+            output["logprobs"],
+            batch["prox_logprobs"],
+            batch["logprobs"],
+            batch["ref_logprobs"],
+            batch["advantages"],
+            output["entropy"],
+        )
+    )
+    ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+    outside = [
+        (ratio > 1.2 and gain > 0) or (ratio < 0.8 and gain < 0)
+        for ratio, gain in zip(ratios, advantage, strict=True)
+    ]
+    log_r = [b - a for a, b in zip(new, ref, strict=True)]
+    drift = [a - b for a, b in zip(new, behaviour, strict=True)]
+    expected = {
+        "ratio_max": max(ratios),
+        "ratio_min": min(ratios),
+        "clip_fraction": statistics.fmean(outside),
+        "approx_kl": statistics.fmean(ratio - 1 - math.log(ratio) for ratio in ratios),
+        "entropy": statistics.fmean(entropy),
+        "advantage": statistics.fmean(advantage),
+        "kl_k1": statistics.fmean(-x for x in log_r),
+        "kl_k2": statistics.fmean(x * x / 2 for x in log_r),
+        "kl_k3": statistics.fmean(math.exp(x) - 1 - x for x in log_r),
+        "mismatch_k1": statistics.fmean(-x for x in drift),
+        "mismatch_k3": statistics.fmean(math.exp(x) - 1 - x for x in drift),
+        "mismatch_max": max(abs(x) for x in drift),
+        "policy_loss": statistics.fmean(
+            -min(ratio * gain, max(min(ratio, 1.2), 0.8) * gain)
+            for ratio, gain in zip(ratios, advantage, strict=True)
+        ),
+    }
+    assert any(outside)
+    assert {name: metric.result() for name, metric in metrics.items()} == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=str)
+def test_what_stands_at_masked_positions_does_not_matter(loss: Any) -> None:
+    batch = ragged_batch(LENGTHS)
+    hidden = ~batch.loss_mask
+    for fill in (0.0, float("nan"), float("inf"), 1e30):
+        spoiled = batch.with_tokens(
+            **{n: v.masked_fill(hidden, fill) for n, v in batch.tokens.items() if n != "loss_mask"}
+        )
+        outputs = policy_output(batch)
+        filled = ModelOutput(**{n: v.masked_fill(hidden, fill) for n, v in outputs.items()})
+        total, metrics = loss(filled, spoiled)
+        (gradient,) = torch.autograd.grad(total, outputs["logprobs"])
+        clean, clean_metrics = loss(policy_output(batch), batch)
+        assert float(total.detach()) == float(clean.detach())
+        assert {n: m.result() for n, m in metrics.items()} == {
+            n: m.result() for n, m in clean_metrics.items()
+        }
+        assert bool(torch.isfinite(gradient).all())
+        assert bool((gradient[hidden] == 0).all())
+
+
+def test_a_huge_ratio_gives_a_finite_gradient() -> None:
+    batch = drop_tokens(ragged_batch([3]), "prox_logprobs", "ref_logprobs").with_tokens(
+        advantages=torch.ones(3), logprobs=torch.full((3,), -200.0)
+    )
+    logprobs = torch.zeros(3, requires_grad=True)
+    total, _ = PolicyLoss()(ModelOutput(logprobs=logprobs, entropy=torch.zeros(3)), batch)
+    total.backward()
+    assert logprobs.grad is not None
+    assert bool(torch.isfinite(logprobs.grad).all())
+
+
+def test_the_ratio_is_to_the_behaviour_policy_without_a_proximal_one() -> None:
+    batch = drop_tokens(ragged_batch(LENGTHS), "prox_logprobs")
+    output = policy_output(batch)
+    total, _ = PolicyLoss()(output, batch)
+    same, _ = PolicyLoss()(output, batch.with_tokens(prox_logprobs=batch["logprobs"]))
+    assert float(total.detach()) == float(same.detach())
+
+
+# ------------------------------------------------------------------------ SFT
+
+
+@pytest.mark.parametrize("how", AGGREGATIONS)
+def test_sft_loss_is_the_mean_negative_log_likelihood(how: Aggregation) -> None:
+    batch = ragged_batch(LENGTHS)
+    output = policy_output(batch)
+    total, metrics = SFTLoss(aggregation=how)(output, batch)
+    losses = [-value for value in output["logprobs"].tolist()]
+    weight = SFTLoss(aggregation=how).spec().weight(batch)
+    assert float(total.detach()) / weight == pytest.approx(plain_mean(losses, batch, how), rel=1e-12)
+    assert metrics["nll"].result() == pytest.approx(plain_mean(losses, batch, "token_mean"), rel=1e-12)
+
+
+# ------------------------------------------------------------ cuts of the batch
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=str)
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(2, 9), min_size=2, max_size=7), count=st.integers(2, 5))
+def test_gradients_and_metrics_do_not_depend_on_the_cut(loss: Any, lengths: list[int], count: int) -> None:
+    spec = loss.spec() if isinstance(loss, SFTLoss) else loss.spec(0.7)
+    engine = BigramEngine()
+    with torch.no_grad():
+        engine.weights += torch.randn(
+            VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+    batch = ragged_batch([9, *lengths])
+    near = engine.run(batch, 0.7).detached()["logprobs"] + 0.2 * batch["logprobs"]
+    batch = batch.with_tokens(
+        prox_logprobs=near
+    )  # else every ratio may be clipped, with no gradient to compare
+    whole = engine.gradient(batch, spec, ONE)
+    expected = engine.weights.grad
+    assert expected is not None
+    assert expected.abs().max() > 0
+    cut = engine.gradient(batch, spec, MicroBatchSpec(count=count))
+    assert engine.weights.grad is not None
+    torch.testing.assert_close(engine.weights.grad, expected, rtol=1e-10, atol=1e-12)
+    assert cut == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, SFTLoss()], ids=str)
+def test_losses_travel_to_other_processes(loss: Any) -> None:
+    spec = loss.spec() if isinstance(loss, SFTLoss) else loss.spec(0.7)
+    assert pickle.loads(pickle.dumps(spec)) == spec

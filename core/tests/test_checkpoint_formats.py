@@ -1,0 +1,425 @@
+"""The three formats of a train engine's checkpoint, on the reference engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engine_support as support
+import pytest
+import torch
+from checkpoint_support import DAMAGE, TIMEOUT_S, hidden, on_ranks, remove
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from core_rl.checkpoint.directory import read_state
+from core_rl.checkpoint.formats import save_portable
+from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, TrainEngineConfig
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.collectives import World
+from core_rl.engines.loss import LossSpec
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.engines.progress import EngineProgress
+from core_rl.engines.train import TrainEngine
+from core_rl.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    UnsupportedCapability,
+    WeightsError,
+)
+from core_rl_conformance.reference import SPEC
+from core_rl_conformance.reference.config import ReferenceConfig
+from core_rl_conformance.reference.train import ReferenceEngine
+
+NLL = LossSpec(fn=support.weighted_nll)
+DECAYING = OptimizerConfig(lr=1e-2, schedule=ScheduleConfig(type="linear", total_steps=20))
+STATEFUL: list[CheckpointFormat] = ["sharded", "portable"]
+FORMATS: list[CheckpointFormat] = ["hf", "sharded", "portable"]
+ALL_KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+Start = Callable[..., TrainEngine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Builds engines, one at a time, and destroys the last one."""
+    running: list[TrainEngine] = []
+
+    def build(optimizer: OptimizerConfig | None = DECAYING, seed: int = 0, **model: Any) -> TrainEngine:
+        source: dict[str, Any] = {"config": support.TINY} | model
+        if "path" in source:
+            del source["config"]
+        if running:
+            running.pop().destroy()
+        built = ReferenceEngine(
+            SPEC, ReferenceConfig(model=ModelConfig(**source), optimizer=optimizer, seed=seed)
+        )
+        built.initialize()
+        running.append(built)
+        return built
+
+    yield build
+    for engine in running:
+        engine.destroy()
+
+
+def train(engine: TrainEngine, steps: int, first: int = 0) -> list[float]:
+    """Some steps with a changing batch and a changing learning rate; their losses."""
+    losses = []
+    for step in range(first, first + steps):
+        losses.append(engine.train_batch(support.batch(step), NLL, MicroBatchSpec(count=2))["loss"])
+        engine.lr_scheduler_step()
+    return losses
+
+
+def tensors(engine: TrainEngine, kinds: tuple[Any, ...] = ALL_KINDS) -> dict[str, Tensor]:
+    return {
+        f"{kind}/{name}": value.clone()
+        for kind in kinds
+        for name, value in engine.named_tensors(kind)
+        if value is not None
+    }
+
+
+def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_training_goes_on_bitwise(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
+    engine = start()
+    train(engine, 3)
+    engine.set_version(7)
+    engine.save(meta)
+    losses, end = train(engine, 3, first=3), tensors(engine)
+
+    engine = start(seed=1)
+    engine.load(meta)
+    assert engine.progress == EngineProgress(lr_steps=3, updates=3, version=7)
+    assert train(engine, 3, first=3) == losses
+    assert same(tensors(engine), end)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_weights_alone_leave_moments_and_progress(
+    start: Start, tmp_path: Path, name: CheckpointFormat
+) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
+    engine = start()
+    train(engine, 1)
+    weights = tensors(engine, ("master",))
+    engine.save(meta)
+
+    engine = start(seed=1)
+    train(engine, 2)
+    before = tensors(engine, ALL_KINDS[1:])
+    engine.load(replace(meta, with_optimizer=False))
+    assert same(tensors(engine, ("master",)), weights)
+    assert same(tensors(engine, ALL_KINDS[1:]), before)
+    assert engine.progress.updates == 2
+
+
+@pytest.mark.parametrize("frozen", [(), ("model.embed_tokens.*", "model.layers.0.*")])
+def test_frozen_parameters_have_no_moments(start: Start, tmp_path: Path, frozen: tuple[str, ...]) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="portable")
+    engine = start(frozen=frozen)
+    train(engine, 2)
+    engine.save(meta)
+    end = tensors(engine)
+    engine = start(seed=1, frozen=frozen)
+    engine.load(meta)
+    assert same(tensors(engine), end)
+    assert (
+        len(list(engine.named_tensors("exp_avg"))) == len(list(engine.named_tensors("master")))
+    ) is not bool(frozen)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forward_only_engine_saves_and_loads(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
+    engine = start(optimizer=None)
+    weights = tensors(engine, ("master",))
+    engine.save(meta)
+    engine = start(optimizer=None, seed=1)
+    engine.load(meta)
+    assert same(tensors(engine, ("master",)), weights)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_moments_that_were_not_saved_are_missed(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
+    start(optimizer=None).save(meta)
+    engine = start(seed=1)
+    before = tensors(engine)
+    with pytest.raises(CheckpointMismatch, match="no optimizer state; load with with_optimizer=False"):
+        engine.load(meta)
+    assert same(tensors(engine), before)
+    engine.load(replace(meta, with_optimizer=False))
+    assert not same(tensors(engine), before)
+
+
+# ---------------------------------------------------------------------- hf
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("limit", [None, 2000])
+def test_transformers_loads_the_export(
+    start: Start, tmp_path: Path, tied: bool, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        write = "core_rl.checkpoint.tensor_files.write_tensors.__kwdefaults__"
+        monkeypatch.setattr(write, {"max_file_bytes": limit})
+    engine = start(config=support.TINY | {"tie_word_embeddings": tied})
+    train(engine, 1)
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="hf"))
+    assert (len(list((tmp_path / "a").glob("model*.safetensors"))) > 1) is (limit is not None)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    loaded = {f"params/{name}": value for name, value in model.named_parameters()}
+    assert same(loaded, tensors(engine, ("params",)))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    config = AutoConfig.from_pretrained(tmp_path / "a")
+    assert config.architectures == ["Qwen3ForCausalLM"]
+    assert config.tie_word_embeddings is tied
+
+
+def test_a_reward_model_is_exported_as_a_classifier(start: Start, tmp_path: Path) -> None:
+    engine = start(head="reward")
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="hf"))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "a")
+    assert model.config.architectures == ["Qwen3ForSequenceClassification"]
+    assert torch.equal(model.score.weight, tensors(engine, ("params",))["params/score.weight"])
+
+
+def test_a_model_directory_from_elsewhere_is_loaded(start: Start, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**support.TINY))
+    model.save_pretrained(tmp_path / "a")
+    engine = start()
+    train(engine, 2)
+    engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format="hf"))
+    assert same(
+        tensors(engine, ("params",)), {f"params/{n}": p.detach() for n, p in model.named_parameters()}
+    )
+    assert engine.progress.updates == 2
+
+
+def test_tokenizer_and_generation_config_come_along(start: Start, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    start().save(SaveLoadMeta(path=str(source), format="hf"))
+    given = {"tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "generation_config.json"}
+    for name in given | {"training_args.bin"}:
+        (source / name).write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("t")
+
+    engine = start(path=str(source))
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="hf"))
+    found = {
+        file.relative_to(tmp_path / "a").as_posix()
+        for file in (tmp_path / "a").rglob("*.*")
+        if file.is_file()
+    }
+    weights = {"model.safetensors", "config.json", "manifest.json"}
+    assert found == given | weights | {"additional_chat_templates/tool.jinja"}
+
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    (other / "tokenizer.json").write_text('"other"')
+    engine.save(SaveLoadMeta(path=str(tmp_path / "b"), format="hf", tokenizer_path=str(other)))
+    assert (tmp_path / "b" / "tokenizer.json").read_text() == '"other"'
+    assert not (tmp_path / "b" / "merges.txt").exists()
+    with pytest.raises(CheckpointError, match="holds no tokenizer files"):
+        engine.save(SaveLoadMeta(path=str(tmp_path / "b"), format="hf", tokenizer_path=str(tmp_path)))
+
+
+def test_another_models_tensors_are_refused_before_anything_changes(start: Start, tmp_path: Path) -> None:
+    start(config=support.TINY | {"hidden_size": 24}).save(SaveLoadMeta(path=str(tmp_path / "a"), format="hf"))
+    engine = start()
+    before = tensors(engine)
+    with pytest.raises(
+        WeightsError, match=r"(?s)problems.*embed_tokens.weight' is \[61, 24\]; the model has"
+    ):
+        engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format="hf"))
+    assert same(tensors(engine), before)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_moments_that_do_not_fit_are_refused_before_the_weights_change(start: Start, tmp_path: Path) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="portable")
+    engine = start()
+    train(engine, 1)
+    engine.save(meta)
+    engine = start(seed=1, frozen=("model.norm.*",))
+    before = tensors(engine)
+    with pytest.raises(WeightsError, match=r"its 'exp_avg': unexpected 'model\.norm\.weight'"):
+        engine.load(meta)
+    assert same(tensors(engine), before)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize(
+    ("model", "problems"),
+    [
+        ({"config": support.TINY | {"vocab_size": 64}}, ["vocab_size is 64 there and 61 here"]),
+        (
+            {"config": support.TINY | {"num_hidden_layers": 1, "tie_word_embeddings": False}},
+            ["num_hidden_layers is 1 there and 2 here", "tie_word_embeddings is False there and True here"],
+        ),
+        (
+            {"config": support.TINY | {"model_type": "llama"}},
+            ["model_type is 'llama' there and 'qwen3' here"],
+        ),
+        ({"head": "value"}, ["head is 'value' there and 'lm' here"]),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(
+    start: Start, tmp_path: Path, name: CheckpointFormat, model: dict[str, Any], problems: list[str]
+) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
+    start(**model).save(meta)
+    engine = start(seed=1)
+    before = tensors(engine)
+    with pytest.raises(CheckpointMismatch) as caught:
+        engine.load(meta)
+    assert all(problem in str(caught.value) for problem in problems)
+    assert same(tensors(engine), before)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("other", FORMATS)
+def test_another_format_is_refused(
+    start: Start, tmp_path: Path, name: CheckpointFormat, other: CheckpointFormat
+) -> None:
+    if name == other:
+        return
+    engine = start()
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format=name))
+    with pytest.raises(CheckpointMismatch, match=f"kind '{name}', not '{other}'"):
+        engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format=other))
+
+
+def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"))
+    engine = start()
+    engine.save(meta)
+    engine.spec = replace(SPEC, name="other")
+    with pytest.raises(
+        CheckpointMismatch, match=r"engine 'reference', and this is 'other'; save with format='por"
+    ):
+        engine.load(meta)
+
+
+def test_undeclared_formats_are_refused(start: Start, tmp_path: Path) -> None:
+    engine = start()
+    engine.spec = replace(SPEC, capabilities=frozenset())
+    for name in STATEFUL:
+        meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
+        for call in (engine.save, engine.load):
+            with pytest.raises(UnsupportedCapability, match=f"{name}_checkpoint"):
+                call(meta)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_at_the_path_is_not_found(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
+    engine = start()
+    with pytest.raises(CheckpointNotFound):
+        engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format=name))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FORMATS)
+def test_damage_of_any_file_is_refused_before_anything_changes(
+    start: Start, tmp_path: Path, name: CheckpointFormat, damage: Callable[[Path], None]
+) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
+    engine = start()
+    engine.save(meta)
+    train(engine, 1)
+    before = tensors(engine)
+    for file in [file for file in (tmp_path / "a").rglob("*") if file.is_file()]:
+        if name == "hf" and file.name == "manifest.json" and damage is remove:
+            continue  # without it, a model directory counts as one from elsewhere
+        whole = file.read_bytes()
+        damage(file)
+        with pytest.raises(CheckpointDamaged, match=file.name):
+            engine.load(meta)
+        assert same(tensors(engine), before)
+        file.write_bytes(whole)
+    engine.load(meta)
+    assert not same(tensors(engine), before)
+
+
+# --------------------------------------------------------------- many ranks
+
+
+class StreamingEngine:
+    """Just enough of an engine for `save_portable`: streams are collective, rank 0 writes."""
+
+    def __init__(self, world: World, together: threading.Barrier) -> None:
+        self.world = world
+        self.is_writer = world.rank == 0
+        self.spec = SPEC
+        self.config: TrainEngineConfig = support.config()
+        self.progress = EngineProgress()
+        self.visited: list[str] = []
+        self._together = together
+
+    def hf_config(self) -> Any:
+        return SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="none"))
+
+    def tensor_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def named_tensors(self, kind: str) -> Iterator[tuple[str, Tensor | None]]:
+        for name in ("a", "b"):
+            self._together.wait(TIMEOUT_S)
+            yield name, torch.ones(3) if self.is_writer else None
+        self.visited.append(kind)
+
+
+def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(2)
+    engines: list[Any] = []
+
+    def save(world: World) -> None:
+        engine: Any = StreamingEngine(world, together)
+        engines.append(engine)
+        save_portable(engine, SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
+
+    assert on_ranks(2, save) == [None, None]
+    saved = read_state(str(tmp_path / "a"))
+
+    def full(tensors: Any, file: Path, metadata: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("core_rl.checkpoint.tensor_files.save_file", full)
+    raised = on_ranks(2, save)
+    assert [type(error) for error in raised] == [CheckpointError] * 2
+    assert "rank 0: master-00001.safetensors: No space left on device" in str(raised[1])
+    assert all(engine.visited == list(ALL_KINDS) for engine in engines)
+    assert read_state(str(tmp_path / "a")) == saved
+    assert hidden(tmp_path) == []
+
+
+def test_the_state_is_readable_without_loading(start: Start, tmp_path: Path) -> None:
+    engine = start()
+    train(engine, 2)
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
+    state = read_state(str(tmp_path / "a"))
+    assert state["progress"] == {"lr_steps": 2, "updates": 2, "version": 0}
+    assert state["model"]["vocab_size"] == support.VOCABULARY
+    assert json.loads((tmp_path / "a" / "manifest.json").read_text())["kind"] == "portable"

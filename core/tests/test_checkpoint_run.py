@@ -1,0 +1,185 @@
+"""The checkpoint of a whole run: every part or none, the newest few, and a clear way on after damage."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_support import DAMAGE, hidden, in_child, killed_at, load_text, save_text
+
+from core_rl.checkpoint.local import LocalPlace
+from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+
+CALLS = ("fsync", "mkdir", "rename", "rmdir", "unlink")
+
+
+def parts(text: str) -> dict[str, Callable[[Path], None]]:
+    """An engine, which saves a checkpoint of its own, and a data loader, which writes a file."""
+    return {
+        "engine": lambda directory: save_text(directory, weights=text),
+        "loader": lambda directory: (directory / "state.json").write_text(text) and None,
+    }
+
+
+def save(runs: RunCheckpoints, step: int) -> None:
+    runs.save(step, parts(f"at {step}"), {"step": step, "reward": [0.5, 1.0]})
+
+
+def check(found: RunCheckpoint | None, step: int) -> None:
+    assert found is not None
+    assert found.step == step
+    assert found.state == {"step": step, "reward": [0.5, 1.0]}
+    assert load_text(found.part("engine")) == {"weights": f"at {step}"}
+    assert (found.part("loader") / "state.json").read_text() == f"at {step}"
+
+
+def test_the_latest_is_the_newest_complete(tmp_path: Path) -> None:
+    runs = RunCheckpoints(tmp_path / "runs", keep=2)
+    assert runs.latest() is None
+    for step in (9, 10, 100):
+        save(runs, step)
+        check(runs.latest(), step)
+    assert [entry.name for entry in sorted((tmp_path / "runs").iterdir())] == [
+        "step-00000010",
+        "step-00000100",
+    ]
+    check(RunCheckpoints(tmp_path / "runs", keep=1).latest(), 100)
+
+
+def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 3)
+    runs.save(3, parts("again"), {})
+    found = runs.latest()
+    assert found is not None
+    assert load_text(found.part("engine")) == {"weights": "again"}
+
+
+def test_an_earlier_step_beside_a_later_one_is_refused(tmp_path: Path) -> None:
+    runs = RunCheckpoints(tmp_path, keep=3)
+    save(runs, 10)
+    with pytest.raises(CheckpointError, match="already holds step 10, later than step 4"):
+        save(runs, 4)
+    check(runs.latest(), 10)
+
+
+def test_a_part_that_fails_loses_nothing(tmp_path: Path) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+
+    def fail(directory: Path) -> None:
+        (directory / "half").write_text("x")
+        raise CheckpointError("rank 1: model.safetensors: No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"step-00000002.*model\.safetensors: No space left on device"):
+        runs.save(2, {"engine": fail}, {})
+    check(runs.latest(), 1)
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_save_killed_at_any_point_loses_nothing(tmp_path: Path, step: int) -> None:
+    for point in count(1):
+        runs = RunCheckpoints(tmp_path / str(point), keep=1)
+        save(runs, 2)
+
+        def save_and_die(runs: RunCheckpoints = runs, point: int = point) -> None:
+            with killed_at(point, os, CALLS):
+                runs.save(step, parts(f"at {step}"), {"step": step, "reward": [0.5, 1.0]})
+
+        code = in_child(save_and_die)
+        found = runs.latest()
+        assert found is not None
+        check(found, found.step)
+        assert found.step in (2, step)
+        save(runs, 4)
+        check(runs.latest(), 4)
+        assert [entry.name for entry in runs.root.iterdir()] == ["step-00000004"]
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert found is not None
+    assert found.step == step
+    assert point > 20
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "name", ["state.json", "manifest.json", "loader/state.json", "engine/weights", "engine/manifest.json"]
+)
+def test_a_damaged_newest_is_refused_with_the_way_on(
+    tmp_path: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    runs = RunCheckpoints(tmp_path, keep=2)
+    save(runs, 1)
+    save(runs, 2)
+    damage(tmp_path / "step-00000002" / name)
+    with pytest.raises(CheckpointDamaged) as caught:
+        runs.latest()
+    assert name in str(caught.value)
+    assert f"remove {tmp_path}/step-00000002 to go on from step 1" in str(caught.value)
+
+
+def test_what_is_partial_or_foreign_is_ignored(tmp_path: Path) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+    partial = tmp_path / f".step-00000002.tmp-{'0' * 32}"
+    partial.mkdir()
+    (tmp_path / "step-final").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    check(runs.latest(), 1)
+    save(runs, 3)
+    assert not partial.exists()
+    assert (tmp_path / "step-final").is_dir()
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+
+    def busy(place: LocalPlace) -> None:
+        raise OSError("device or resource busy")
+
+    monkeypatch.setattr(LocalPlace, "remove", busy)
+    save(runs, 2)
+    check(runs.latest(), 2)
+    assert "cannot remove the old checkpoint of step 1" in caplog.text
+
+
+@pytest.mark.parametrize("state", [{"loader": object()}, {1: "one"}])
+def test_a_state_that_is_not_json_is_refused(tmp_path: Path, state: dict[Any, Any]) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    with pytest.raises(CheckpointError, match="the state of the run"):
+        runs.save(1, {}, state)
+    assert runs.latest() is None
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "state.json", "manifest.json"])
+def test_a_part_needs_a_plain_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot name a part"):
+        RunCheckpoints(tmp_path, keep=1).save(1, {name: lambda directory: None}, {})
+
+
+def test_a_part_that_was_not_saved_is_named(tmp_path: Path) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+    found = runs.latest()
+    assert found is not None
+    with pytest.raises(CheckpointNotFound, match="no part 'critic'"):
+        found.part("critic")
+
+
+@pytest.mark.parametrize(
+    ("root", "keep", "problem"), [("s3://bucket/run", 1, "is a URL"), ("runs", 0, "keep = 0")]
+)
+def test_settings_that_make_no_sense_are_refused(root: str, keep: int, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        RunCheckpoints(root, keep=keep)

@@ -1,0 +1,179 @@
+"""Named tensors in safetensors files: written from a stream, read slice by slice."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_support import TIMEOUT_S, on_ranks
+from torch import Tensor
+
+from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
+from core_rl.engines.collectives import World
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
+
+BASE = torch.arange(24.0).reshape(4, 6)
+TENSORS = {
+    "matrix": BASE,
+    "transposed": BASE.t(),
+    "a_row_of_it": BASE[1],
+    "every_second": BASE[:, ::2],
+    "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+    "scalar": torch.tensor(7.0),
+    "empty": torch.zeros(0, 3),
+    "half": torch.arange(5).to(torch.bfloat16),
+    "counts": torch.arange(3),
+}
+
+
+def reusing(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A stream whose tensors are gone when the next one comes."""
+    for name, tensor in tensors.items():
+        lent = tensor.clone()
+        yield name, lent
+        lent.fill_(-1)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 2**30])
+def test_tensors_come_back_bitwise(tmp_path: Path, limit: int) -> None:
+    write_tensors(tmp_path, "master", reusing(TENSORS), writes=True, max_file_bytes=limit)
+    files = TensorFiles(tmp_path, "master")
+    assert set(files.names()) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert files.shape(name) == tuple(tensor.shape)
+        found = files.read(name)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+
+
+def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
+    write_tensors(tmp_path, "master", iter(TENSORS.items()), writes=True)
+    files = TensorFiles(tmp_path, "master")
+    assert all(torch.equal(files.read(name), tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"),
+    [
+        ("matrix", (slice(1, 3), slice(2, 5))),
+        ("matrix", (slice(None), slice(5, 6))),
+        ("matrix", (slice(2, 2), slice(None))),
+        ("matrix", (slice(3, 9),)),
+        ("scalar", ()),
+        ("empty", (slice(0, 0), slice(1, 2))),
+        ("counts", (slice(-2, None),)),
+    ],
+)
+def test_a_slice_is_what_indexing_gives(tmp_path: Path, name: str, slices: tuple[slice, ...]) -> None:
+    write_tensors(tmp_path, "model", iter(TENSORS.items()), writes=True)
+    found = TensorFiles(tmp_path, "model").read(name, slices)
+    assert torch.equal(found, TENSORS[name][slices])
+    assert found.is_contiguous()
+
+
+def test_files_are_named_as_transformers_names_them(tmp_path: Path) -> None:
+    stream = {f"w{number}": torch.full((10,), float(number)) for number in range(5)}
+    write_tensors(tmp_path, "model", iter(stream.items()), writes=True, max_file_bytes=80)
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [*names, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 40
+    assert list(index["weight_map"].values()) == [names[0]] * 2 + [names[1]] * 2 + [names[2]]
+
+
+def test_a_stream_without_tensors_is_a_file_without_tensors(tmp_path: Path) -> None:
+    write_tensors(tmp_path, "exp_avg", iter([]), writes=True)
+    assert TensorFiles(tmp_path, "exp_avg").names() == []
+
+
+def test_a_rank_that_does_not_write_follows_the_stream(tmp_path: Path) -> None:
+    stream = iter([("a", None), ("b", None)])
+    write_tensors(tmp_path, "model", stream, writes=False)
+    assert next(stream, "the end") == "the end"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("items", "problem"),
+    [
+        ([("a", BASE), ("b", None), ("c", BASE)], "no data for 'b'"),
+        ([("a", BASE), ("a", BASE), ("c", BASE)], "'a' twice"),
+    ],
+)
+def test_a_bad_stream_is_refused_at_its_end(
+    tmp_path: Path, items: list[tuple[str, Tensor | None]], problem: str
+) -> None:
+    stream = iter(items)
+    with pytest.raises(CheckpointError, match=problem):
+        write_tensors(tmp_path, "model", stream, writes=True)
+    assert next(stream, "the end") == "the end"
+
+
+def test_a_write_error_leaves_no_rank_waiting_in_the_stream(tmp_path: Path) -> None:
+    (tmp_path / "model-00001.safetensors").mkdir()  # in the way of the first file
+    together = threading.Barrier(2)
+
+    def collective(world: World) -> Iterator[tuple[str, Tensor | None]]:
+        for number in range(6):
+            together.wait(TIMEOUT_S)
+            yield f"w{number}", torch.ones(10) if world.rank == 0 else None
+
+    def save(world: World) -> None:
+        write_tensors(tmp_path, "model", collective(world), writes=world.rank == 0, max_file_bytes=40)
+
+    error, other = on_ranks(2, save)
+    assert isinstance(error, CheckpointError)
+    assert "model-00001.safetensors" in str(error)
+    assert other is None
+
+
+@pytest.mark.parametrize("limit", [40, 10**6])
+def test_it_travels_to_other_processes(tmp_path: Path, limit: int) -> None:
+    write_tensors(tmp_path, "model", iter(TENSORS.items()), writes=True, max_file_bytes=limit)
+    copy = pickle.loads(pickle.dumps(TensorFiles(tmp_path, "model")))
+    assert torch.equal(copy.read("matrix"), BASE)
+
+
+def _cut(directory: Path) -> str:
+    file = directory / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    return file.name
+
+
+def _remove(directory: Path) -> str:
+    file = directory / "model-00002-of-00003.safetensors"
+    file.unlink()
+    return file.name
+
+
+def _swap(directory: Path) -> str:
+    first, second = (directory / f"model-0000{number}-of-00003.safetensors" for number in (1, 2))
+    second.write_bytes(first.read_bytes())
+    return second.name
+
+
+def _garble(directory: Path) -> str:
+    index = directory / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:-20])
+    return index.name
+
+
+@pytest.mark.parametrize("damage", [_cut, _remove, _swap, _garble])
+def test_damage_is_refused_with_the_files_name(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    stream = {f"w{number}": torch.full((10,), float(number)) for number in range(3)}
+    write_tensors(tmp_path, "model", iter(stream.items()), writes=True, max_file_bytes=40)
+    with pytest.raises(CheckpointDamaged, match=damage(tmp_path)):
+        TensorFiles(tmp_path, "model")
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=r"model\.safetensors"):
+        TensorFiles(tmp_path, "model")
+    write_tensors(tmp_path, "model", iter(TENSORS.items()), writes=True)
+    with pytest.raises(WeightsError, match="no tensor 'lm_head'"):
+        TensorFiles(tmp_path, "model").read("lm_head")

@@ -1,0 +1,242 @@
+"""The command line: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core_rl import __version__, errors
+from core_rl.cli import main
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.engines.registry import register_engine
+from core_rl.engines.spec import Capability, EngineSpec
+
+GOOD = EngineSpec(
+    name="alpha",
+    kind="train",
+    protocol=(0, 1),
+    factory="backend_that_is_not_installed:Engine",
+    config="core_rl.config.engine:TrainEngineConfig",
+    capabilities=frozenset({Capability.MOE, Capability.LORA}),
+    description="An engine [for tests].",
+)
+
+
+@pytest.fixture
+def alpha(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COLUMNS", "100")
+    with register_engine(GOOD):
+        yield
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "beta_plugin-3.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: beta-plugin\nVersion: 3.2\n", encoding="utf-8"
+    )
+    (info / "entry_points.txt").write_text("[rl_engines]\nbeta = beta_cli:SPEC\n", encoding="utf-8")
+    (tmp_path / "beta_cli.py").write_text("raise RuntimeError('boom')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--version") == 0
+    assert capsys.readouterr().out == f"core-rl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["engines", "--help"], ["engines", "show", "-h"], ["train", "-h"]]
+)
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*arguments) == 0
+    assert "Usage: core-rl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["quux"], ["train"], ["engines", "show"], ["engines", "--quux"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*arguments) == 2
+    assert "Usage: core-rl" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alpha", "broken")
+def test_engines_lists_all_and_says_why_one_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("engines") == 0
+    lines = capsys.readouterr().out.splitlines()
+    good = next(line for line in lines if line.strip().startswith("alpha"))
+    assert good.split()[-2:] == [f"2/{len(Capability)}", "ok"]
+    bad = next(line for line in lines if line.strip().startswith("beta"))
+    assert "beta-plugin 3.2" in bad
+    assert bad.split()[-1] == "broken"
+    assert "RuntimeError: boom" in "\n".join(lines)
+
+
+@pytest.mark.usefixtures("alpha", "broken")
+def test_engines_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("engines", "--json") == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["engines"]}
+    assert listed["alpha"]["spec"]["capabilities"] == ["lora", "moe"]
+    assert (listed["alpha"]["status"], listed["alpha"]["error"]) == ("ok", None)
+    assert (listed["beta"]["status"], listed["beta"]["error"]["type"]) == ("broken", "EngineBroken")
+    assert "boom" in listed["beta"]["error"]["message"]
+
+
+@pytest.mark.usefixtures("broken")
+def test_engines_strict_fails_for_a_broken_one() -> None:
+    assert _run("engines", "--strict") == 1
+
+
+@pytest.mark.usefixtures("alpha")
+def test_show_prints_capabilities_and_fields_without_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("engines", "show", "alpha") == 0
+    out = capsys.readouterr().out
+    assert "An engine [for tests]." in out
+    assert "supported: lora, moe" in out
+    assert "optimizer.schedule.min_lr_ratio  float (>= 0.0, <= 1.0)  default 0.0" in out
+    assert "optimizer  section | null  default as below" in out
+    assert "model  section  required" in out
+
+
+@pytest.mark.usefixtures("alpha")
+def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("engines", "show", "alpha", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["capabilities"] == ["lora", "moe"]
+    fields = {field["name"]: field for field in shown["fields"]}
+    assert fields["optimizer.lr"]["default"] == 1e-5
+    assert fields["model"]["required"]
+
+
+def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("engines", "show", "quux") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: no installed engine is called 'quux'")
+
+
+class _Training(types.ModuleType):
+    """Stands for `core_rl.training`: records the call and does what the test asks."""
+
+    def __init__(self, outcome: BaseException | dict[str, float]) -> None:
+        super().__init__("core_rl.training")
+        self.outcome = outcome
+        self.calls: list[tuple[Path, list[str]]] = []
+
+    def run_recipe(self, path: Path, overrides: list[str]) -> dict[str, float]:
+        self.calls.append((path, overrides))
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+    def load_recipe(self, path: Path, overrides: list[str]) -> TrainEngineConfig:
+        return TrainEngineConfig.model_validate({"model": {"path": str(path)}, "seed": len(overrides)})
+
+
+def _training(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str, float]) -> _Training:
+    training = _Training(outcome)
+    monkeypatch.setitem(sys.modules, "core_rl.training", training)
+    return training
+
+
+def test_train_hands_on_the_recipe_and_the_overrides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = _training(monkeypatch, {"reward": 0.5})
+    assert _run("train", "recipe.yaml", "engine=fsdp", "optimizer.lr=1e-5") == 0
+    assert training.calls == [(Path("recipe.yaml"), ["engine=fsdp", "optimizer.lr=1e-5"])]
+    assert capsys.readouterr().out == ""
+
+
+def test_train_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _training(monkeypatch, {"reward": 0.5})
+    assert _run("train", "recipe.yaml", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"reward": 0.5}
+
+
+def test_train_dry_run_prints_the_recipe_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = _training(monkeypatch, {})
+    assert _run("train", "recipe.yaml", "a=1", "--dry-run") == 0
+    assert json.loads(capsys.readouterr().out)["seed"] == 1
+    assert training.calls == []
+
+
+OUTCOMES = [
+    (errors.ConfigError("wrong field"), 2, "error: wrong field"),
+    (errors.LayoutError("wrong layout"), 2, "error: wrong layout"),
+    (errors.EngineNotFound("no engine"), 2, "error: no engine"),
+    (errors.CheckpointDamaged("truncated"), 1, "error: truncated"),
+    (errors.RankFailed("rank 1 failed", 1, "Traceback of rank 1"), 1, "Traceback of rank 1"),
+    (KeyboardInterrupt(), 130, "the same command goes on"),
+]
+
+
+@pytest.mark.parametrize(("outcome", "code", "message"), OUTCOMES)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outcome: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    _training(monkeypatch, outcome)
+    assert _run("train", "recipe.yaml") == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_what_core_rl_does_not_raise_on_purpose_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    _training(monkeypatch, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main(["train", "recipe.yaml"])
+
+
+def test_a_missing_recipe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("train", "no_such_recipe.yaml") == 2
+    assert "no_such_recipe.yaml" in capsys.readouterr().err
+
+
+IMPORTS = """
+import sys
+from core_rl.cli import main
+try:
+    main({arguments!r})
+except SystemExit as end:
+    assert not end.code, end.code
+found = set(sys.modules) & {heavy!r}
+print(*sorted(found), file=sys.stderr)
+"""
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "torchdata",
+    "safetensors",
+    "fsspec",
+    "matplotlib",
+    "pytest",
+    "hypothesis",
+}
+
+
+@pytest.mark.parametrize("arguments", [["engines"], ["engines", "--json"], ["engines", "show", "reference"]])
+def test_engines_imports_nothing_that_takes_long(arguments: list[str]) -> None:
+    code = IMPORTS.format(arguments=arguments, heavy=HEAVY)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.split() == []

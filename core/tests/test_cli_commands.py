@@ -1,0 +1,130 @@
+"""Commands of other distributions. They are real ones on disk: metadata, entry points and a module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from core_rl.cli import main
+
+Install = Callable[[str, str, str], None]
+GREET = """
+from typing import Annotated
+import typer
+
+def greet(name: str, loud: Annotated[bool, typer.Option("--loud", help="Shout.")] = False) -> None:
+    '''Greet somebody.'''
+    typer.echo(f"hello {name.upper() if loud else name}")
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a distribution with one command; its module goes afterwards."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def _install(distribution: str, entry_points: str, source: str) -> None:
+        module = distribution.replace("-", "_")
+        info = tmp_path / distribution / f"{module}-1.0.dist-info"
+        info.mkdir(parents=True)
+        metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
+        (info / "METADATA").write_text(metadata, encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[core_rl_commands]\n{entry_points}\n", encoding="utf-8")
+        (tmp_path / distribution / f"{module}.py").write_text(source, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path / distribution)
+
+    before = set(sys.modules)
+    yield _install
+    for name in set(sys.modules) - before:
+        if name.startswith(("alpha", "beta")):
+            del sys.modules[name]
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def test_a_command_of_another_distribution_is_one_of_core_rl(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("alpha-commands", "greet = alpha_commands:greet", GREET)
+    assert _run("--help") == 0
+    assert any("greet" in line and "Greet somebody." in line for line in capsys.readouterr().out.splitlines())
+    assert _run("greet", "ann", "--loud") == 0
+    assert capsys.readouterr().out == "hello ANN\n"
+    assert _run("greet") == 2
+    assert _run("gret", "ann") == 2
+    assert "Did you mean 'greet'" in capsys.readouterr().err
+
+
+def test_this_distribution_declares_its_own_that_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--help") == 0
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in ("engines", "train", "report", "new-engine"))
+
+
+BROKEN = [
+    pytest.param("raise RuntimeError('boom')", "RuntimeError: boom", id="raises"),
+    pytest.param("import no_such_backend", "no_such_backend", id="needs something"),
+    pytest.param("", "greet", id="has no such function"),
+    pytest.param("greet = 3", "is no function", id="is no function"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), BROKEN)
+def test_a_broken_command_says_why_and_hides_no_other(
+    install: Install, capsys: pytest.CaptureFixture[str], source: str, message: str
+) -> None:
+    install("alpha-commands", "greet = alpha_commands:greet", source)
+    install("beta-commands", "hail = beta_commands:greet", GREET)
+    assert _run("--help") == 0
+    assert "(broken) command 'greet' of alpha-commands" in capsys.readouterr().out
+    assert _run("greet", "ann", "--loud") == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: command 'greet' of alpha-commands") and message in captured.err
+    assert _run("hail", "ann") == 0
+    assert capsys.readouterr().out == "hello ann\n"
+
+
+def test_two_distributions_for_one_command_are_both_named(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("alpha-commands", "greet = alpha_commands:greet", GREET)
+    install("beta-commands", "greet = beta_commands:greet", GREET)
+    assert _run("greet", "ann") == 2
+    err = capsys.readouterr().err
+    assert "'greet' is claimed by" in err and "alpha-commands" in err and "beta-commands" in err
+
+
+def test_a_built_in_command_cannot_be_replaced(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("alpha-commands", "engines = alpha_commands:greet", GREET)
+    assert _run("engines") == 0
+    assert "hello" not in capsys.readouterr().out
+    assert _run("--help") == 0
+    assert "Greet somebody." not in capsys.readouterr().out
+
+
+def test_unreadable_entry_points_hide_no_command(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("alpha-commands", "greet = alpha_commands:greet", GREET)
+    install("beta-commands", "a line without an equals sign", GREET)
+    assert _run("greet", "ann") == 0
+    assert capsys.readouterr().out == "hello ann\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["new-engine", "--help"]])
+def test_help_imports_neither_torch_nor_transformers(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom core_rl.cli import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print(*sorted(set(sys.modules) & {'torch', 'transformers', 'numpy', 'jinja2'}), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.split() == []

@@ -1,0 +1,73 @@
+"""The channel between the driver and a rank keeps its deadlines."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_rl.launch.messages import HEADER, Channel
+
+Ends = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    left, right = socket.socketpair()
+    with left, right:
+        yield left, right
+
+
+@settings(deadline=None)
+@given(payloads=st.lists(st.binary(max_size=300), max_size=5))
+def test_messages_arrive_in_order(payloads: list[bytes]) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        for payload in payloads:
+            Channel(left).send(payload)
+        channel = Channel(right)
+        assert [bytes(channel.receive(time.monotonic() + 60)) for _ in payloads] == payloads
+
+
+def test_a_large_message_passes_a_small_buffer(ends: Ends) -> None:
+    payload = bytes(range(256)) * 100_000
+    sender = threading.Thread(target=Channel(ends[0]).send, args=(payload,))
+    sender.start()
+    assert Channel(ends[1]).receive(time.monotonic() + 60) == payload
+    sender.join()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", HEADER.pack(10), HEADER.pack(10) + b"12345"])
+def test_receive_gives_up_at_the_deadline_and_at_the_end(ends: Ends, sent: bytes) -> None:
+    ends[0].sendall(sent)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        Channel(ends[1]).receive(started + 0.2)
+    assert 0.2 <= time.monotonic() - started < 30
+    ends[0].sendall(sent)
+    ends[0].close()
+    with pytest.raises(EOFError):
+        Channel(ends[1]).receive(time.monotonic() + 60)
+
+
+def test_send_gives_up_at_the_deadline(ends: Ends) -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        Channel(ends[0]).send(bytes(50_000_000), started + 0.2)
+    assert 0.2 <= time.monotonic() - started < 30
+
+
+def test_send_to_a_closed_end_fails(ends: Ends) -> None:
+    ends[1].close()
+    with pytest.raises(BrokenPipeError):
+        Channel(ends[0]).send(b"hello", time.monotonic() + 60)
+
+
+def test_a_deadline_that_has_passed_is_a_timeout(ends: Ends) -> None:
+    with pytest.raises(TimeoutError):
+        Channel(ends[1]).receive(time.monotonic() - 1)

@@ -1,0 +1,408 @@
+"""`InferenceEngine`: the guards of its public methods, checked with a toy engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rollout_support import (
+    CONTEXT,
+    VOCAB,
+    GatedWorkflow,
+    ToyEngine,
+    eventually,
+    keys,
+    refuse,
+    toy_config,
+    toy_spec,
+)
+
+from core_rl.config.engine import InferenceEngineConfig, ModelConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.inference import TopLogprobs
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.errors import (
+    BatchError,
+    ConfigError,
+    CoreRLError,
+    EngineContractError,
+    EngineStateError,
+    LayoutError,
+    RolloutError,
+    UnsupportedCapability,
+    WeightsError,
+)
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.rollout.workflow import SingleTurnWorkflow
+
+SHORT = SamplingParams(max_new_tokens=3)
+REQUEST = LLMRequest(input_ids=(1, 2), sampling=SHORT)
+UPDATE = WeightUpdateMeta(path="/nowhere", version=1)
+
+
+@pytest.fixture
+def engine() -> Iterator[ToyEngine]:
+    made = ToyEngine(toy_spec(), toy_config())
+    made.initialize()
+    yield made
+    made.destroy()
+
+
+def ask(engine: ToyEngine, request: LLMRequest = REQUEST) -> LLMResponse:
+    return asyncio.run(engine.agenerate(request))
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (toy_config(layout=ParallelLayout(tp=2)), LayoutError, "needs .*tensor_parallel"),
+        (toy_config(dtype="bfloat16"), UnsupportedCapability, "bfloat16"),
+        (toy_config(device="cuda"), UnsupportedCapability, "cuda"),
+        (InferenceEngineConfig(model=ModelConfig(path="x", head="value")), ConfigError, "head = 'value'"),
+    ],
+)
+def test_a_config_that_the_engine_cannot_serve_is_refused(
+    config: InferenceEngineConfig, error: type[CoreRLError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ToyEngine(toy_spec(), config)
+
+
+def test_methods_need_an_initialized_engine(engine: ToyEngine) -> None:
+    with pytest.raises(EngineStateError, match="initialize"):
+        engine.initialize()
+    new = ToyEngine(toy_spec(), toy_config())
+    for call in (
+        lambda: ask(new), lambda: new.update_weights(UPDATE), new.pause, new.resume, lambda: new.set_version(1),
+        lambda: new.submit({}, GatedWorkflow()), new.release_memory, lambda: new.limits,
+    ):  # fmt: skip
+        with pytest.raises(EngineStateError, match="initialize"):
+            call()
+    engine.destroy()
+    engine.destroy()
+    assert engine.calls == ["teardown"]
+    with pytest.raises(EngineStateError, match="destroyed"):
+        ask(engine)
+
+
+def test_addresses_are_one_or_several() -> None:
+    for addr, expected in ((None, ()), ("a:1", ("a:1",)), (["a:1", "b:2"], ("a:1", "b:2"))):
+        made = ToyEngine(toy_spec(), toy_config())
+        made.initialize(addr)
+        assert made.addresses == expected
+        made.destroy()
+
+
+def test_an_answer_comes_back_with_its_latency(engine: ToyEngine) -> None:
+    response = ask(engine)
+    assert response.output_ids == (3, 4, 5)
+    assert response.versions == (0, 0, 0)
+    assert response.latency_s > 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (LLMRequest(input_ids=()), "the prompt is empty"),
+        (LLMRequest(input_ids=(1, VOCAB)), f"prompt holds the token id {VOCAB}; the vocabulary has {VOCAB}"),
+        (LLMRequest(input_ids=(-1,)), "prompt holds the token id -1"),
+        (
+            LLMRequest(input_ids=(1,), sampling=SamplingParams(stop_token_ids=(VOCAB + 3,))),
+            f"stop_token_ids holds the token id {VOCAB + 3}",
+        ),
+        (
+            LLMRequest(input_ids=(1,) * (CONTEXT - 2), sampling=SHORT),
+            f"a prompt of {CONTEXT - 2} tokens and max_new_tokens = 3 exceed the context of {CONTEXT}",
+        ),
+    ],
+)
+def test_a_request_that_the_model_cannot_take_never_reaches_it(
+    engine: ToyEngine, request_: LLMRequest, message: str
+) -> None:
+    engine.answer = lambda request, response: pytest.fail("it reached the engine")
+    with pytest.raises(RolloutError, match=message):
+        ask(engine, request_)
+
+
+def test_the_longest_request_that_fits_is_taken(engine: ToyEngine) -> None:
+    assert len(ask(engine, LLMRequest(input_ids=(1,) * (CONTEXT - 3), sampling=SHORT)).output_ids) == 3
+
+
+def shorter(response: LLMResponse) -> LLMResponse:
+    return replace(response, output_ids=(3,), logprobs=(-0.5,), versions=(0,))
+
+
+def longer(response: LLMResponse) -> LLMResponse:
+    return replace(response, output_ids=(3,) * 4, logprobs=(-0.5,) * 4, versions=(0,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda r: None, "_agenerate returned a NoneType"),
+        (lambda r: replace(r, rid="other"), "it repeats another request"),
+        (lambda r: replace(r, input_ids=(1, 3)), "another prompt"),
+        (longer, "4 tokens; max_new_tokens = 3"),
+        (shorter, "stop_reason = 'length' after 1 of 3 tokens"),
+        (
+            lambda r: replace(r, output_ids=(3, 4, VOCAB)),
+            f"the output token {VOCAB} is not in the vocabulary",
+        ),
+        (lambda r: replace(r, output_ids=(3, 4, 5.0)), "the output token 5.0"),
+        (lambda r: replace(r, logprobs=(-0.5, float("nan"), -0.5)), "the log-prob nan"),
+        (lambda r: replace(r, logprobs=(-0.5, 0.3, -0.5)), "the log-prob 0.3"),
+        (lambda r: replace(r, logprobs=(torch.tensor(-1.0),) * 3), r"the log-prob tensor\(-1.\)"),
+        (lambda r: replace(r, versions=(0, 0, 1)), r"versions \[0, 1\]; the weights had 0 to 0"),
+        (lambda r: replace(r, versions=(None,) * 3), r"versions \[None\]"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_is_refused(engine: ToyEngine, spoil: Any, message: str) -> None:
+    engine.answer = lambda request, response: spoil(response)
+    with pytest.raises(EngineContractError, match=message):
+        ask(engine)
+
+
+def test_versions_may_rise_along_an_answer_and_not_fall(engine: ToyEngine) -> None:
+    def update(response: LLMResponse, versions: tuple[int, ...]) -> LLMResponse:
+        engine.update_weights(WeightUpdateMeta(path="/x", version=2)).result()
+        return replace(response, versions=versions)
+
+    engine.answer = lambda request, response: update(response, (0, 2, 2))
+    assert ask(engine).versions == (0, 2, 2)
+    engine.set_version(0)
+    engine.answer = lambda request, response: update(response, (2, 0, 0))
+    with pytest.raises(EngineContractError, match="versions fall along the answer"):
+        ask(engine)
+
+
+def test_an_answer_may_carry_the_version_of_an_update_that_is_about_to_end(engine: ToyEngine) -> None:
+    installed, finish = threading.Event(), threading.Event()
+
+    def update(meta: WeightUpdateMeta) -> None:
+        engine.served = meta.version
+        installed.set()
+        assert finish.wait(60)
+
+    engine.update = update
+    future = engine.update_weights(UPDATE)
+    assert installed.wait(60)
+    assert engine.get_version() == 0
+    assert ask(engine).versions == (1, 1, 1)
+    finish.set()
+    future.result(60)
+    assert engine.get_version() == 1
+
+
+def test_a_failed_update_keeps_the_version(engine: ToyEngine) -> None:
+    engine.update = refuse
+    with pytest.raises(WeightsError, match="cannot read /nowhere"):
+        engine.update_weights(UPDATE).result(60)
+    assert engine.get_version() == 0
+    assert ask(engine).versions == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("meta", "error", "message"),
+    [
+        (WeightUpdateMeta(path="/x", version=2), EngineStateError, "to version 2, and the engine has 3"),
+        (WeightUpdateMeta(method="tensor", version=4), UnsupportedCapability, "weight sync by 'tensor'"),
+    ],
+)
+def test_updates_that_cannot_be_are_refused_at_once(
+    engine: ToyEngine, meta: WeightUpdateMeta, error: type[CoreRLError], message: str
+) -> None:
+    engine.set_version(3)
+    with pytest.raises(error, match=message):
+        engine.update_weights(meta)
+    assert engine.get_version() == 3
+
+
+BATCH = SequenceBatch.from_sequences([[1, 2, 3], [4, 5]])
+
+
+def test_scores_are_checked(engine: ToyEngine) -> None:
+    assert engine.score(BATCH, temperature=2.0).tolist() == [0, -2, -2, 0, -2]
+    assert engine.top_logprobs(BATCH, 4).ids.shape == (5, 4)
+    too_high = SequenceBatch.from_sequences([[1], [2, VOCAB]])
+    with pytest.raises(BatchError, match=f"sequence 1 holds the token id {VOCAB}"):
+        engine.score(too_high)
+    with pytest.raises(BatchError, match=f"sequence 0 has {CONTEXT + 1} tokens"):
+        engine.score(SequenceBatch.from_sequences([[1] * (CONTEXT + 1)]))
+    with pytest.raises(BatchError, match="the batch is empty"):
+        engine.score(SequenceBatch.from_sequences([]))
+    with pytest.raises(CoreRLError, match="temperature = 0"):
+        engine.score(BATCH, temperature=0.0)
+    with pytest.raises(RolloutError, match="k is between 1"):
+        engine.top_logprobs(BATCH, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(5, dtype=torch.float64), r"float64 \[5\]"),
+        (torch.zeros(4), r"float32 \[4\]"),
+        ([0.0] * 5, "list"),
+        (torch.tensor([0, -1, -1, -1, -1.0]), "other than 0 for a first token"),
+        (torch.tensor([0, float("nan"), -1, 0, -1.0]), "NaN"),
+    ],
+)
+def test_scores_that_break_the_contract_are_refused(engine: ToyEngine, values: Any, message: str) -> None:
+    engine._score = lambda batch, temperature: values  # type: ignore[method-assign]
+    with pytest.raises(EngineContractError, match=message):
+        engine.score(BATCH)
+
+
+def test_top_ids_that_break_the_contract_are_refused(engine: ToyEngine) -> None:
+    top = TopLogprobs(ids=torch.zeros(5, 2), logprobs=torch.zeros(5, 2))
+    engine._top_logprobs = lambda batch, k, temperature: top  # type: ignore[method-assign]
+    with pytest.raises(EngineContractError, match=r"float32 \[5, 2\]"):
+        engine.top_logprobs(BATCH, 2)
+
+
+def test_undeclared_capabilities_refuse_cleanly() -> None:
+    new = ToyEngine(toy_spec(frozenset()), toy_config())
+    with pytest.raises(UnsupportedCapability, match="launch_server"):
+        new.launch_server()
+    new.initialize()
+    for call in (
+        lambda: new.score(BATCH), lambda: new.top_logprobs(BATCH, 1), lambda: new.update_weights(UPDATE),
+        new.release_memory, new.resume_memory,
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedCapability):
+            call()
+    new.pause()  # the core's own gate needs no capability
+    new.resume()
+    assert new.calls == []
+    new.destroy()
+
+
+def test_servers_are_launched_before_initialize(engine: ToyEngine) -> None:
+    assert ToyEngine(toy_spec(), toy_config()).launch_server(2) == ("127.0.0.1:9000", "127.0.0.1:9001")
+    with pytest.raises(EngineStateError):
+        engine.launch_server()
+
+
+def test_generation_waits_while_paused_and_a_cancelled_request_does_not_wake_the_others(
+    engine: ToyEngine,
+) -> None:
+    async def scene() -> LLMResponse:
+        engine.pause()
+        engine.pause()
+        first, second = (asyncio.ensure_future(engine.agenerate(REQUEST)) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0.01)
+        assert first.cancelled()
+        assert not second.done()
+        engine.resume()
+        return await asyncio.wait_for(second, 60)
+
+    assert asyncio.run(scene()).output_ids == (3, 4, 5)
+    assert engine.calls == ["pause", "resume"]
+
+
+def test_a_request_that_waits_when_the_engine_goes_is_told(engine: ToyEngine) -> None:
+    async def scene() -> None:
+        engine.pause()
+        request = asyncio.ensure_future(engine.agenerate(REQUEST))
+        await asyncio.sleep(0.01)
+        engine.destroy()
+        with pytest.raises(EngineStateError, match="destroyed"):
+            await asyncio.wait_for(request, 60)
+
+    asyncio.run(scene())
+
+
+def test_memory_is_released_when_nothing_is_in_flight(engine: ToyEngine) -> None:
+    def release(response: LLMResponse) -> LLMResponse:
+        with pytest.raises(EngineStateError, match="1 requests in flight"):
+            engine.release_memory()
+        return response
+
+    engine.answer = lambda request, response: release(response)
+    ask(engine)
+    engine.release_memory()
+    for call in (lambda: ask(engine), lambda: engine.score(BATCH)):
+        with pytest.raises(EngineStateError, match="resume_memory"):
+            call()
+    engine.resume_memory()
+    engine.answer = lambda request, response: response
+    assert ask(engine).output_ids == (3, 4, 5)
+
+
+def count(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
+    return float(sum(output_ids))
+
+
+def test_rollout_end_to_end(engine: ToyEngine) -> None:
+    data = [{"prompt_ids": [value]} for value in (30, 10, 20)]
+    batch = engine.rollout(data, SingleTurnWorkflow(reward=count, sampling=SHORT, group_size=2), timeout=60)
+    starts = batch.cu_seqlens[:-1].long()
+    assert batch.input_ids[starts].tolist() == [30, 30, 10, 10, 20, 20]
+    assert batch["rewards"].tolist() == [96, 96, 36, 36, 66, 66]
+    assert batch["group"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "core-rl" in thread.name]
+
+
+def test_a_reward_that_hangs_ends_the_rollout_and_not_the_engine(engine: ToyEngine) -> None:
+    free = threading.Event()
+
+    def hang(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
+        free.wait(60)
+        return 0.0
+
+    data = [{"prompt_ids": [30]}]
+    with pytest.raises(RolloutError, match=r"1 of 1 samples have no result after 1 s"):
+        engine.rollout(data, SingleTurnWorkflow(reward=hang, sampling=SHORT), timeout=1)
+    assert (
+        engine.rollout(data, SingleTurnWorkflow(reward=count, sampling=SHORT), timeout=60).num_sequences == 1
+    )
+    engine.destroy()
+    eventually(lambda: our_threads() == ["core-rl-reward"])
+    free.set()
+    eventually(lambda: our_threads() == [])
+
+
+def test_a_rollout_without_accepted_samples_says_so(engine: ToyEngine) -> None:
+    gated = GatedWorkflow()
+    gated.reject, gated.released = {0, 1}, {0, 1}
+    with pytest.raises(RolloutError, match="none of 2 samples was accepted"):
+        engine.rollout(keys(0, 1), gated, timeout=60)
+
+
+def test_new_weights_start_what_waited_for_them() -> None:
+    engine = ToyEngine(toy_spec(), toy_config(consumer_batch_size=2))
+    engine.initialize()
+    gated = GatedWorkflow()
+    gated.release(*range(10))
+    loader = iter([keys(0, 1), keys(2, 3), keys(4, 5)])
+    assert engine.prepare_batch(loader, gated, timeout=60).input_ids.tolist() == [0, 1]
+    engine.submit({"key": 2}, gated)
+    assert gated.wait_started(2) == [0, 1]
+    engine.update_weights(UPDATE).result(60)
+    assert gated.wait_started(3) == [0, 1, 2]
+    assert engine.wait(1, timeout=60).input_ids.tolist() == [2]
+    engine.destroy()
+
+
+def test_destroy_cancels_episodes_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    engine = ToyEngine(toy_spec(), toy_config(consumer_batch_size=2))
+    engine.initialize()
+    gated = GatedWorkflow()
+    for sample in keys(0, 1):
+        engine.submit(sample, gated)
+    gated.wait_started(2)
+    engine.update_weights(UPDATE).result(60)
+    engine.destroy()
+    assert sorted(gated.cancelled) == [0, 1]
+    eventually(lambda: set(threading.enumerate()) <= before)

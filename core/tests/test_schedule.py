@@ -1,0 +1,86 @@
+"""Learning rates as a pure function of the step, metrics, and the gradient norm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from core_rl.config.engine import OptimizerConfig, ScheduleConfig
+from core_rl.engines.collectives import World
+from core_rl.engines.grad_norm import GradShard, global_grad_norm
+from core_rl.engines.metrics import Metric, merge_metrics
+from core_rl.engines.schedule import decays, learning_rate, schedule_length
+from core_rl.errors import ConfigError, LossError
+
+COSINE_HALF = 0.1 + 0.9 * 0.5
+RATES = [
+    ("constant", 0, None, [(0, 1.0), (100, 1.0)]),
+    ("linear", 0, 10, [(0, 1.0), (5, 0.1 + 0.9 * 0.5), (10, 0.1), (99, 0.1)]),
+    ("cosine", 0, 10, [(0, 1.0), (5, COSINE_HALF), (10, 0.1)]),
+    ("linear", 4, 14, [(0, 0.2), (3, 0.8), (4, 1.0), (9, 0.55), (14, 0.1)]),
+]
+
+
+@pytest.mark.parametrize(("kind", "warmup", "total", "expected"), RATES)
+def test_learning_rate(kind: str, warmup: int, total: int | None, expected: list[tuple[int, float]]) -> None:
+    schedule = ScheduleConfig(type=kind, warmup_steps=warmup, total_steps=total, min_lr_ratio=0.1)
+    config = OptimizerConfig(lr=2.0, schedule=schedule)
+    length = schedule_length(config, None)
+    for step, factor in expected:
+        assert learning_rate(config, step, length) == pytest.approx(2.0 * factor)
+
+
+def test_a_decay_needs_an_end() -> None:
+    config = OptimizerConfig(schedule=ScheduleConfig(type="cosine"))
+    with pytest.raises(ConfigError, match=r"set optimizer.schedule.total_steps or pass a FinetuneSpec"):
+        schedule_length(config, None)
+    assert schedule_length(config, 7) == 7
+    late = OptimizerConfig(schedule=ScheduleConfig(type="linear", warmup_steps=5, total_steps=5))
+    with pytest.raises(ConfigError, match="is not after warmup_steps = 5"):
+        schedule_length(late, None)
+
+
+def test_only_matrices_decay() -> None:
+    assert decays((3, 4)) and not decays((3,)) and not decays(())
+
+
+def test_metrics_are_reduced_by_their_kind() -> None:
+    parts = [
+        {"m": Metric.mean(3.0, 1), "s": Metric.sum(1), "hi": Metric.max(2), "lo": Metric.min(2)},
+        {
+            "m": Metric.mean(torch.tensor(1.0), 3),
+            "s": Metric.sum(5),
+            "hi": Metric.max(-1),
+            "lo": Metric.min(-1),
+        },
+        {},
+    ]
+    merged = {name: metric.result() for name, metric in merge_metrics(parts).items()}
+    assert merged == {"m": 1.0, "s": 6.0, "hi": 2.0, "lo": -1.0}
+    assert math.isnan(Metric.mean(0.0, 0).result())
+    assert math.isnan((Metric.max(1.0) + Metric.max(math.nan)).result())
+
+
+def test_a_metric_that_is_no_metric_or_changes_kind_is_refused() -> None:
+    with pytest.raises(LossError, match="metric 'kl' is a float"):
+        merge_metrics([{"kl": 0.1}])  # type: ignore[dict-item]
+    with pytest.raises(LossError, match="is a mean in one micro-batch and a sum in another"):
+        merge_metrics([{"kl": Metric.mean(1, 1)}, {"kl": Metric.sum(1)}])
+
+
+def test_the_norm_is_accumulated_in_float64() -> None:
+    grad = torch.full((2_500_000,), 1e-3)
+    exact = math.sqrt(len(grad)) * float(grad[0].double())
+    assert global_grad_norm([GradShard("w", grad)], World()) == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_duplicate_is_counted_on_its_lowest_rank_only() -> None:
+    here, elsewhere = GradShard("a", torch.tensor([3.0]), (0, 1)), GradShard("b", torch.tensor([4.0]), (1, 0))
+    assert global_grad_norm([here, elsewhere], World()) == 5.0
+    assert global_grad_norm([GradShard("a", torch.tensor([3.0]), (-1, 0))], World()) == 0.0
+
+
+def test_non_finite_gradients_give_a_non_finite_norm() -> None:
+    assert math.isnan(global_grad_norm([GradShard("w", torch.tensor([1.0, math.nan]))], World()))

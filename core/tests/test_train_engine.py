@@ -1,0 +1,358 @@
+"""The public methods of `TrainEngine`: states, scale, skipped steps, and bad input, on a real engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import engine_support as support
+import pytest
+import torch
+
+from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.loss import LossSpec, count_sequences
+from core_rl.engines.meta import FinetuneSpec, RankAddress, WeightUpdateMeta
+from core_rl.engines.named_tensors import TensorDict
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.train import TrainEngine
+from core_rl.errors import (
+    BatchError,
+    ConfigError,
+    EngineContractError,
+    EngineStateError,
+    LayoutError,
+    LossError,
+    UnsupportedCapability,
+    WeightsError,
+)
+from core_rl_conformance.reference import SPEC
+from core_rl_conformance.reference.config import ReferenceConfig
+from core_rl_conformance.reference.train import ReferenceEngine
+
+ONE, TWO = MicroBatchSpec(count=1), MicroBatchSpec(count=2)
+NLL = LossSpec(fn=support.weighted_nll)
+
+
+@pytest.fixture
+def engine() -> Iterator[TrainEngine]:
+    built = support.engine()
+    yield built
+    built.destroy()
+
+
+def tensors(engine: TrainEngine, kind: Any = "master") -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.named_tensors(kind) if value is not None}
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+# ------------------------------------------------------------------ one step
+
+
+def test_a_step_reports_and_changes_every_parameter(engine: TrainEngine) -> None:
+    before = tensors(engine)
+    metrics = engine.train_batch(support.batch(), NLL, TWO)
+    assert metrics.keys() == {"loss", "nll", "grad_norm", "lr", "update_successful"}
+    assert metrics["loss"] == pytest.approx(metrics["nll"]) and metrics["update_successful"] == 1
+    assert changed(before, tensors(engine)) == list(before)
+
+
+def test_two_calls_with_the_total_weight_equal_one(engine: TrainEngine) -> None:
+    batch = support.batch()
+    engine.forward_backward(batch, NLL, ONE)
+    whole = tensors(engine, "grads")
+    engine.optimizer_zero_grad()
+    total = NLL.weight(batch)
+    for part in (batch.select([0]), batch.select([1, 2])):
+        engine.forward_backward(part, NLL, ONE, total_weight=total)
+    for name, grad in tensors(engine, "grads").items():
+        torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_are_normalised_by_what_the_loss_counts(engine: TrainEngine) -> None:
+    batch = support.batch()
+    engine.forward_backward(batch, NLL, ONE)
+    by_token = tensors(engine, "grads")
+    engine.optimizer_zero_grad()
+    engine.forward_backward(batch, LossSpec(fn=support.weighted_nll, weight_fn=count_sequences), ONE)
+    ratio = float(batch.loss_mask.sum()) / 3
+    for name, grad in tensors(engine, "grads").items():
+        torch.testing.assert_close(grad, by_token[name] * ratio, rtol=1e-4, atol=1e-6)
+
+
+def test_the_learning_rate_is_the_schedule_at_the_counted_steps() -> None:
+    schedule = ScheduleConfig(type="linear")
+    engine = ReferenceEngine(SPEC, support.config(OptimizerConfig(lr=1.0, schedule=schedule)))
+    engine.initialize(ft_spec=FinetuneSpec(total_train_epochs=1, dataset_size=4, train_batch_size=1))
+    rates = [engine.train_batch(support.batch(), NLL, ONE)["lr"] for _ in range(2)]
+    assert rates == [1.0, 1.0]  # train_batch does not advance it
+    assert engine.lr_scheduler_step() == 0.75
+    assert engine.train_batch(support.batch(), NLL, ONE)["lr"] == 0.75
+    engine.destroy()
+
+
+# -------------------------------------------------------------- skipped steps
+
+
+def test_a_nan_loss_skips_the_step_and_changes_nothing(engine: TrainEngine) -> None:
+    engine.train_batch(support.batch(), NLL, ONE)
+    before = [tensors(engine, kind) for kind in ("master", "exp_avg", "exp_avg_sq")]
+    metrics = engine.train_batch(support.batch(1), LossSpec(fn=support.nan_loss), TWO)
+    assert metrics["update_successful"] == 0 and math.isnan(metrics["loss"])
+    for old, kind in zip(before, ("master", "exp_avg", "exp_avg_sq"), strict=True):
+        assert not changed(old, tensors(engine, kind))
+    assert engine.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1
+
+
+def test_an_all_masked_batch_skips_the_step(engine: TrainEngine, caplog: pytest.LogCaptureFixture) -> None:
+    batch = support.batch()
+    batch = batch.with_tokens(loss_mask=torch.zeros(batch.num_tokens, dtype=torch.bool))
+    before = tensors(engine)
+    metrics = engine.train_batch(batch, NLL, TWO)
+    assert metrics["update_successful"] == 0 and metrics["grad_norm"] == 0
+    assert not changed(before, tensors(engine))
+    assert "no token counts in this batch" in caplog.text
+
+
+def test_nan_in_masked_positions_is_harmless(engine: TrainEngine) -> None:
+    batch = support.batch()
+    clean = engine.forward_backward(batch, NLL, ONE)["loss"]
+    engine.optimizer_zero_grad()
+    poisoned = torch.where(batch.loss_mask, batch["weight"], torch.nan)
+    metrics = engine.train_batch(batch.with_tokens(weight=poisoned), NLL, ONE)
+    assert metrics["loss"] == clean and metrics["update_successful"] == 1
+
+
+def test_an_empty_batch_is_skipped(engine: TrainEngine) -> None:
+    assert engine.train_batch(support.batch().select([]), NLL, ONE)["update_successful"] == 0
+    assert dict(engine.forward(support.batch().select([]), ONE).items()) == {}
+
+
+# -------------------------------------------------------------------- forward
+
+
+def test_forward_comes_back_in_the_callers_order(engine: TrainEngine) -> None:
+    batch = support.batch(lengths=(9, 2, 7, 1, 5))
+    whole = engine.forward(batch, ONE, outputs=("logprobs", "entropy"))
+    cut = engine.forward(batch, MicroBatchSpec(max_tokens=10), outputs=("logprobs", "entropy"))
+    for (name, left), (_, right) in zip(whole.items(), cut.items(), strict=True):
+        torch.testing.assert_close(left, right, msg=name)
+    assert (whole["logprobs"][batch.cu_seqlens[:-1].long()] == 0).all()
+
+
+def last_logprob(output: ModelOutput, data: SequenceBatch) -> torch.Tensor:
+    return output["logprobs"][data.cu_seqlens[1:].long() - 1]
+
+
+def first_two(output: ModelOutput, data: SequenceBatch) -> torch.Tensor:
+    starts = data.cu_seqlens[:-1].long()
+    return torch.stack([data.input_ids[starts], data.input_ids[starts + 1]], 1).reshape(-1)
+
+
+def test_post_hook_and_aggregate(engine: TrainEngine) -> None:
+    batch = support.batch(lengths=(9, 2, 7, 4))
+    ends = batch.cu_seqlens[1:].long() - 1
+    expected = engine.forward(batch, ONE)["logprobs"][ends]
+    got = engine.forward(batch, TWO, post_hook=last_logprob)
+    torch.testing.assert_close(got, expected)
+    pairs = engine.forward(batch, TWO, output_seqlens=[2] * 4, post_hook=first_two, aggregate_fn=torch.stack)
+    starts = batch.cu_seqlens[:-1].long()
+    assert torch.equal(pairs, torch.stack([batch.input_ids[starts], batch.input_ids[starts + 1]], 1))
+    with pytest.raises(BatchError, match="post_hook returned 4 rows for 4 sequences with 12 expected"):
+        engine.forward(batch, ONE, output_seqlens=[3] * 4, post_hook=last_logprob)
+
+
+def test_forward_leaves_no_gradient_and_restores_the_mode(engine: TrainEngine) -> None:
+    with engine.train_mode():
+        engine.forward(support.batch(), ONE)
+        engine.eval_batch(support.batch(), NLL, ONE)
+        assert engine.model.training  # type: ignore[attr-defined]
+    assert not engine.model.training  # type: ignore[attr-defined]
+    with pytest.raises(EngineStateError, match="without gradients"):
+        engine.optimizer_step()
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def long_sequence(engine: TrainEngine) -> None:
+    engine.forward(support.batch(lengths=(4, 9)), MicroBatchSpec(max_tokens=8))
+
+
+def beyond_context(engine: TrainEngine) -> None:
+    engine.forward(support.batch(lengths=(4, 65)), ONE)
+
+
+def foreign_token(engine: TrainEngine) -> None:
+    engine.forward(SequenceBatch.from_sequences([[1, 2], [3, 61, 4]]), ONE)
+
+
+def wrong_output(engine: TrainEngine) -> None:
+    engine.forward(support.batch(), ONE, outputs=("values",))
+
+
+def token_losses(engine: TrainEngine) -> None:
+    engine.forward_backward(support.batch(), LossSpec(fn=support.mean_loss), ONE)
+
+
+def unlisted_output(engine: TrainEngine) -> None:
+    engine.forward_backward(support.batch(), LossSpec(fn=support.weighted_nll, outputs=("entropy",)), ONE)
+
+
+def train_in_eval(engine: TrainEngine) -> None:
+    with engine.eval_mode():
+        engine.forward_backward(support.batch(), NLL, ONE)
+
+
+def grads_too_early(engine: TrainEngine) -> None:
+    engine.named_tensors("grads")
+
+
+def accumulate_after_export(engine: TrainEngine) -> None:
+    engine.forward_backward(support.batch(), NLL, ONE)
+    list(engine.named_tensors("grads"))
+    engine.forward_backward(support.batch(), NLL, ONE)
+
+
+def wrong_weights(engine: TrainEngine) -> None:
+    weights = tensors(engine)
+    weights["extra"] = weights.pop("model.norm.weight")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-1]
+    engine.load_named_tensors("params", TensorDict(weights))
+
+
+def initialize_twice(engine: TrainEngine) -> None:
+    engine.initialize()
+
+
+def adapters(engine: TrainEngine) -> None:
+    with engine.disable_adapter():
+        pass
+
+
+def offload(engine: TrainEngine) -> None:
+    engine.offload()
+
+
+def distributed_sync(engine: TrainEngine) -> None:
+    engine.upload_weights(WeightUpdateMeta(method="distributed", version=1))
+
+
+BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
+    (long_sequence, BatchError, "sequence 1 has 9 tokens, and max_tokens is 8"),
+    (beyond_context, BatchError, "sequence 1 has 65 tokens; the model takes 64"),
+    (foreign_token, BatchError, "sequence 1 holds the token id 61 at position 1; the vocabulary has 61"),
+    (wrong_output, ConfigError, r"head 'lm' gives \['entropy', 'logits', 'logprobs'\], not \['values'\]"),
+    (token_losses, LossError, r"the loss must return a scalar sum; its total is \[17\]"),
+    (unlisted_output, LossError, "the output 'logprobs' was not computed; list it in 'outputs'"),
+    (train_in_eval, EngineStateError, "inside eval_mode"),
+    (grads_too_early, EngineStateError, "call forward_backward"),
+    (accumulate_after_export, EngineStateError, "already reduced by an export"),
+    (wrong_weights, WeightsError, "3 problems"),
+    (initialize_twice, EngineStateError, r"initialize\(\) on an engine that is 'ready'"),
+    (adapters, UnsupportedCapability, "does not declare 'lora'"),
+    (offload, UnsupportedCapability, "does not declare 'offload'"),
+    (distributed_sync, UnsupportedCapability, "does not declare 'sync_distributed'"),
+]
+
+
+@pytest.mark.parametrize(("act", "error", "message"), BAD, ids=[act.__name__ for act, _, _ in BAD])
+def test_bad_input_raises_one_clear_error_and_loses_nothing(
+    engine: TrainEngine, act: Callable[[TrainEngine], None], error: type[Exception], message: str
+) -> None:
+    before = tensors(engine)
+    with pytest.raises(error, match=message):
+        act(engine)
+    assert not changed(before, tensors(engine))
+    assert engine.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        LayoutError, match="layout tp2 needs tensor_parallel, which the engine 'reference' does"
+    ):
+        ReferenceEngine(
+            SPEC, ReferenceConfig(model=ModelConfig(config=support.TINY), layout=ParallelLayout(tp=2))
+        )
+    address = RankAddress(rank=0, world_size=3, store_path="unused")
+    with pytest.raises(
+        LayoutError, match="= 1 does not equal the world size 3; change a degree or start 1 ranks"
+    ):
+        ReferenceEngine(SPEC, support.config()).initialize(address)
+
+
+def test_an_engine_without_an_optimizer_only_runs_forward() -> None:
+    engine = support.engine(support.config(None))
+    assert engine.forward(support.batch(), ONE)["logprobs"].shape == (17,)
+    with pytest.raises(EngineStateError, match="optimizer = null"):
+        engine.train_batch(support.batch(), NLL, ONE)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"path": "/nowhere"}, "holds no config.json"),
+        ({"config": {"model_type": "no-such-model"}}, "transformers refuses the model config"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_named(model: dict[str, Any], message: str) -> None:
+    engine = ReferenceEngine(SPEC, ReferenceConfig(model=ModelConfig(**model)))
+    with pytest.raises(ConfigError, match=message):
+        engine.initialize()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_pattern_that_freezes_nothing_is_refused() -> None:
+    engine = ReferenceEngine(SPEC, support.config(frozen=("model.embed.*",)))
+    with pytest.raises(ConfigError, match=r"\['model.embed.\*'\] match no parameter"):
+        engine.initialize()
+
+
+def test_frozen_parameters_do_not_move_and_have_no_moments() -> None:
+    engine = support.engine(support.config(frozen=("model.embed_tokens.*",)))
+    before = tensors(engine)
+    engine.train_batch(support.batch(), NLL, ONE)
+    assert set(before) - set(changed(before, tensors(engine))) == {"model.embed_tokens.weight"}
+    assert "model.embed_tokens.weight" not in tensors(engine, "exp_avg")
+    engine.destroy()
+
+
+# ------------------------------------------------------- an engine's own bugs
+
+
+class SkipsOne(ReferenceEngine):
+    def _run(self, micro_batches: Any, step: Any, forward_only: bool) -> None:
+        super()._run(micro_batches[1:], step, forward_only)
+
+
+class Twice(ReferenceEngine):
+    def _run(self, micro_batches: Any, step: Any, forward_only: bool) -> None:
+        super()._run([*micro_batches, micro_batches[0]], step, forward_only)
+
+
+class HalfPrecision(ReferenceEngine):
+    def _forward(self, batch: SequenceBatch, step: Any) -> ModelOutput:
+        return ModelOutput(logprobs=super()._forward(batch, step)["logprobs"].bfloat16())
+
+
+BROKEN = [
+    (SkipsOne, r"_run left out the micro-batches \[0\]"),
+    (Twice, "twice with the same"),
+    (HalfPrecision, r"output 'logprobs' is torch.bfloat16 \[\d+\], not float32"),
+]
+
+
+@pytest.mark.parametrize(("broken", "message"), BROKEN)
+def test_a_hook_that_breaks_the_contract_is_caught(broken: type[ReferenceEngine], message: str) -> None:
+    engine = broken(SPEC, support.config())
+    engine.initialize()
+    with pytest.raises(EngineContractError, match=message):
+        engine.train_batch(support.batch(), NLL, TWO)
+    engine.destroy()

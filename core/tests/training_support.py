@@ -1,0 +1,104 @@
+"""A tiny model directory with a tokenizer, prompts, and recipes over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHARACTERS = "0123456789+="
+BOS, EOS = 1, 2
+
+REWARD = '''
+"""A reward that a random model can earn."""
+
+
+def even_digits(answer, sample):
+    return sum(character in "02468" for character in answer) / 4
+'''
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each character, with the beginning-of-sequence token in front."""
+    vocabulary = {token: n for n, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair=None, special_tokens=[("<s>", BOS)]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_start(directory: Path) -> Path:
+    """``model/``, ``train.jsonl``, ``eval.jsonl`` and ``reward.py`` in ``directory``."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(directory / "model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(directory / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(5)]
+    write_jsonl(directory / "train.jsonl", rows[:16])
+    write_jsonl(directory / "eval.jsonl", rows[16:])
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def recipe_values(start: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe of four short steps on the reference engine."""
+    return {
+        "engine": "reference",
+        "model": {"path": str(start / "model")},
+        "data": {"train": str(start / "train.jsonl"), "eval": str(start / "eval.jsonl")},
+        "reward": f"{start / 'reward.py'}:even_digits",
+        "rollout": {"prompts_per_step": 6, "group_size": 3, "max_new_tokens": 4},
+        "algorithm": {"type_": "ppo_actor", "args": {"kl_coef": 0.05, "minibatches": 2}},
+        "optimizer": {"lr": 0.02, "schedule": {"type": "linear", "warmup_steps": 1}},
+        "steps": 4,
+        "save_every": 2,
+        "eval_every": 3,
+        "device": "cpu",
+        "output_dir": str(output),
+    } | changes
+
+
+def write_recipe(path: Path, values: Mapping[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(dict(values)))
+    return path
+
+
+def curve(output: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without what depends on the clock."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith("time_") and name != "tokens_per_s"
+        }
+        for row in rows
+    ]

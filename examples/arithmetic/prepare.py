@@ -1,0 +1,212 @@
+"""Everything that ``examples/grpo_arithmetic.yaml`` starts from, built here: prompts, a tokenizer, a tiny model.
+
+    python examples/arithmetic/prepare.py [--engine fsdp] [--output runs/arithmetic/start] [--seed 0]
+
+The problems are all sums of two numbers below 100, such as ``23+45=`` with the answer ``068``. Some are held
+out; the model is warmed up on the others by supervised fine-tuning, until it answers about four in
+ten, and left there: the rest is what GRPO is to do. A second run with the same settings does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from core_rl.algorithms import SFTConfig, SFTInterface
+from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.registry import get_spec, load_config
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+CHARACTERS = "0123456789+="
+MICRO_BATCH = MicroBatchSpec(max_tokens=8192)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the outcome depends on."""
+
+    engine: str
+    seed: int
+    largest: int = 99
+    """The largest number in a problem."""
+    held_out: int = 256
+    """Problems that are never trained on."""
+    hidden_size: int = 64
+    layers: int = 2
+    heads: int = 4
+    batch_size: int = 128
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    target: float = 0.35
+    """Stop when a sampled answer is right with this probability."""
+    max_steps: int = 1500
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A sum."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        """What the model sees."""
+        return f"{self.left:02d}+{self.right:02d}="
+
+    @property
+    def answer(self) -> str:
+        """What it is to write."""
+        return f"{self.left + self.right:03d}"
+
+
+def make_problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
+    """All problems, in random order: those to train on, and those held out."""
+    numbers = range(settings.largest + 1)
+    problems = [Problem(left, right) for left in numbers for right in numbers]
+    random.Random(settings.seed).shuffle(problems)
+    return problems[settings.held_out :], problems[: settings.held_out]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character; the beginning-of-sequence token in front."""
+    vocabulary = {token: number for number, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=None, special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=64
+    )
+
+
+def model_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """A tiny Qwen3."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": 4 * settings.hidden_size,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "head_dim": settings.hidden_size // settings.heads,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def engine_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> TrainEngineConfig:
+    """The engine with randomly drawn weights, on two ranks where it can be data parallel."""
+    spec = get_spec(settings.engine)
+    schedule = {"warmup_steps": settings.warmup_steps}
+    values = {
+        "model": {"config": model_config(settings, tokenizer)},
+        "optimizer": {"lr": settings.lr, "betas": (0.9, 0.98), "schedule": schedule},
+        "layout": {"dp": 2 if spec.supports(Capability.DATA_PARALLEL) else 1},
+        "seed": settings.seed,
+        "device": "cpu",
+    }
+    config = parse_config(load_config(spec), values, f"engine {settings.engine!r}")
+    assert isinstance(config, TrainEngineConfig)
+    return config
+
+
+def make_batch(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> SequenceBatch:
+    """Prompt, answer and end of each problem; the answer and the end are trained."""
+    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
+    answers = [tokenizer(problem.answer + EOS, add_special_tokens=False)["input_ids"] for problem in problems]
+    pairs = list(zip(prompts, answers, strict=True))
+    return SequenceBatch.from_sequences(
+        [prompt + answer for prompt, answer in pairs],
+        tokens={"loss_mask": [[0] * len(prompt) + [1] * len(answer) for prompt, answer in pairs]},
+    )
+
+
+def mean_probability(sft: SFTInterface, engine: EngineGroup, batch: SequenceBatch) -> float:
+    """The mean probability of the whole right answer: the expected reward of sampling."""
+    scored = sft.inference(engine, batch, MICRO_BATCH)
+    logprobs = torch.where(scored.loss_mask, scored["logprobs"], 0.0).double()
+    return float(torch.stack([part.sum().exp() for part in logprobs.split(batch.lengths)]).mean())
+
+
+def warm_up(
+    settings: Settings, problems: Sequence[Problem], tokenizer_path: Path, model_path: Path, console: Console
+) -> float:
+    """Fine-tune a new model on ``problems`` and save it; returns the probability of a right answer."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_path)
+    sft, draw = SFTInterface(SFTConfig()), random.Random(settings.seed)
+    probe = make_batch(draw.sample(problems, 256), tokenizer)
+    right = 0.0
+    with EngineGroup(settings.engine, engine_config(settings, tokenizer)) as engine:
+        engine.initialize()
+        for step in range(1, settings.max_steps + 1):
+            batch = make_batch(draw.sample(problems, settings.batch_size), tokenizer)
+            metrics = sft.train_step(engine, batch, MICRO_BATCH)
+            engine.lr_scheduler_step()
+            if step % 10 == 0:
+                right = mean_probability(sft, engine, probe)
+                if step % 100 == 0 or right >= settings.target:
+                    console.print(f"warm-up step {step}  loss {metrics['nll']:.3f}  right {right:.3f}")
+                if right >= settings.target:
+                    break
+        sft.save(engine, str(model_path), tokenizer_path=str(tokenizer_path))
+    return right
+
+
+def write_problems(path: Path, problems: Sequence[Problem]) -> None:
+    """One JSON object on each line."""
+    lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def prepare(settings: Settings, output: Path, console: Console) -> None:
+    """Write ``train.jsonl``, ``eval.jsonl`` and ``model`` to ``output``, unless they are there already."""
+    done = output / "prepared.json"
+    if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["settings"] == asdict(settings):
+        console.print(f"{output} is prepared already")
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
+    train, held_out = make_problems(settings)
+    write_problems(output / "train.jsonl", train)
+    write_problems(output / "eval.jsonl", held_out)
+    make_tokenizer().save_pretrained(output / "tokenizer")
+    right = warm_up(settings, train, output / "tokenizer", output / "model", console)
+    done.write_text(json.dumps({"settings": asdict(settings), "right": right}, indent=2), encoding="utf-8")
+    console.print(f"{output}: the model answers {right:.0%} of the problems")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Prepare the arithmetic example.")
+    parser.add_argument("--engine", default="fsdp", help="the train engine that warms the model up")
+    parser.add_argument("--output", type=Path, default=Path("runs/arithmetic/start"))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    settings = Settings(engine=arguments.engine, seed=arguments.seed)
+    prepare(settings, arguments.output, Console(highlight=False, soft_wrap=True))
+
+
+if __name__ == "__main__":  # the engine's processes import this module again
+    main()

@@ -1,0 +1,29 @@
+"""Replicated data parallelism as an engine of core-rl. Importing this package imports no torch."""
+
+from __future__ import annotations
+
+from core_rl.engines.spec import Capability, EngineSpec
+
+__all__ = ["SPEC"]
+
+SPEC = EngineSpec(
+    name="ddp",
+    kind="train",
+    protocol=(0, 1),
+    factory="core_rl_ddp.engine:DDPEngine",
+    config="core_rl_ddp.config:DDPConfig",
+    capabilities=frozenset(
+        {
+            Capability.DATA_PARALLEL,
+            Capability.VALUE_HEAD,
+            Capability.REWARD_HEAD,
+            Capability.LOGITS,
+            Capability.FROZEN_PARAMETERS,
+            Capability.SHARDED_CHECKPOINT,
+            Capability.PORTABLE_CHECKPOINT,
+            Capability.SYNC_DISK,
+        }
+    ),
+    description="Replicated weights, gradients added up over ranks",
+    conformance="core_rl_ddp.conformance:PROFILE",
+)

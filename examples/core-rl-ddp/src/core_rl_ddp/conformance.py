@@ -1,0 +1,10 @@
+"""What the conformance suite runs for the engine `ddp`."""
+
+from __future__ import annotations
+
+from core_rl.config.layout import ParallelLayout
+from core_rl_conformance.profile import Profile
+
+__all__ = ["PROFILE"]
+
+PROFILE = Profile(layouts=(ParallelLayout(dp=1), ParallelLayout(dp=2)))

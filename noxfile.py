@@ -1,0 +1,125 @@
+"""Every task of the repository: ``python -m nox -s NAME``; ``python -m nox -l`` lists them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints" / "tested.txt"
+PLUGINS = ["plugins/fsdp"]
+EXAMPLES = ["examples/core-rl-ddp"]
+ENGINES = ["reference", "fsdp"]
+# Tests start several ranks on a few cores; more threads for each would only fight for them.
+ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _install(session: nox.Session, *extras: str) -> None:
+    """Install core-rl with ``extras``, and every plugin of this repository, from the checkout."""
+    examples = EXAMPLES if "dev" in extras else []
+    plugins = [argument for plugin in PLUGINS + examples for argument in ("-e", plugin)]
+    session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *plugins)
+
+
+def _quick(session: nox.Session) -> tuple[bool, list[str]]:
+    """Whether ``--quick`` was given, and the other arguments."""
+    return "--quick" in session.posargs, [part for part in session.posargs if part != "--quick"]
+
+
+def _lint(session: nox.Session) -> None:
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+def _conformance(session: nox.Session, *arguments: str) -> None:
+    for engine in ENGINES:
+        session.run("pytest", f"--engine={engine}", "conformance/", *arguments, env=ENV)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Install everything and train the example: SFT, then GRPO. Arguments after -- are overrides."""
+    _install(session, "train")
+    session.run("python", "examples/arithmetic/prepare.py")
+    session.run("core-rl", "train", "examples/grpo_arithmetic.yaml", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run all that CPUs can check; `-- --quick` is the short form, other arguments go to pytest."""
+    quick, arguments = _quick(session)
+    _install(session, "dev")
+    _lint(session)
+    session.run("mypy")
+    session.run("pytest", *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
+    _conformance(session, *(["--quick"] if quick else []))
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Certify the engines of this repository; arguments go to pytest."""
+    _install(session, "conformance")
+    _conformance(session, *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Run ruff: rules and formatting."""
+    session.install("-c", str(CONSTRAINTS), "ruff")
+    _lint(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Run mypy in strict mode; arguments go to mypy."""
+    _install(session, "dev")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Build the wheels, install them in a clean place, and use them away from the checkout."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), ".", *PLUGINS)
+    built = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+    session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *built, "core-rl[conformance]")
+    # Not below the checkout, where pytest would find its configuration.
+    with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.run("core-rl", "engines", "--strict")
+        for engine in ENGINES:
+            suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
+            session.run("pytest", f"--engine={engine}", *suite, env=ENV)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Prove the suite: every planted bug must fail the check that is there for it."""
+    _install(session, "conformance")
+    session.run("pytest", "conformance/tests", *session.posargs, env=ENV)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, or those that are named: `-- fsdp_step`."""
+    _install(session, "train")
+    scripts = sorted((ROOT / "benchmarks").glob("*.py"))
+    chosen = [script for script in scripts if not session.posargs or script.stem in session.posargs]
+    if not chosen:
+        session.error(f"no such benchmark; there are {', '.join(script.stem for script in scripts)}")
+    for script in chosen:
+        session.run("python", str(script))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Check the documentation: links lead somewhere, and code in it parses."""
+    _install(session, "conformance")
+    session.run("pytest", "core/tests/test_docs.py", *session.posargs)

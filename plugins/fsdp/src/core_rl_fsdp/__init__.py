@@ -1,0 +1,31 @@
+"""FSDP2 as a train engine of core-rl. Importing this package imports neither torch nor FSDP."""
+
+from __future__ import annotations
+
+from core_rl.engines.spec import Capability, EngineSpec
+
+__all__ = ["SPEC"]
+
+SPEC = EngineSpec(
+    name="fsdp",
+    kind="train",
+    protocol=(0, 1),
+    factory="core_rl_fsdp.engine:FSDPEngine",
+    config="core_rl_fsdp.config:FSDPConfig",
+    capabilities=frozenset(
+        {
+            Capability.DATA_PARALLEL,
+            Capability.VALUE_HEAD,
+            Capability.REWARD_HEAD,
+            Capability.LOGITS,
+            Capability.FROZEN_PARAMETERS,
+            Capability.BFLOAT16,
+            Capability.CUDA,
+            Capability.SHARDED_CHECKPOINT,
+            Capability.PORTABLE_CHECKPOINT,
+            Capability.SYNC_DISK,
+        }
+    ),
+    description="PyTorch FSDP2 (fully_shard) over Hugging Face models, packed, on CPU and CUDA",
+    conformance="core_rl_fsdp.conformance:PROFILE",
+)

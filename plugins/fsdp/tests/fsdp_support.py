@@ -1,0 +1,81 @@
+"""A tiny model, ragged batches and a loss for the tests of the FSDP engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.metrics import Metric
+from core_rl.engines.outputs import ModelOutput
+from core_rl_conformance.reference.config import ReferenceConfig
+from core_rl_fsdp.config import FSDPConfig, FSDPOptions
+
+VOCABULARY = 61
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2, weight_decay=0.1, schedule=ScheduleConfig(type="cosine", total_steps=20, warmup_steps=2)
+)
+
+
+def fsdp_config(dp: int, dtype: Any = "float32", head: Any = "lm", **options: Any) -> FSDPConfig:
+    """The FSDP engine on ``dp`` ranks."""
+    return FSDPConfig(
+        model=ModelConfig(config=TINY, head=head),
+        optimizer=OPTIMIZER,
+        dtype=dtype,
+        layout=ParallelLayout(dp=dp),
+        options=FSDPOptions(**options),
+    )
+
+
+def reference_config() -> TrainEngineConfig:
+    """The reference engine with the same weights and optimizer."""
+    return ReferenceConfig(model=ModelConfig(config=TINY), optimizer=OPTIMIZER)
+
+
+def make_batch(seed: int, lengths: tuple[int, ...] = (5, 19, 3, 1, 11, 8, 2)) -> SequenceBatch:
+    """Random sequences with a mask and a weight for each token."""
+    random = torch.Generator().manual_seed(seed)
+    return SequenceBatch.from_sequences(
+        [torch.randint(0, VOCABULARY, (n,), generator=random) for n in lengths],
+        tokens={
+            "loss_mask": [torch.rand(n, generator=random) > 0.3 for n in lengths],
+            "weight": [torch.rand(n, generator=random) - 0.3 for n in lengths],
+        },
+    )
+
+
+def loss(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """A weighted log-likelihood with an entropy term."""
+    total = torch.where(
+        data.loss_mask, data["weight"] * output["logprobs"] - 0.1 * output["entropy"], 0.0
+    ).sum()
+    return total, {"weighted": Metric.mean(total, data.loss_mask.sum())}
+
+
+def squared_values(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """A critic's loss."""
+    return torch.where(data.loss_mask, (output["values"] - data["weight"]) ** 2, 0.0).sum(), {}
+
+
+def sometimes_nan(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """NaN for whichever rank holds the token id 60."""
+    factor = torch.nan if bool((data.input_ids == VOCABULARY - 1).any()) else 1.0
+    return output["logprobs"].sum() * factor, {}
