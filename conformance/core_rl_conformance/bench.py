@@ -11,21 +11,16 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from core_rl.config.engine import Head, TrainEngineConfig
-from core_rl.engines.meta import FinetuneSpec
-from core_rl.engines.spec import EngineSpec
-from core_rl.launch.group import EngineGroup
+from core_rl.config.engine import Head
 from core_rl_conformance.data import Ragged
 from core_rl_conformance.losses import CheckLoss
 from core_rl_conformance.oracle import Gradients, Oracle, grad_norm
 from core_rl_conformance.plain import VARIANTS, PlainModel
+from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, ServerPool
 from core_rl_conformance.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.tolerance import SignedMean, Tolerance, signed_mean, tolerance, tolerances
 
-__all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs", "GroupPool"]
-
-CALL_TIMEOUT_S = 120.0
-"""No call on a tiny model takes that long, unless a rank hangs."""
+__all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs"]
 
 ValueT = TypeVar("ValueT")
 
@@ -57,37 +52,6 @@ class ExpectedGradients:
     norm: Tolerance
 
 
-class GroupPool:
-    """One group of ranks for each engine, kept between checks and initialized anew for each of them."""
-
-    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        self.timeout_s = timeout_s
-        self._groups: dict[str, EngineGroup] = {}
-
-    def start(
-        self, spec: EngineSpec, config: TrainEngineConfig, ft_spec: FinetuneSpec | None = None
-    ) -> EngineGroup:
-        """A group of ``spec`` that is initialized with ``config``; what it held before is gone."""
-        group = self._groups.get(spec.name)
-        if group is None or group.spec != spec:
-            self.discard(spec.name)
-            group = EngineGroup(spec, config, timeout_s=self.timeout_s, threads_per_rank=1)
-            self._groups[spec.name] = group
-        group.initialize(ft_spec, config)
-        return group
-
-    def discard(self, name: str) -> None:
-        """End the processes of the engine ``name``; the next `start` begins with new ones."""
-        group = self._groups.pop(name, None)
-        if group is not None:
-            group.close()
-
-    def close(self) -> None:
-        """End all processes."""
-        for name in list(self._groups):
-            self.discard(name)
-
-
 class Bench:
     """What checks share in one process. Close it, or use it as a context manager."""
 
@@ -95,6 +59,7 @@ class Bench:
         self.directory = directory
         self.models = ModelStore(directory / "models")
         self.groups = GroupPool(timeout_s)
+        self.servers = ServerPool()
         self._kept: dict[Hashable, Any] = {}
 
     def __enter__(self) -> Self:
@@ -106,8 +71,11 @@ class Bench:
         self.close()
 
     def close(self) -> None:
-        """End all processes of the groups."""
-        self.groups.close()
+        """End all processes of the groups, and all inference engines."""
+        try:
+            self.groups.close()
+        finally:
+            self.servers.close()
 
     def oracle(self, model: TinyModel) -> Oracle:
         """The oracle of ``model``, with the weights of its directory."""

@@ -49,6 +49,11 @@ class Check:
     provisional: bool
     """It runs and is reported, and does not count against an engine yet."""
     kind: EngineKind
+    """The engines that it is for."""
+    partner: EngineKind | None
+    """A second engine of the session that it needs: it runs for every pair of engines of these kinds."""
+    partner_requires: frozenset[Capability]
+    """What the partner must declare."""
     each: Each
     """What it is repeated for."""
     min_dp: int
@@ -78,6 +83,8 @@ def check(
     requires: Iterable[Capability] = (),
     provisional: bool = False,
     kind: EngineKind = "train",
+    partner: EngineKind | None = None,
+    partner_requires: Iterable[Capability] = (),
     each: Each = "layout and model",
     min_dp: int = 1,
     min_layouts: int = 1,
@@ -105,6 +112,8 @@ def check(
             requires=frozenset(requires),
             provisional=provisional,
             kind=kind,
+            partner=partner,
+            partner_requires=frozenset(partner_requires),
             each=each,
             min_dp=min_dp,
             min_layouts=min_layouts,

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from core_rl.errors import CoreRLError, GroupError
+from core_rl.errors import CoreRLError
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import Check, check_of
 from core_rl_conformance.matrix import Case, Selection, Target, cases
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.pairs import pair_cases
 from core_rl_conformance.subject import Subject
 
 __all__ = ["BENCH", "PLAN", "CheckFile", "CheckItem", "Plan"]
@@ -46,12 +47,13 @@ class CheckFile(pytest.File):
         for value in vars(module).values():
             check = check_of(value)
             if check is not None and check.function.__module__ == module.__name__:
-                yield from self._items(check, plan)
+                for case in self._cases(check, plan):
+                    yield CheckItem.build(self, case)
 
-    def _items(self, check: Check, plan: Plan) -> Iterator[pytest.Item]:
+    def _cases(self, check: Check, plan: Plan) -> Iterator[Case]:
         for target in plan.targets:
-            for case in cases(check, target, plan.selection):
-                yield CheckItem.build(self, case)
+            yield from cases(check, target, plan.selection)
+        yield from pair_cases(check, plan.targets, plan.selection)
 
 
 class CheckItem(pytest.Item):
@@ -92,9 +94,11 @@ class CheckItem(pytest.Item):
         started = time.monotonic()
         try:
             self.case.check.function(subject)
-        except GroupError:
+        except CoreRLError:
             # Its processes may be gone, or in a state that nobody knows.
-            bench.groups.discard(self.case.target.spec.name)
+            for target in filter(None, (self.case.target, self.case.partner)):
+                bench.groups.discard(target.spec.name)
+                bench.servers.discard(target.spec.name)
             raise
         finally:
             self.seconds = time.monotonic() - started
@@ -108,6 +112,7 @@ class CheckItem(pytest.Item):
         return CaseResult(
             check=case.check.identifier,
             engine=case.target.spec.name,
+            partner="" if case.partner is None else case.partner.spec.name,
             layout=str(case.layout),
             model=case.family,
             dtype=case.dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
@@ -14,7 +14,7 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import FAMILIES, Profile
 
-__all__ = ["Case", "Selection", "Target", "cases", "load_target", "select"]
+__all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "select"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,14 @@ class Selection:
         """Whether it leaves something out that the profile names."""
         return self.quick or any(part is not None for part in (self.layouts, self.families, self.dtype))
 
+    def of(self, profile: Profile) -> tuple[list[ParallelLayout], list[str], list[DType]]:
+        """The layouts, models and dtypes of ``profile`` that are selected."""
+        layouts = [p for p in profile.layouts if self.layouts is None or str(p) in self.layouts]
+        families = [f for f in profile.families if self.families is None or f in self.families]
+        dtypes = [d for d in profile.dtypes if self.dtype is None or d == self.dtype]
+        # The smallest layout and the smallest with several ranks show most bugs.
+        return (layouts[:2], families, dtypes[:1]) if self.quick else (layouts, families, dtypes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -53,6 +61,9 @@ class Case:
     dtype: DType
     seed: int
     device: str
+    partner: Target | None = None
+    """The second engine, for a check of a pair."""
+    partner_layout: ParallelLayout | None = None
     other_layout: ParallelLayout | None = None
     """Another layout of the session, or else of the profile, for what moves between two."""
     not_supported: str = ""
@@ -63,7 +74,20 @@ class Case:
     @property
     def name(self) -> str:
         """The part of the test's name in brackets."""
-        return "-".join([self.target.spec.name, str(self.layout), self.family, self.dtype])
+        parts = [self.target.spec.name, str(self.layout), self.family, self.dtype]
+        other = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_layout)]
+        return "-".join([*parts, *other])
+
+    def of_partner(self) -> Case:
+        """The same case from the side of the partner."""
+        assert self.partner is not None and self.partner_layout is not None
+        return replace(
+            self,
+            target=self.partner,
+            layout=self.partner_layout,
+            partner=self.target,
+            partner_layout=self.layout,
+        )
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -116,13 +140,8 @@ def _listed(names: Collection[str]) -> str:
 def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     """The cases of one check for one engine; one that cannot be asked gives a single case that says so."""
     profile = target.profile
-    layouts = [p for p in profile.layouts if selection.layouts is None or str(p) in selection.layouts]
-    families = [f for f in profile.families if selection.families is None or f in selection.families]
-    dtypes = [d for d in profile.dtypes if selection.dtype is None or d == selection.dtype]
-    if selection.quick:
-        # The smallest layout and the smallest with several ranks show most bugs.
-        layouts, dtypes = layouts[:2], dtypes[:1]
-    if check.kind != target.spec.kind or not (layouts and families and dtypes):
+    layouts, families, dtypes = selection.of(profile)
+    if check.kind != target.spec.kind or check.partner is not None or not (layouts and families and dtypes):
         return []
     wide = [layout for layout in layouts if layout.dp >= check.min_dp]
     suited = [family for family in families if check.families is None or family in check.families]
@@ -131,7 +150,7 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     if not_supported or not_run:
         places = [(layouts[0], families[0], dtypes[0])]
     else:
-        places = list(_places(check, wide, suited, dtypes, selection.quick))
+        places = list(places_of(check, wide, suited, dtypes, selection.quick))
     return [
         Case(
             check=check,
@@ -169,7 +188,7 @@ def _not_run(check: Check, target: Target, layouts: Sequence[ParallelLayout], fa
     return "" if families else f"it needs a model of {', '.join(check.families or ())}"
 
 
-def _places(
+def places_of(
     check: Check,
     layouts: Sequence[ParallelLayout],
     families: Sequence[str],

@@ -66,6 +66,13 @@ class CaseResult:
     measurements: tuple[Measurement, ...] = ()
     reason: str = ""
     """Why it was not run, is not supported or is waived."""
+    partner: str = ""
+    """The engine beside it, for a check of a pair; empty for others."""
+
+    @property
+    def label(self) -> str:
+        """The check, and the partner of a pair."""
+        return f"{self.check} with {self.partner}" if self.partner else self.check
 
     @property
     def worst(self) -> Measurement | None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from core_rl.config.base import parse_config
-from core_rl.config.engine import Head, TrainEngineConfig
+from core_rl.config.engine import Head, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import FinetuneSpec
 from core_rl.engines.outputs import ModelOutput, OutputName
 from core_rl.engines.registry import load_config
@@ -111,6 +112,25 @@ class Subject:
         )
         return self.bench.groups.start(spec or self.spec, config, FinetuneSpec())
 
+    def serve(self, model: TinyModel | None = None, *, keep: bool = True) -> InferenceEngine:
+        """The inference engine with ``model``; ``keep=False`` for a check that changes its weights."""
+        model = model or self.model()
+        values: dict[str, Any] = {
+            **self.case.target.profile.options,
+            "model": {"path": str(self.bench.models.directory(model))},
+            "dtype": self.case.dtype,
+            "device": self.case.device,
+            "layout": self.layout,
+        }
+        found = parse_config(load_config(self.spec), values, f"the config of {self.spec.name!r}")
+        assert isinstance(found, InferenceEngineConfig)
+        return self.bench.servers.start(self.spec, found, keep=keep)
+
+    @property
+    def peer(self) -> Subject:
+        """The second engine of a pair, for `start` or `serve`."""
+        return Subject(self.case.of_partner(), self.bench, self._directory)
+
     # ------------------------------------------------------------ what is expected
 
     def outputs(self, model: TinyModel, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
@@ -139,9 +159,10 @@ class Subject:
     def explained(self, problem: str) -> str:
         """``problem`` under a line that tells where, above one that tells where to look."""
         case, check = self.case, self.case.check
+        beside = f", beside {case.partner.spec.name!r} at {case.partner_layout}" if case.partner else ""
         lines = [
             f"{check.identifier}: engine {self.spec.name!r}, layout {self.layout}, model {case.family} "
-            f"(seed {case.seed}), {case.dtype} on {case.device}",
+            f"(seed {case.seed}), {case.dtype} on {case.device}{beside}",
             textwrap.indent(problem, "  "),
             f"  required: {check.title}",
         ]

@@ -40,7 +40,7 @@ class Summary:
     def __init__(self, plan: Plan, narrowed: bool) -> None:
         self.plan = plan
         self.narrowed = narrowed
-        self._results: dict[tuple[str, str, str, str, str], CaseResult] = {}
+        self._results: dict[tuple[str, ...], CaseResult] = {}
 
     @property
     def results(self) -> list[CaseResult]:
@@ -49,7 +49,7 @@ class Summary:
 
     def add(self, result: CaseResult) -> None:
         """Take one result."""
-        key = (result.engine, result.check, result.layout, result.model, result.dtype)
+        key = (result.engine, result.partner, result.check, result.layout, result.model, result.dtype)
         known = self._results.get(key)
         if known is None or known.outcome is not Outcome.FAILED:
             self._results[key] = result
@@ -63,18 +63,25 @@ class Summary:
     def _problems(self, target: Target) -> Iterator[str]:
         own = [result for result in self.results if result.engine == target.spec.name]
         if not any(result.outcome.executed for result in own):
-            yield f"no check was executed{_why_nothing(target)}"
+            yield "no check was executed; look at the paths and filters, and run with --pyargs core_rl_conformance"
         elif not self.narrowed:
             yield from self._unproven(target, own)
 
     def _unproven(self, target: Target, results: list[CaseResult]) -> Iterator[str]:
-        certifiable = _certifiable(self.plan)
-        for capability in sorted(target.spec.capabilities & certifiable):
+        for capability in sorted(target.spec.capabilities & self._certifiable(target)):
             if not any(capability in result.capabilities and result.outcome.executed for result in results):
                 yield (
                     f"it declares {capability.value!r}, and no check of that was executed; "
                     "add a layout, dtype or model to its profile, or do not declare it"
                 )
+
+    def _certifiable(self, target: Target) -> set[Capability]:
+        """Capabilities that some check can show of such an engine, in this environment."""
+        own = [check for check in load_checks().values() if check.kind == target.spec.kind]
+        shown = {capability for check in own if check.partner is None for capability in check.requires}
+        shown |= {Capability.BFLOAT16}
+        shown |= {Capability.CUDA} if self.plan.selection.device == "cuda" else set()
+        return shown | {need for layout in target.profile.layouts for need in layout.needed_capabilities()}
 
     # -------------------------------------------------------------- terminal
 
@@ -92,7 +99,7 @@ class Summary:
         own = [result for result in self.results if result.engine == target.spec.name]
         columns = list(dict.fromkeys((result.layout, result.dtype) for result in own))
         heads = [layout if dtype == "float32" else f"{layout} {dtype}" for layout, dtype in columns]
-        width = max((len(result.check) for result in own), default=5)
+        width = max((len(result.label) for result in own), default=5)
         counts = {outcome: sum(result.outcome is outcome for result in own) for outcome in Outcome}
         terminal.write_line(
             f"engine {target.spec.name}: "
@@ -106,12 +113,12 @@ class Summary:
             + "  ".join(map(str.ljust, heads, cells))
             + "  largest error / allowed"
         )
-        for check in sorted({result.check for result in own}, key=_natural):
-            rows = [result for result in own if result.check == check]
+        for label in sorted({result.label for result in own}, key=_natural):
+            rows = [result for result in own if result.label == label]
             line = "  ".join(
                 _cell(rows, *column).ljust(size) for column, size in zip(columns, cells, strict=True)
             )
-            terminal.write_line(f"  {check.ljust(width)}  {line}  {_worst(rows)}")
+            terminal.write_line(f"  {label.ljust(width)}  {line}  {_worst(rows)}")
         records = [CaseRecord.of(result) for result in own]
         needs = needs_of(load_checks().values(), target.spec.kind)
         for capability in certify(target.spec.capabilities, records, needs):
@@ -128,29 +135,9 @@ class Summary:
                 terminal.write_line(f"  {result.seconds:6.2f} s  {result.check} {place}")
 
 
-def _why_nothing(target: Target) -> str:
-    if target.spec.kind == "inference":
-        return "; the suite has no checks for inference engines yet"
-    return "; look at the paths and filters, and run with --pyargs core_rl_conformance"
-
-
-def _certifiable(plan: Plan) -> set[Capability]:
-    """Capabilities that some check can show, in this environment."""
-    shown = {capability for check in load_checks().values() for capability in check.requires}
-    shown |= {Capability.BFLOAT16}
-    if plan.selection.device == "cuda":
-        shown |= {Capability.CUDA}
-    return shown | {
-        capability
-        for target in plan.targets
-        for layout in target.profile.layouts
-        for capability in layout.needed_capabilities()
-    }
-
-
-def _natural(identifier: str) -> tuple[int, str]:
+def _natural(label: str) -> tuple[int, str]:
     """``I2.x`` before ``I10.x``, and what is no invariant at the end."""
-    invariant, _, name = identifier.partition(".")
+    invariant, _, name = label.partition(".")
     return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)
 
 

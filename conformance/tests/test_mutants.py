@@ -12,7 +12,7 @@ from mutants.all import MUTANTS
 from mutants.bases import Packed, Replicated
 from mutants.zoo import DP1, DP2, C, Mutant, run_check, spec_of
 
-from core_rl.errors import GroupError
+from core_rl.errors import CoreRLError
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.reference.train import ReferenceEngine
@@ -40,12 +40,19 @@ def test_mutant_is_killed_by_the_check_that_is_meant_for_it(
     spec = spec_of(mutant.engine, mutant.undeclared)
     bench.groups.timeout_s = mutant.timeout_s
     try:
-        with pytest.raises((AssertionError, GroupError)) as caught:
+        with pytest.raises((AssertionError, CoreRLError)) as caught:
             run_check(
-                bench, mutant.killed_by, spec, layout=mutant.layout, family=mutant.family, directory=tmp_path
+                bench,
+                mutant.killed_by,
+                spec,
+                layout=mutant.layout,
+                family=mutant.family,
+                directory=tmp_path,
+                partner=mutant.partner,
             )
     finally:
         bench.groups.discard(spec.name)
+        bench.servers.discard(spec.name)
     said = str(caught.value)
     assert re.search(mutant.says, said), f"{mutant.issue}: the message misses the cause:\n{said}"
 

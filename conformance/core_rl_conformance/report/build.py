@@ -85,6 +85,7 @@ def _check(check: Check) -> CheckRecord:
     return CheckRecord(
         identifier=check.identifier,
         kind=check.kind,
+        partner=check.partner,
         description=check.description,
         requires=tuple(sorted(check.requires)),
         provisional=check.provisional,

@@ -20,14 +20,18 @@ class NeedingCheck(Protocol):
     @property
     def kind(self) -> EngineKind: ...
     @property
+    def partner(self) -> EngineKind | None: ...
+    @property
     def provisional(self) -> bool: ...
     @property
     def requires(self) -> Collection[str]: ...
 
 
 def needs_of(checks: Iterable[NeedingCheck], kind: EngineKind) -> dict[str, Collection[str]]:
-    """What each check for engines of ``kind`` requires; provisional ones do not count."""
-    return {c.identifier: c.requires for c in checks if c.kind == kind and not c.provisional}
+    """What each check for engines of ``kind`` requires; provisional ones do not count, nor do those of pairs."""
+    return {
+        c.identifier: c.requires for c in checks if c.kind == kind and c.partner is None and not c.provisional
+    }
 
 
 def certify(

@@ -96,6 +96,8 @@ class CaseRecord(Record):
 
     check: str
     engine: str
+    partner: str = ""
+    """The engine beside it, for a check of a pair."""
     layout: str
     model: str
     dtype: str
@@ -125,7 +127,8 @@ class CaseRecord(Record):
     @property
     def place(self) -> str:
         """Where it ran, as the test's name has it."""
-        return f"{self.layout}-{self.model}-{self.dtype}"
+        place = f"{self.layout}-{self.model}-{self.dtype}"
+        return f"{place}-with-{self.partner}" if self.partner else place
 
 
 class CheckRecord(Record):
@@ -134,6 +137,8 @@ class CheckRecord(Record):
     identifier: str
     kind: EngineKind
     """The engines that it is for."""
+    partner: EngineKind | None = None
+    """The kind of a second engine that it needs."""
     description: str
     """What is required, why, and where to look when it fails."""
     requires: tuple[str, ...]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core_rl.config.layout import ParallelLayout
+from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.engines.train import TrainEngine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.matrix import Case, Target
 from core_rl_conformance.profile import Profile
+from core_rl_conformance.reference import ROLLOUT_SPEC
 from core_rl_conformance.subject import Subject
 
 C = Capability
@@ -36,7 +38,7 @@ DP2 = ParallelLayout(dp=2)
 class Mutant:
     """An engine with one planted bug."""
 
-    engine: type[TrainEngine]
+    engine: type[TrainEngine | InferenceEngine]
     killed_by: str
     """The check that is meant for this bug."""
     issue: str
@@ -46,19 +48,35 @@ class Mutant:
     layout: ParallelLayout = DP1
     family: str = "llama"
     undeclared: frozenset[Capability] = frozenset()
+    partner: EngineSpec | None = None
+    """The correct engine beside it, for a check of a pair."""
     timeout_s: float = 120.0
     """How long a call may take; short for a mutant that hangs."""
 
     @property
     def name(self) -> str:
         """The class's name with hyphens."""
-        return re.sub(r"(?<!^)(?=[A-Z])", "-", self.engine.__name__).lower()
+        return name_of(self.engine)
 
 
-def spec_of(engine: type[TrainEngine], undeclared: frozenset[Capability] = frozenset()) -> EngineSpec:
-    """A spec for ``engine``, which is importable by its module's name."""
+def name_of(engine: type) -> str:
+    """The class's name with hyphens."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", engine.__name__).lower()
+
+
+def spec_of(
+    engine: type[TrainEngine | InferenceEngine], undeclared: frozenset[Capability] = frozenset()
+) -> EngineSpec:
+    """A spec for ``engine``, which is importable by its module's name; an inference engine is the reference's kin."""
+    if issubclass(engine, InferenceEngine):
+        return replace(
+            ROLLOUT_SPEC,
+            name=name_of(engine),
+            factory=f"{engine.__module__}:{engine.__name__}",
+            capabilities=ROLLOUT_SPEC.capabilities - undeclared,
+        )
     return EngineSpec(
-        name=re.sub(r"(?<!^)(?=[A-Z])", "-", engine.__name__).lower(),
+        name=name_of(engine),
         kind="train",
         protocol=(0, 1),
         factory=f"{engine.__module__}:{engine.__name__}",
@@ -76,6 +94,7 @@ def run_check(
     family: str,
     directory: Path,
     seed: int = 0,
+    partner: EngineSpec | None = None,
 ) -> Subject:
     """Run one check as the plugin would; whatever it raises comes out, beside a subject with what was measured."""
     profile = Profile(layouts=(ParallelLayout(), DP2), families=(family,))
@@ -87,6 +106,8 @@ def run_check(
         dtype="float32",
         seed=seed,
         device="cpu",
+        partner=Target(spec=partner, profile=Profile()) if partner else None,
+        partner_layout=DP1 if partner else None,
         other_layout=DP1 if layout == DP2 else DP2,
     )
     directory.mkdir(parents=True, exist_ok=True)
