@@ -126,8 +126,8 @@ def test_oracle_is_float64_where_double_is_not(store: ModelStore, family: str) -
         upcast = half_hearted(input_ids=torch.tensor([ids])).logits[0, :-1]
     error = float((upcast - expected).abs().max())
     assert expected.dtype == torch.float64
-    # GPT-2 is the one family without a hard-coded upcast.
-    assert error == 0.0 if family == "gpt2" else 1e-9 < error < 1e-4
+    # GPT-2 is the one family without a hard-coded upcast; kernels may still round in another order.
+    assert error < 1e-12 if family == "gpt2" else 1e-9 < error < 1e-4
 
 
 def test_sequences_are_independent(store: ModelStore) -> None:
