@@ -6,23 +6,24 @@ import contextlib
 import fnmatch
 import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mutants.outputs import EntropyOverPadding
-from mutants.unruly import DiesInEvaluation
 from mutants.zoo import spec_of
+from plugin_support import engine, run, run_checks
 
 from core_rl.engines.registry import register_engine
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.engines.spec import EngineSpec
 from core_rl_conformance import catalogue
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.reference.train import ReferenceEngine
+
+__all__ = ["engine"]
 
 pytest_plugins = ["pytester"]
 
@@ -57,43 +58,6 @@ python_files = *.py
 python_functions = *
 addopts = --doctest-modules
 """
-PROFILES: dict[str, Profile] = {}
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineSpec]]:
-    """Registers an engine class under the name of its class, with a profile, for one test."""
-    registrations = []
-
-    def add(
-        kind: type, profile: Profile | None = None, capabilities: frozenset[Capability] | None = None
-    ) -> EngineSpec:
-        spec = spec_of(kind)
-        spec = replace(spec, capabilities=spec.capabilities - {Capability.DATA_PARALLEL})
-        if capabilities is not None:
-            spec = replace(spec, capabilities=capabilities)
-        if profile is not None:
-            attribute = f"PROFILE_{len(PROFILES)}"
-            PROFILES[attribute] = profile
-            monkeypatch.setattr(sys.modules[__name__], attribute, profile, raising=False)
-            spec = replace(spec, conformance=f"{__name__}:{attribute}")
-        registrations.append(register_engine(spec))
-        return spec
-
-    yield add
-    for registration in registrations:
-        registration.close()
-
-
-def _run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    """A session in this process, whose engines it knows."""
-    return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:randomly", *arguments)
-
-
-def _suite(pytester: pytest.Pytester, name: str, filter_: str, *arguments: str) -> pytest.RunResult:
-    return _run(pytester, f"--engine={name}", "--pyargs", "core_rl_conformance", "-k", filter_, *arguments)
-
-
 # --------------------------------------------------------- without an engine
 
 
@@ -124,15 +88,15 @@ def test_a_session_without_an_engine_is_left_alone(pytester: pytest.Pytester) ->
 @pytest.mark.parametrize("ini", [FOREIGN_INI, GREEDY_INI], ids=["foreign", "greedy"])
 def test_checks_are_no_tests_without_an_engine(pytester: pytest.Pytester, ini: str) -> None:
     pytester.makeini(ini)
-    result = _run(pytester, "--collect-only", "-q", str(CHECKS_DIRECTORY))
+    result = run(pytester, "--collect-only", "-q", str(CHECKS_DIRECTORY))
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def test_help_names_the_option(pytester: pytest.Pytester) -> None:
-    result = _run(pytester, "--help")
+    result = run(pytester, "--help")
     result.stdout.fnmatch_lines(["*--engine=NAME*"])
     result.stdout.no_fnmatch_line("*--layout=*")
-    result = _run(pytester, "--engine=reference", "--help")
+    result = run(pytester, "--engine=reference", "--help")
     result.stdout.fnmatch_lines(["*--layout=LAYOUT*", "*--quick*"])
 
 
@@ -151,7 +115,7 @@ def test_help_names_the_option(pytester: pytest.Pytester) -> None:
 def test_bad_options_end_with_our_message(
     pytester: pytest.Pytester, arguments: list[str], message: str
 ) -> None:
-    result = _run(pytester, *arguments, "--pyargs", "core_rl_conformance")
+    result = run(pytester, *arguments, "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     _assert_line(result, message)
 
@@ -166,7 +130,7 @@ def test_an_engine_whose_profile_is_wrong_is_named(
 ) -> None:
     waiver = Waiver(check="I7.nothing", reason="", owner="me", raises=AssertionError)
     engine(ReferenceEngine, Profile(waivers=(waiver,)))
-    result = _run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
+    result = run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     _assert_line(result, "*engine 'reference-engine': 2 problems*names no check*has no reason*")
 
@@ -176,7 +140,7 @@ def test_an_engine_whose_profile_raises_is_named(
 ) -> None:
     spec = replace(spec_of(EntropyOverPadding), conformance="mutants.no_such_module:PROFILE")
     with register_engine(spec):
-        result = _run(pytester, "--engine=entropy-over-padding", "--pyargs", "core_rl_conformance")
+        result = run(pytester, "--engine=entropy-over-padding", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     _assert_line(result, "*'entropy-over-padding'*no_such_module*")
 
@@ -194,12 +158,13 @@ def test_any_directory_collects_every_check_and_nothing_else(pytester: pytest.Py
     pytester.makeconftest(FOREIGN_CONFTEST)
     pytester.makepyfile("def test_mine(): assert False")
     arguments = ["--engine=reference", "--collect-only", "-q"]
-    packaged = _collected(_run(pytester, *arguments, "--pyargs", "core_rl_conformance"))
-    assert {name.partition("[")[0] for name in packaged} == set(load_checks())
+    packaged = _collected(run(pytester, *arguments, "--pyargs", "core_rl_conformance"))
+    own = {c.identifier for c in load_checks().values() if c.kind == "train" and c.partner is None}
+    assert {name.partition("[")[0] for name in packaged} == own
     # No path at all means the suite as well.
-    assert _collected(_run(pytester, *arguments)) == packaged
+    assert _collected(run(pytester, *arguments)) == packaged
     # A path that holds other tests adds none of them.
-    assert _collected(_run(pytester, *arguments, ".", str(CHECKS_DIRECTORY.parent))) == packaged
+    assert _collected(run(pytester, *arguments, ".", str(CHECKS_DIRECTORY.parent))) == packaged
 
 
 def test_another_copy_of_the_suite_means_this_one(pytester: pytest.Pytester) -> None:
@@ -209,15 +174,15 @@ def test_another_copy_of_the_suite_means_this_one(pytester: pytest.Pytester) -> 
     (copy / "tests").mkdir()
     (copy / "tests" / "test_suite.py").write_text("def test_suite(): assert False")
     arguments = ["--engine=reference", "--collect-only", "-q"]
-    everything = _collected(_run(pytester, *arguments))
-    assert _collected(_run(pytester, *arguments, "conformance/")) == everything
-    one = _collected(_run(pytester, *arguments, "conformance/core_rl_conformance/checks/gradients.py"))
+    everything = _collected(run(pytester, *arguments))
+    assert _collected(run(pytester, *arguments, "conformance/")) == everything
+    one = _collected(run(pytester, *arguments, "conformance/core_rl_conformance/checks/gradients.py"))
     assert one and set(one) < set(everything)
 
 
 def test_one_check_can_be_named_by_its_node(pytester: pytest.Pytester) -> None:
     module = CHECKS_DIRECTORY / "gradients.py"
-    result = _run(
+    result = run(
         pytester,
         "--engine=reference",
         "--collect-only",
@@ -231,7 +196,7 @@ def test_two_engines_are_checked_one_after_the_other(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     engine(ReferenceEngine)
-    result = _run(pytester, "--engine=reference-engine", "--engine=reference", "--collect-only", "-q")
+    result = run(pytester, "--engine=reference-engine", "--engine=reference", "--collect-only", "-q")
     names = [name.partition("[")[2].partition("-dp1")[0] for name in _collected(result)]
     assert list(dict.fromkeys(names)) == ["reference-engine", "reference"]
     assert names == sorted(names, key=["reference-engine", "reference"].index)
@@ -243,7 +208,9 @@ def test_two_engines_are_checked_one_after_the_other(
 def test_checks_run_beside_a_foreign_conftest(pytester: pytest.Pytester) -> None:
     pytester.makeini(FOREIGN_INI)
     pytester.makeconftest(FOREIGN_CONFTEST)
-    result = _suite(pytester, "reference", "I7.entropy and llama", "--junitxml=junit.xml", "--model=llama")
+    result = run_checks(
+        pytester, "reference", "I7.entropy and llama", "--junitxml=junit.xml", "--model=llama"
+    )
     result.assert_outcomes(passed=1, deselected=_deselected(result))
     result.stdout.fnmatch_lines(
         [
@@ -266,7 +233,7 @@ def test_a_wrong_engine_fails_with_a_message_that_helps(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     engine(EntropyOverPadding)
-    result = _suite(pytester, "entropy-over-padding", "I7.entropy and llama")
+    result = run_checks(pytester, "entropy-over-padding", "I7.entropy and llama")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         [
@@ -279,33 +246,10 @@ def test_a_wrong_engine_fails_with_a_message_that_helps(
     result.stdout.no_fnmatch_line("*Traceback*")
 
 
-def test_a_rank_that_dies_fails_its_check_and_leaves_nothing(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
-    spec = engine(DiesInEvaluation)
-    before = _children()
-    result = _suite(pytester, spec.name, "(I7.entropy or I1.gradients) and llama")
-    result.assert_outcomes(passed=1, failed=1, deselected=_deselected(result))
-    result.stdout.fnmatch_lines(["I7.entropy: engine 'dies-in-evaluation', layout dp1*", "*RankDied*"])
-    assert _children() <= before
-
-
-def _children() -> set[str]:
-    """The processes that this one has started and that live; the fork server is one of them."""
-    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    return set(path.read_text().split()) if path.exists() else set()
-
-
 def test_nothing_executed_is_no_success(pytester: pytest.Pytester) -> None:
-    result = _suite(pytester, "reference", "I2.data-parallel")
+    result = run_checks(pytester, "reference", "I2.data-parallel")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["NOT A SUCCESS: engine 'reference': no check was executed*"])
-
-
-def test_an_inference_engine_is_not_certified_by_an_empty_session(pytester: pytest.Pytester) -> None:
-    result = _run(pytester, "--engine=reference-rollout", "--pyargs", "core_rl_conformance")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["NOT A SUCCESS: engine 'reference-rollout': no check was executed*"])
 
 
 # ------------------------------------------------------------------- waivers
@@ -315,7 +259,7 @@ KNOWN = Waiver(check="I7.entropy", reason="padded rows, issue 12", owner="somebo
 
 def test_a_waived_failure_is_no_failure(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     spec = engine(EntropyOverPadding, Profile(families=("llama",), waivers=(KNOWN,)))
-    result = _suite(pytester, spec.name, "I7.entropy")
+    result = run_checks(pytester, spec.name, "I7.entropy")
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(
         ["engine entropy-over-padding: 0 passed, 0 failed, 0 not supported, 1 waived*"]
@@ -326,7 +270,7 @@ def test_a_waiver_that_is_no_longer_needed_fails(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     spec = engine(ReferenceEngine, Profile(families=("llama",), waivers=(KNOWN,)))
-    result = _suite(pytester, spec.name, "I7.entropy")
+    result = run_checks(pytester, spec.name, "I7.entropy")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["*XPASS(strict)*padded rows, issue 12*", "engine reference-engine: 0 passed, 1 failed*"]
@@ -338,7 +282,7 @@ def test_a_waiver_for_another_exception_does_not_hold(
 ) -> None:
     waiver = replace(KNOWN, raises=MemoryError)
     spec = engine(EntropyOverPadding, Profile(families=("llama",), waivers=(waiver,)))
-    result = _suite(pytester, spec.name, "I7.entropy")
+    result = run_checks(pytester, spec.name, "I7.entropy")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["engine entropy-over-padding: 0 passed, 1 failed, 0 not supported, 0 waived*"]
@@ -352,7 +296,7 @@ def test_a_provisional_check_is_reported_and_does_not_count(
     function = load_checks()["I7.entropy"].function
     provisional = replace(load_checks()["I7.entropy"], provisional=True)
     monkeypatch.setattr(function, catalogue.ATTRIBUTE, provisional)
-    result = _suite(pytester, spec.name, "I7.entropy")
+    result = run_checks(pytester, spec.name, "I7.entropy")
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(
         ["engine entropy-over-padding: 0 passed, 1 failed*", "*I7.entropy *FAILED (prov.)*"]

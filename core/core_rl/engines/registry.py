@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import difflib
 from collections import Counter
 from types import TracebackType
@@ -77,7 +78,8 @@ def load_engine(spec: EngineSpec) -> type[TrainEngine | InferenceEngine]:
     """Import the engine class that ``spec.factory`` names. This imports the backend.
 
     Raises:
-        EngineBroken: it cannot be imported, or is no subclass of `TrainEngine` or `InferenceEngine`.
+        EngineBroken: it cannot be imported, is no subclass of `TrainEngine` or `InferenceEngine`, or has a
+            coroutine where the core calls a function.
         EngineIncompatible: before anything is imported.
     """
     origin = _origin(spec)
@@ -86,10 +88,10 @@ def load_engine(spec: EngineSpec) -> type[TrainEngine | InferenceEngine]:
     if spec.kind == "train":
         from core_rl.engines.train import TrainEngine  # imports torch
 
-        return _subclass(found, TrainEngine, f"{origin}: factory {spec.factory!r}")
+        return _engine_class(found, TrainEngine, f"{origin}: factory {spec.factory!r}")
     from core_rl.engines.inference import InferenceEngine  # imports torch
 
-    return _subclass(found, InferenceEngine, f"{origin}: factory {spec.factory!r}")
+    return _engine_class(found, InferenceEngine, f"{origin}: factory {spec.factory!r}")
 
 
 def load_config(spec: EngineSpec) -> type[EngineConfig]:
@@ -167,6 +169,18 @@ def _claims() -> list[EngineEntry]:
 def _origin(spec: EngineSpec) -> str:
     origins = [entry.origin for entry in _claims() if entry.name == spec.name]
     return origins[0] if len(origins) == 1 else f"engine {spec.name!r}"
+
+
+def _engine_class(found: object, base: type[_Class], what: str) -> type[_Class]:
+    engine = _subclass(found, base, what)
+    wrong = [
+        f"{name}() must {'' if inspect.iscoroutinefunction(expected) else 'not '}be an 'async def'"
+        for name, expected in inspect.getmembers(base, inspect.isfunction)
+        if inspect.iscoroutinefunction(getattr(engine, name)) != inspect.iscoroutinefunction(expected)
+    ]
+    if wrong:
+        raise EngineBroken(f"{what}: {'; '.join(wrong)}, as in {base.__name__}")
+    return engine
 
 
 def _subclass(found: object, base: type[_Class], what: str) -> type[_Class]:

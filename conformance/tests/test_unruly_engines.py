@@ -1,0 +1,114 @@
+"""Engines that die, hang or answer nonsense: the session names them, goes on, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mutants import unruly
+from mutants.zoo import CAPABILITIES
+from plugin_support import children, engine, run, run_checks
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.engines.registry import register_engine
+from core_rl.engines.spec import EngineSpec
+from core_rl_conformance.profile import Profile
+from core_rl_conformance.reference import SPEC
+
+__all__ = ["engine"]
+
+pytest_plugins = ["pytester"]
+
+SAYS = {
+    unruly.DiesInEvaluation: "*RankDied: rank 0 ended with exit code 3 during forward*",
+    unruly.ExitsInEvaluation: "*rank 0 *",
+    unruly.WrongShape: "*EngineContractError: *logprobs*",
+    unruly.WrongDtype: "*EngineContractError: *float64*",
+    unruly.NotANumber: "*'logprobs' is NaN or infinite at * of 216 tokens*",
+}
+
+
+@pytest.mark.parametrize("kind", SAYS, ids=lambda kind: kind.__name__)
+def test_it_fails_its_check_and_the_others_go_on(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], kind: type
+) -> None:
+    spec = engine(kind)
+    before = children()
+    result = run_checks(pytester, spec.name, "I7.logprobs or contract.version", "--model=llama")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert sum(result.parseoutcomes().get(name, 0) for name in ("passed", "failed")) == 2
+    result.stdout.fnmatch_lines([f"I7.logprobs: engine '{spec.name}', layout dp1*", SAYS[kind]])
+    assert children() <= before
+
+
+def test_one_that_hangs_is_asked_no_more(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    spec = engine(unruly.HangsInEvaluation)
+    before = children()
+    result = run_checks(pytester, spec.name, "I7.lo", "--model=llama", "--call-timeout=4", "-rs")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=2, skipped=1, deselected=result.parseoutcomes()["deselected"])
+    result.stdout.fnmatch_lines(
+        [
+            "*RankTimeout: ranks [[]0] of 1 did not answer forward within 4 s*",
+            "*unruly.py*in _run*",
+            "*it hung in 2 checks at dp1 before*",
+        ]
+    )
+    assert children() <= before
+
+
+def test_the_children_of_one_that_dies_end_with_it(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    spec = engine(unruly.LeavesAChild)
+    run_checks(pytester, spec.name, "I7.logprobs and llama").assert_outcomes(failed=1, deselected=None)
+    end = time.monotonic() + 20
+    while (left := _living(unruly.CHILD)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
+
+
+def _living(words: str) -> list[str]:
+    """Command lines of processes that hold ``words`` and are no zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if words in line:
+            found.append(line)
+    return found
+
+
+def test_ranks_that_disagree_are_found(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
+    layouts = Profile(layouts=(ParallelLayout(), ParallelLayout(dp=2)))
+    spec = engine(unruly.RanksDisagree, layouts, CAPABILITIES)
+    result = run_checks(pytester, spec.name, "I7.logprobs and llama")
+    result.stdout.fnmatch_lines(
+        ["I7.logprobs: engine 'ranks-disagree', layout dp2*", "*data-parallel rank 1*"]
+    )
+    assert result.parseoutcomes()["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [
+        ("nowhere_at_all:Engine", "*engine 'broken'*nowhere_at_all*"),
+        ("mutants.unruly:Missing", "*engine 'broken'*Missing*"),
+        ("mutants.unruly:CHILD", "*engine 'broken'*must be a subclass*"),
+        ("mutants.unruly:RunsAsACoroutine", "*engine 'broken'*_run() must not be an 'async def'*"),
+    ],
+)
+def test_one_that_cannot_be_imported_is_named_once(
+    pytester: pytest.Pytester, factory: str, says: str
+) -> None:
+    with register_engine(replace(SPEC, name="broken", factory=factory)):
+        result = run(pytester, "--engine=broken", "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([says])
