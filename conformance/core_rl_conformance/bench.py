@@ -19,6 +19,7 @@ from core_rl_conformance.plain import VARIANTS, PlainModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, ServerPool
 from core_rl_conformance.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.tolerance import SignedMean, Tolerance, signed_mean, tolerance, tolerances
+from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
 
 __all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs"]
 
@@ -98,11 +99,18 @@ class Bench:
         return runs.expected(name, dtype)
 
     def outputs_at(
-        self, directory: Path, head: Head, data: Ragged, name: str, dtype: torch.dtype, device: str = "cpu"
+        self,
+        directory: Path,
+        head: Head,
+        data: Ragged,
+        name: str,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        temperature: float = 1.0,
     ) -> ExpectedOutputs:
-        """The output ``name`` of each sequence at temperature 1, with the weights of ``directory``."""
+        """The output ``name`` of each sequence, with the weights that ``directory`` has now."""
         plain = PlainModel(directory, head, dtype, device)
-        return _run_outputs(Oracle(directory, head), plain, data, 1.0).expected(name, dtype)
+        return _run_outputs(Oracle(directory, head), plain, data, temperature).expected(name, dtype)
 
     def gradients(
         self, model: TinyModel, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
@@ -127,6 +135,15 @@ class Bench:
             tolerances=tolerances([grads for _, grads in runs], truth.grads, dtype),
             loss=_scalar_tolerance([value for value, _ in runs], truth.loss, dtype),
             norm=_scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, dtype),
+        )
+
+    def training(
+        self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
+    ) -> ExpectedTraining:
+        """What ``training`` makes of ``model``, from end to end."""
+        return self._keep(
+            ("training", model, training, dtype, device),
+            lambda: expected_training(self.models.directory(model), model.head, training, dtype, device),
         )
 
     def _plain(self, model: TinyModel, dtype: torch.dtype, device: str) -> PlainModel:

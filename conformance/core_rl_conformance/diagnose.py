@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from core_rl_conformance.factors import show_factor
+from core_rl_conformance.tensor_shapes import Named, named_hints
+from core_rl_conformance.token_shapes import token_hints
+from core_rl_conformance.tokens import Places, Tokens
 from core_rl_conformance.tolerance import SignedMean, Tolerance, largest_difference
 
 __all__ = [
@@ -19,6 +24,9 @@ __all__ = [
     "same_named",
 ]
 
+MOST_POINTS = 100
+"""A finding keeps no more of the compared values."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -29,6 +37,8 @@ class Finding:
     limit: float
     problem: str | None = None
     """What to tell the engine's author; None where the comparison holds."""
+    points: tuple[tuple[float, float], ...] = ()
+    """Some of the compared values as (got, expected)."""
 
 
 # ------------------------------------------------------------------- tokens
@@ -39,37 +49,42 @@ def compare_tokens(
     got: Sequence[Tensor],
     expected: Sequence[Tensor],
     tolerance: Tolerance,
-    masks: Sequence[Tensor] | None = None,
+    places: Places | None = None,
+    *,
+    keep_points: bool = False,
 ) -> Finding:
-    """Compare one tensor ``[L]`` for each sequence; ``masks`` tell which tokens are trained, for the hint."""
+    """Compare one tensor ``[L]`` for each sequence; ``places`` tell more of the tokens, for the hints.
+
+    With ``keep_points`` the finding holds some of the values, for a plot.
+    """
     for index, (left, right) in enumerate(zip(got, expected, strict=True)):
         if left.shape != right.shape:
             problem = f"{what} of sequence {index} has shape {list(left.shape)}; expected {list(right.shape)}"
             return Finding(what=what, error=float("inf"), limit=tolerance.limit, problem=problem)
     errors = [largest_difference(left, right) for left, right in zip(got, expected, strict=True)]
     error = max(errors, default=0.0)
+    points = _some_points(got, expected) if keep_points else ()
     if tolerance.allows(error):
-        return Finding(what=what, error=error, limit=tolerance.limit)
-    lines = [f"{what} differs by {error:.3e}; allowed {tolerance}", _first_token(got, expected, tolerance)]
-    lines += token_hints(got, expected, tolerance, masks)
-    return Finding(what=what, error=error, limit=tolerance.limit, problem="\n".join(lines))
+        return Finding(what=what, error=error, limit=tolerance.limit, points=points)
+    tokens = Tokens.of(got, expected, tolerance, places)
+    lines = [
+        f"{what} differs by {error:.3e}; allowed {tolerance}",
+        _first_wrong(tokens),
+        *token_hints(tokens),
+    ]
+    return Finding(what=what, error=error, limit=tolerance.limit, problem="\n".join(lines), points=points)
 
 
-def _wrong(left: Tensor, right: Tensor, tolerance: Tolerance) -> Tensor:
-    """Bool: where the difference is too large, or not a number."""
-    return ~((left.double() - right.double()).abs() <= tolerance.limit)
-
-
-def _first_token(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: Tolerance) -> str:
-    wrong = [_wrong(left, right, tolerance) for left, right in zip(got, expected, strict=True)]
-    sequence = next(index for index, mask in enumerate(wrong) if mask.any())
-    left, right, place = got[sequence], expected[sequence], f"sequence {sequence}"
-    if left.dim():
-        token = int(wrong[sequence].nonzero()[0][0])
-        left, right, place = left[token], right[token], f"{place}, token {token} of {len(left)}"
-    count, total = sum(int(mask.sum()) for mask in wrong), sum(mask.numel() for mask in wrong)
+def _first_wrong(tokens: Tokens) -> str:
+    first = int(tokens.wrong.nonzero()[0][0])
+    sequence, position = int(tokens.sequence[first]), int(tokens.position[first])
+    place = f"sequence {sequence}"
+    if not tokens.scalars:
+        place += f", token {position} of {tokens.lengths[sequence]}"
+    count, total = int(tokens.wrong.sum()), len(tokens.wrong)
     return (
-        f"first at {place}: expected {_shown(right)}, got {_shown(left)}; {count} of {total} values are off"
+        f"first at {place}: expected {_shown(tokens.expected[first])}, got {_shown(tokens.got[first])}; "
+        f"{count} of {total} values are off"
     )
 
 
@@ -77,62 +92,16 @@ def _shown(value: Tensor) -> str:
     return f"{float(value):.7g}" if value.numel() == 1 else f"a row of {value.numel()} values"
 
 
-def token_hints(
-    got: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    tolerance: Tolerance,
-    masks: Sequence[Tensor] | None = None,
-) -> list[str]:
-    """Known shapes of error, each as one line."""
-    hints = []
-    for shift, place in ((1, "too late"), (-1, "too early")):
-        if _agrees_shifted(got, expected, shift, tolerance):
-            hints.append(
-                f"it looks like: every value stands one position {place}; a value at t belongs to token t"
-            )
-    factor = constant_factor(_flat(got), _flat(expected), tolerance)
-    if factor is not None:
-        hints.append(f"it looks like: everything is multiplied by {factor:.6g}")
-    wrong = [_wrong(left, right, tolerance) for left, right in zip(got, expected, strict=True)]
-    if masks is not None and all(not (bad & mask).any() for bad, mask in zip(wrong, masks, strict=True)):
-        hints.append("only tokens that are not trained (loss_mask 0) are wrong")
-    edges = {"first": 0, "last": -1}
-    for edge, index in edges.items():
-        if all(int(bad.sum()) == int(bad[index].sum()) for bad in wrong if bad.dim()):
-            hints.append(f"only the {edge} token of a sequence is wrong")
-    sizes = [bool(bad.any()) for bad in wrong]
-    if not sizes[0] and sum(sizes) > len(sizes) // 2:
-        hints.append(
-            "the first sequence is right and later ones are not: do sequences see their packed neighbours?"
-        )
-    return hints
-
-
-def _agrees_shifted(
-    got: Sequence[Tensor], expected: Sequence[Tensor], shift: int, tolerance: Tolerance
-) -> bool:
-    """Whether ``got[t] = expected[t - shift]`` in all sequences of more than two tokens."""
-    pairs = [(left, right) for left, right in zip(got, expected, strict=True) if left.dim() and len(left) > 2]
-    parts = [(left[1:], right[:-1]) if shift > 0 else (left[:-1], right[1:]) for left, right in pairs]
-    return bool(parts) and all(tolerance.allows(largest_difference(left, right)) for left, right in parts)
-
-
-def _flat(values: Sequence[Tensor]) -> Tensor:
-    return torch.cat([value.flatten() for value in values])
-
-
-def constant_factor(got: Tensor, expected: Tensor, tolerance: Tolerance) -> float | None:
-    """The number that ``expected`` was multiplied by, if there is one other than 1 (up to 0.1 %)."""
-    got, expected = got.detach().double(), expected.detach().double()
-    large = expected.abs() > max(
-        100 * tolerance.limit, 1e-3 * float(expected.abs().max()) if expected.numel() else 0.0
-    )
-    if not large.any() or not torch.isfinite(got).all():
-        return None
-    ratios = got[large] / expected[large]
-    middle = float(ratios.median())
-    constant = float((ratios - middle).abs().max()) <= 1e-3 * abs(middle)
-    return middle if constant and abs(middle - 1) > 1e-6 and middle != 0 else None
+def _some_points(got: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[tuple[float, float], ...]:
+    """Pairs (got, expected), evenly taken, and the worst one; first tokens, which are 0, left out."""
+    left = torch.cat([value[1:] for value in got]).double()
+    right = torch.cat([value[1:] for value in expected]).double()
+    if not len(left):
+        return ()
+    worst = int((left - right).abs().nan_to_num(nan=float("inf")).argmax())
+    chosen = sorted({*range(0, len(left), -(-len(left) // (MOST_POINTS - 1))), worst})
+    # Nine digits are all that a float32 has.
+    return tuple((float(f"{float(left[i]):.9g}"), float(f"{float(right[i]):.12g}")) for i in chosen)
 
 
 # -------------------------------------------------------------- named tensors
@@ -143,8 +112,12 @@ def compare_named(
     got: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     tolerances: Mapping[str, Tolerance],
+    since: Mapping[str, Tensor] | None = None,
 ) -> Finding:
-    """Compare tensors by name, each with its own tolerance; reports the one that is worst in relation to it."""
+    """Compare tensors by name, each with its own tolerance; reports the one that is worst in relation to it.
+
+    ``since`` are the tensors before what is checked changed them: then hints speak of the change.
+    """
     problem = _names_problem(what, got, expected)
     if problem is not None:
         return Finding(what=what, error=float("inf"), limit=0.0, problem=problem)
@@ -153,11 +126,12 @@ def compare_named(
     wrong = [name for name, error in errors.items() if not tolerances[name].allows(error)]
     if not wrong:
         return Finding(what=what, error=errors[worst], limit=tolerances[worst].limit)
+    named = Named(got=got, expected=expected, tolerances=tolerances, wrong=wrong)
     lines = [
         f"{what}: {len(wrong)} of {len(expected)} tensors differ",
-        *(_tensor_line("first", wrong[0], got, expected, tolerances),),
+        _tensor_line("first", wrong[0], got, expected, tolerances),
         *(() if worst == wrong[0] else (_tensor_line("worst", worst, got, expected, tolerances),)),
-        *_named_hints(wrong, got, expected, tolerances),
+        *named_hints(named, since),
     ]
     return Finding(what=what, error=errors[worst], limit=tolerances[worst].limit, problem="\n".join(lines))
 
@@ -200,26 +174,6 @@ def _tensor_line(
     )
 
 
-def _named_hints(
-    wrong: Sequence[str],
-    got: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    tolerances: Mapping[str, Tolerance],
-) -> list[str]:
-    hints = []
-    factors = {constant_factor(got[name], expected[name], tolerances[name]) for name in wrong}
-    known = [factor for factor in factors if factor is not None]
-    if known and None not in factors and max(known) - min(known) <= 2e-3 * abs(max(known, key=abs)):
-        hints.append(f"it looks like: all of them are multiplied by {known[0]:.6g}")
-    if all(not got[name].any() for name in wrong):
-        hints.append(f"it looks like: they are all zero ({len(wrong)} of {len(expected)})")
-    if all(expected[name].dim() < 2 for name in wrong):
-        hints.append("only vectors (norms, biases) are wrong, which layouts replicate")
-    elif len(wrong) < len(expected):
-        hints.append("wrong: " + ", ".join(wrong[:6]) + (", ..." if len(wrong) > 6 else ""))
-    return hints
-
-
 # ------------------------------------------------------------------- scalars
 
 
@@ -231,8 +185,8 @@ def compare_scalar(what: str, got: float, expected: float, tolerance: Tolerance)
     if tolerance.allows(error):
         return Finding(what=what, error=error, limit=tolerance.limit)
     problem = f"{what} is {got:.9g}; expected {expected:.9g}; they differ by {error:.3e}, allowed {tolerance}"
-    if expected:
-        problem += f"\nit is {got / expected:.6g} times what is expected"
+    if expected and math.isfinite(got):
+        problem += f"\nit is {show_factor(got / expected)} times what is expected"
     return Finding(what=what, error=error, limit=tolerance.limit, problem=problem)
 
 
@@ -241,7 +195,7 @@ def compare_signed_mean(what: str, mean: SignedMean) -> Finding:
     problem = None
     if not mean.passes:
         problem = (
-            f"the mean error of {what} is {mean.mean:+.3e}, and chance explains {mean.limit:.1e}: "
+            f"the mean error of {what} is {mean.mean:+.3e}, and chance explains {mean.limit:.3e}: "
             "small, but always in one direction"
         )
     return Finding(what=f"mean error of {what}", error=abs(mean.mean), limit=mean.limit, problem=problem)

@@ -10,16 +10,18 @@ import importlib
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from core_rl.errors import CoreRLError
+from core_rl.errors import CoreRLError, RankTimeout
+from core_rl_conformance.basics import Failures
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import Check, check_of
 from core_rl_conformance.matrix import Case, Selection, Target, cases
-from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.outcomes import CaseResult, Measurement, NotRun, Outcome
 from core_rl_conformance.pairs import pair_cases
 from core_rl_conformance.subject import Subject
 
@@ -36,6 +38,11 @@ class Plan:
 
 PLAN = pytest.StashKey[Plan]()
 BENCH = pytest.StashKey[Bench]()
+FAILURES = pytest.StashKey[Failures]()
+
+
+HANGS = 2
+"""So often an engine may hang on a layout before it is asked no more."""
 
 
 class CheckFile(pytest.File):
@@ -86,15 +93,26 @@ class CheckItem(pytest.Item):
         if self.case.not_run:
             pytest.skip(self.case.not_run)
 
+    @property
+    def _place(self) -> tuple[str, str]:
+        return self.case.target.spec.name, str(self.case.layout)
+
     def runtest(self) -> None:
         bench = self.config.stash[BENCH]
+        if bench.groups.hangs[self._place] >= HANGS:
+            # Each one takes the whole timeout, and the session has failed already.
+            self._leave_out(f"it hung in {HANGS} checks at {self.case.layout} before")
         directory = bench.directory / "cases" / self.name.replace("/", "_")
         directory.mkdir(parents=True)
         subject = Subject(self.case, bench, directory)
         started = time.monotonic()
         try:
             self.case.check.function(subject)
-        except CoreRLError:
+        except NotRun as reason:
+            self._leave_out(str(reason))
+        except CoreRLError as error:
+            if isinstance(error, RankTimeout):
+                bench.groups.hangs[self._place] += 1
             # Its processes may be gone, or in a state that nobody knows.
             for target in filter(None, (self.case.target, self.case.partner)):
                 bench.groups.discard(target.spec.name)
@@ -105,6 +123,10 @@ class CheckItem(pytest.Item):
             self.measurements = subject.measurements
             # Checkpoints add up over some hundred cases.
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _leave_out(self, reason: str) -> NoReturn:
+        self.case = replace(self.case, not_run=reason)
+        pytest.skip(reason)
 
     def result(self, outcome: Outcome, reason: str) -> CaseResult:
         """What became of it."""
@@ -126,7 +148,13 @@ class CheckItem(pytest.Item):
         )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """What the check has to say; for an error of the engine, where in the check it came up as well."""
+        """What the check has to say, and which more basic check fails beside it."""
+        said = self._said(excinfo, style)
+        first = self.config.stash.setdefault(FAILURES, Failures()).add(self.case)
+        return f"{said}\n  {first}" if first and isinstance(said, str) else said
+
+    def _said(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any) -> Any:
+        """For an error of the engine, where in the check it came up as well."""
         if isinstance(excinfo.value, AssertionError) and excinfo.value.args:
             return str(excinfo.value)
         if isinstance(excinfo.value, CoreRLError):

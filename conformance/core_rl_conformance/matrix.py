@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engines.discovery import load_object
-from core_rl.engines.registry import get_spec
+from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError, raise_all
 from core_rl_conformance.catalogue import Check
@@ -110,6 +110,9 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     raise_all(
         ConfigError, f"the conformance profile of engine {name!r}", found.violations(spec, known_checks)
     )
+    # An engine that cannot be imported says so once here, and not in every check.
+    load_engine(spec)
+    load_config(spec)
     return Target(spec=spec, profile=found)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["PROPERTY", "CaseResult", "Measurement", "Outcome"]
+__all__ = ["PROPERTY", "CaseResult", "Measurement", "NotRun", "Outcome"]
 
 PROPERTY = "core_rl_conformance"
 """The user property of a test report that holds a `CaseResult`; JUnit files show it."""
@@ -32,6 +32,10 @@ class Outcome(StrEnum):
         return self in (Outcome.PASSED, Outcome.FAILED, Outcome.WAIVED)
 
 
+class NotRun(Exception):
+    """Raised by a check that has no answer about the engine, with the reason: the case ends as *not run*."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One comparison inside a check."""
@@ -39,6 +43,8 @@ class Measurement:
     what: str
     error: float
     limit: float
+    points: tuple[tuple[float, float], ...] = ()
+    """Some of the compared values as (engine, oracle), for a plot."""
 
     @property
     def ratio(self) -> float:
@@ -96,6 +102,9 @@ def _parsed(values: Mapping[str, Any]) -> CaseResult:
             **values,
             "outcome": Outcome(values["outcome"]),
             "capabilities": tuple(values["capabilities"]),
-            "measurements": tuple(Measurement(**part) for part in values["measurements"]),
+            "measurements": tuple(
+                Measurement(**{**part, "points": tuple(map(tuple, part["points"]))})
+                for part in values["measurements"]
+            ),
         }
     )

@@ -8,7 +8,7 @@ place. All are right; how far they are from the oracle is the baseline of the to
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +54,7 @@ class PlainModel:
         self.dtype = dtype
         self.device = device
         self._models: dict[str, tuple[PreTrainedModel, dict[str, Tensor]]] = {}
+        self._own: dict[str, Tensor] = {}
 
     def outputs(
         self, variant: Variant, sequences: Sequence[OracleSequence], temperature: float
@@ -85,6 +86,16 @@ class PlainModel:
         }
         return total, {name: grad.float().cpu() for name, grad in grads.items()}
 
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Compute with ``values`` from now on, rounded to the model's dtype."""
+        self._own = dict(values)
+        for _, weights in self._models.values():
+            self._overwrite(weights)
+
+    def _overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        for name, value in self._own.items():
+            weights[name].copy_(value)
+
     def _model(self, variant: Variant) -> PreTrainedModel:
         """The model with the weights of ``variant`` and without gradients; one object for each attention."""
         if variant.attention not in self._models:
@@ -104,7 +115,9 @@ class PlainModel:
             self.directory, dtype=self.dtype, attn_implementation=attention, local_files_only=True
         ).eval()
         torch.nn.Module.to(model, self.device)
-        return model, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self._overwrite(weights)
+        return model, weights
 
     def _batch(
         self,

@@ -12,9 +12,10 @@ from torch import Tensor
 from core_rl_conformance.oracle import AdamW, AdamWState, grad_norm
 from core_rl_conformance.tolerance import Tolerance, tolerances
 
-__all__ = ["StepTolerances", "step_tolerances"]
+__all__ = ["KERNELS", "Kernel", "PlainAdamW", "StepTolerances", "step_tolerances"]
 
 Kernel = Literal["foreach", "loop", "fused"]
+KERNELS: tuple[Kernel, ...] = ("foreach", "loop", "fused")
 VARIANTS: tuple[tuple[Kernel, int | None], ...] = (
     ("foreach", None),
     ("loop", None),
@@ -58,29 +59,52 @@ def _run(
     kernel: Kernel,
     nudge: int | None,
 ) -> AdamWState:
-    params = {name: torch.nn.Parameter(value.float()) for name, value in start.params.items()}
-    optimizer = _optimizer(params, config, kernel)
-    for name, parameter in params.items():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(start.count)),
-            "exp_avg": start.exp_avg[name].float(),
-            "exp_avg_sq": start.exp_avg_sq[name].float(),
-        }
+    optimizer = PlainAdamW(start, config, kernel)
     for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         scale = config.clip_scale(grad_norm(step_grads))
-        for name, grad in step_grads.items():
-            params[name].grad = (
-                _nudged(grad, nudge, number) if nudge is not None else grad.float().clone()
-            ) * scale
-        optimizer.step()
-    state = {name: optimizer.state[parameter] for name, parameter in params.items()}
-    return AdamWState(
-        params={name: parameter.detach() for name, parameter in params.items()},
-        exp_avg={name: part["exp_avg"] for name, part in state.items()},
-        exp_avg_sq={name: part["exp_avg_sq"] for name, part in state.items()},
-    )
+        given = {
+            name: grad.float() if nudge is None else _nudged(grad, nudge, number)
+            for name, grad in step_grads.items()
+        }
+        optimizer.step({name: grad * scale for name, grad in given.items()}, rate)
+    return optimizer.state
+
+
+class PlainAdamW:
+    """torch's AdamW over float32 copies of the weights and moments of ``start``."""
+
+    def __init__(self, start: AdamWState, config: AdamW, kernel: Kernel = "foreach") -> None:
+        self._params = {name: torch.nn.Parameter(value.float()) for name, value in start.params.items()}
+        self._optimizer = _optimizer(self._params, config, kernel)
+        for name, parameter in self._params.items():
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(start.count)),
+                "exp_avg": start.exp_avg[name].float(),
+                "exp_avg_sq": start.exp_avg_sq[name].float(),
+            }
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The weights, as they are now."""
+        return {name: parameter.detach() for name, parameter in self._params.items()}
+
+    @property
+    def state(self) -> AdamWState:
+        """Weights and moments, as they are now."""
+        parts = {name: self._optimizer.state[parameter] for name, parameter in self._params.items()}
+        return AdamWState(
+            params=self.params,
+            exp_avg={name: part["exp_avg"] for name, part in parts.items()},
+            exp_avg_sq={name: part["exp_avg_sq"] for name, part in parts.items()},
+        )
+
+    def step(self, grads: Mapping[str, Tensor], rate: float) -> None:
+        """One step with ``grads``, which are clipped already; parameters without one stay."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        for name, grad in grads.items():
+            self._params[name].grad = grad
+        self._optimizer.step()
 
 
 def _optimizer(params: Mapping[str, torch.nn.Parameter], config: AdamW, kernel: Kernel) -> torch.optim.AdamW:

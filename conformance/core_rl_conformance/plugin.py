@@ -60,6 +60,14 @@ def _add_selection(group: pytest.OptionGroup) -> None:
     )
     group.addoption("--quick", action="store_true", dest="core_rl_quick", help="two layouts, one model each")
     group.addoption(
+        "--call-timeout",
+        dest="core_rl_call_timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="after this a rank that does not answer hangs; default: %(default)s",
+    )
+    group.addoption(
         "--report",
         dest="core_rl_report",
         metavar="FILE.json",
@@ -81,6 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _runs_checks_itself(config):
         from core_rl.launch.process import start_fork_server
 
+        # The ranks' transformers reads it when it is loaded; bars would hide what a failed check says.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         start_fork_server()  # it imports torch for the ranks while this process does so for itself
     from core_rl_conformance.session import ConformanceSession
 

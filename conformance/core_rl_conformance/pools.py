@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import FinetuneSpec
@@ -20,6 +22,8 @@ class GroupPool:
 
     def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
+        self.hangs: Counter[tuple[str, str]] = Counter()
+        """How often a call timed out, by engine and layout."""
         self._groups: dict[str, EngineGroup] = {}
 
     def start(

@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from core_rl.errors import CoreRLError
+from core_rl_conformance.basics import level
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.items import BENCH, PLAN, CheckFile, CheckItem, Plan
@@ -84,16 +85,20 @@ class ConformanceSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Neighbours share processes, and what was computed for a model."""
+        """Neighbours share processes, and what was computed for a model; what others build on comes first."""
 
-        def place(item: pytest.Item) -> tuple[int, int, int]:
+        def place(item: pytest.Item) -> tuple[int, int, int, int, int]:
             assert isinstance(item, CheckItem)
             case = item.case
             profile = case.target.profile
+            # A server has one model, and takes long to start with another.
+            serves = case.target.spec.kind == "inference"
             return (
                 self.plan.targets.index(case.target),
                 profile.dtypes.index(case.dtype),
                 case.layout.world_size,
+                profile.families.index(case.family) if serves else 0,
+                level(case.check),
             )
 
         items.sort(key=place)
@@ -103,7 +108,11 @@ class ConformanceSession:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         """Keep the groups of ranks for the whole session, and end them with it."""
-        with TemporaryDirectory(prefix="core-rl-conformance-") as directory, Bench(Path(directory)) as bench:
+        timeout_s: float = self.config.getoption("core_rl_call_timeout")
+        with (
+            TemporaryDirectory(prefix="core-rl-conformance-") as directory,
+            Bench(Path(directory), timeout_s) as bench,
+        ):
             self.config.stash[BENCH] = bench
             return (yield)
 

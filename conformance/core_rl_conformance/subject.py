@@ -27,6 +27,7 @@ from core_rl_conformance.losses import CheckLoss
 from core_rl_conformance.matrix import Case
 from core_rl_conformance.outcomes import Measurement
 from core_rl_conformance.tiny_models import TinyModel
+from core_rl_conformance.tokens import Places
 
 __all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
 
@@ -141,12 +142,18 @@ class Subject:
         """Loss, gradients and norm."""
         return self.bench.gradients(model, data, loss, self.dtype, self.case.device)
 
+    def places(self, data: Ragged) -> Places:
+        """What hints may say of the tokens of ``data``, in a group that shards all of it."""
+        return Places.of(data.batch(), self.model().vocab_size, self.layout.dp)
+
     # ------------------------------------------------------------ judging
 
     def verify(self, finding: Finding) -> None:
         """Keep what was measured; raise `AssertionError` where the comparison does not hold."""
         __tracebackhide__ = True
-        self.measurements.append(Measurement(what=finding.what, error=finding.error, limit=finding.limit))
+        self.measurements.append(
+            Measurement(what=finding.what, error=finding.error, limit=finding.limit, points=finding.points)
+        )
         if finding.problem is not None:
             raise AssertionError(self.explained(finding.problem))
 
@@ -181,6 +188,12 @@ class Subject:
         self.require(
             value.dtype == torch.float32 and value.shape[:1] == (count,) and value.device.type == "cpu",
             f"the output {name!r} is {form}; expected float32 [{count}, ...] on cpu",
+        )
+        broken = (~value.isfinite().reshape(count, -1).all(dim=1)).nonzero()[:, 0]
+        self.require(
+            not len(broken),
+            f"the output {name!r} is NaN or infinite at {len(broken)} of {count} tokens of the packed batch, "
+            f"first at {broken[:6].tolist()}",
         )
         firsts = value[data.batch().cu_seqlens[:-1].long()]
         self.require(

@@ -2,6 +2,7 @@
 
 Their logits are peaked (near-uniform ones hide errors), their vocabularies are prime, norm weights
 differ from 1 and biases from 0, and key/value heads are fewer than query heads where the family can.
+Their generation configs are full of defaults, which no request asks for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     GPT2Config,
     LlamaConfig,
     PretrainedConfig,
@@ -42,6 +44,10 @@ class TinyModel:
     seed: int = 0
     head: Head = "lm"
     dropout: float = 0.0
+    eos: int | None = None
+    """The end-of-sequence token; None is the family's own."""
+    pad_is_eos: bool = False
+    """Padding has the id of the end-of-sequence token, as in many published configs."""
 
     @property
     def vocab_size(self) -> int:
@@ -53,6 +59,10 @@ class TinyModel:
         config = CONFIGS[self.family](self.dropout)
         if self.head != "lm":
             config.num_labels = 1
+        if self.eos is not None:
+            config.eos_token_id = self.eos
+        if self.pad_is_eos:
+            config.pad_token_id = config.eos_token_id
         return config
 
 
@@ -69,6 +79,8 @@ def _qwen3(dropout: float) -> PretrainedConfig:
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         attention_dropout=dropout,
+        bos_token_id=0,
+        eos_token_id=2,
         pad_token_id=None,
     )
 
@@ -85,6 +97,8 @@ def _llama(dropout: float) -> PretrainedConfig:
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
         attention_dropout=dropout,
+        bos_token_id=1,
+        eos_token_id=2,
         pad_token_id=None,
     )
 
@@ -101,12 +115,14 @@ def _qwen2(dropout: float) -> PretrainedConfig:
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
         attention_dropout=dropout,
+        bos_token_id=1,
+        eos_token_id=2,
         pad_token_id=None,
     )
 
 
 def _gpt2(dropout: float) -> PretrainedConfig:
-    """Absolute positions, layer norms, biases everywhere, tied embeddings."""
+    """Absolute positions, layer norms, biases everywhere, tied embeddings; one id is both BOS and EOS."""
     return GPT2Config(
         vocab_size=163,
         n_embd=36,
@@ -114,8 +130,8 @@ def _gpt2(dropout: float) -> PretrainedConfig:
         n_layer=2,
         n_head=4,
         n_positions=MAX_LENGTH,
-        bos_token_id=None,
-        eos_token_id=None,
+        bos_token_id=162,
+        eos_token_id=162,
         tie_word_embeddings=True,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -142,10 +158,29 @@ class ModelStore:
     def directory(self, model: TinyModel) -> Path:
         """The directory of ``model``: config and safetensors, as ``save_pretrained`` writes them."""
         if model not in self._built:
-            path = self.root / f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
+            name = f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
+            name += "" if model.eos is None else f"-eos{model.eos}"
+            path = self.root / (f"{name}-pad-is-eos" if model.pad_is_eos else name)
             build(model).save_pretrained(path)
+            if model.head == "lm":
+                _write_generation_config(model, path)
             self._built[model] = path
         return self._built[model]
+
+
+def _write_generation_config(model: TinyModel, path: Path) -> None:
+    """Sampling defaults such as published models have; a request says all there is, so none may be applied."""
+    config = model.config()
+    generation = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        do_sample=True,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.8,
+        repetition_penalty=1.3,
+    )
+    generation.save_pretrained(path)
 
 
 def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> None:

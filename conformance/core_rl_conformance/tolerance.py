@@ -52,6 +52,10 @@ class Tolerance:
         """Whether ``error`` passes; NaN never does."""
         return error <= self.limit
 
+    def __add__(self, other: Tolerance) -> Tolerance:
+        """What two engines may differ by, of which each has its own tolerance."""
+        return Tolerance(baseline=self.baseline + other.baseline, floor=self.floor + other.floor)
+
     def __str__(self) -> str:
         return f"{self.limit:.1e} (= {FACTOR:g} x {self.baseline:.1e} of the plain model + {self.floor:.1e})"
 

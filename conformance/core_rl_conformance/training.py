@@ -17,6 +17,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.outputs import OutputName
 from core_rl.launch.group import EngineGroup
+from core_rl_conformance.adamw_guesses import Steps, compare_weights
 from core_rl_conformance.diagnose import compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.oracle import AdamW, AdamWState
 from core_rl_conformance.plain_adamw import step_tolerances
@@ -56,7 +57,8 @@ def verify_outputs(subject: Subject, group: EngineGroup, model: TinyModel, what:
     name: OutputName = "logprobs" if model.head == "lm" else "values"
     expected = subject.bench.outputs_at(directory, model.head, data, name, dtype, device)
     got = per_sequence(group.forward(data.batch(), MicroBatchSpec(count=1), (name,)), name, data)
-    subject.verify(compare_tokens(f"{name} {what}", got, expected.values, expected.tolerance))
+    places = subject.places(data)
+    subject.verify(compare_tokens(f"{name} {what}", got, expected.values, expected.tolerance, places))
 
 
 @dataclass(kw_only=True)
@@ -129,9 +131,10 @@ class Shadow:
     def verify(self, subject: Subject, group: EngineGroup, what: str) -> None:
         """Compare the engine's weights and moments with those of the float64 AdamW."""
         allowed = step_tolerances(self._start, self.state, self.config, self._grads, self._rates)
-        subject.verify(
-            compare_named(f"weights {what}", group.named_tensors("master"), self.state.params, allowed.master)
-        )
+        got = group.named_tensors("master")
+        steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
+        finding = compare_weights(f"weights {what}", got, steps, allowed.master, subject.layout.dp)
+        subject.verify(finding)
         subject.verify(
             compare_named(
                 f"first moments {what}", group.named_tensors("exp_avg"), self.state.exp_avg, allowed.exp_avg

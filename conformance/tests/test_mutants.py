@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
+from kill_matrix import Kill, Outcome
 from mutants.all import MUTANTS
+from mutants.attack import attack, fits, other_checks, partner_of
 from mutants.bases import Packed, Replicated
 from mutants.zoo import DP1, DP2, C, Mutant, run_check, spec_of
 
-from core_rl.errors import CoreRLError
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
 from core_rl_conformance.reference.train import ReferenceEngine
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Seed 0 in an ordinary session, as many as ``--seeds`` says in one that proves the suite."""
+    if "seed" in metafunc.fixturenames:
+        seeds = range(metafunc.config.getoption("seeds") or 1)
+        metafunc.parametrize("seed", seeds, ids=[f"seed{seed}" for seed in seeds])
+    if "suspect" in metafunc.fixturenames:
+        suspects = MUTANTS if metafunc.config.getoption("full") else ()
+        metafunc.parametrize("suspect", suspects, ids=[mutant.name for mutant in suspects])
 
 
 def _parameters() -> list[ParameterSet]:
@@ -33,28 +45,42 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield made
 
 
+def _kill(mutant: Mutant, check: str, seed: int, said: str | None, meant: bool = True) -> Kill:
+    outcome: Outcome = "survived"
+    if said is not None:
+        outcome = "killed" if not meant or re.search(mutant.says, said) else "killed for another reason"
+    return Kill(
+        mutant=mutant.name,
+        issue=mutant.issue,
+        check=check,
+        place=f"{mutant.layout} {mutant.family}",
+        seed=seed,
+        outcome=outcome,
+        meant=meant,
+    )
+
+
 @pytest.mark.parametrize("mutant", _parameters())
 def test_mutant_is_killed_by_the_check_that_is_meant_for_it(
-    bench: Bench, mutant: Mutant, tmp_path: Path
+    bench: Bench, mutant: Mutant, seed: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    spec = spec_of(mutant.engine, mutant.undeclared)
-    bench.groups.timeout_s = mutant.timeout_s
-    try:
-        with pytest.raises((AssertionError, CoreRLError)) as caught:
-            run_check(
-                bench,
-                mutant.killed_by,
-                spec,
-                layout=mutant.layout,
-                family=mutant.family,
-                directory=tmp_path,
-                partner=mutant.partner,
-            )
-    finally:
-        bench.groups.discard(spec.name)
-        bench.servers.discard(spec.name)
-    said = str(caught.value)
-    assert re.search(mutant.says, said), f"{mutant.issue}: the message misses the cause:\n{said}"
+    said = attack(bench, mutant, load_checks()[mutant.killed_by], seed, tmp_path)
+    found = _kill(mutant, mutant.killed_by, seed, said)
+    record_property(*found.to_property())
+    assert said is not None, f"{mutant.issue}: {mutant.killed_by} passes"
+    assert found.outcome == "killed", f"{mutant.issue}: the message misses the cause:\n{said}"
+
+
+def test_mutant_beside_every_other_check(
+    bench: Bench, suspect: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Fails for nothing: it fills the last column of the kill matrix."""
+    for check in other_checks(suspect):
+        try:
+            said = attack(bench, suspect, check, 0, tmp_path / check.identifier)
+        except Exception as error:  # noqa: BLE001 - whatever a check stumbles over fails its session
+            said = str(error)
+        record_property(*_kill(suspect, check.identifier, 0, said, meant=False).to_property())
 
 
 def test_every_check_kills_a_mutant() -> None:
@@ -70,14 +96,31 @@ CORRECT = {
     "reference": (spec_of(ReferenceEngine, frozenset({C.DATA_PARALLEL})), DP1),
     "replicated": (spec_of(Replicated), DP2),
     "packed": (spec_of(Packed), DP2),
+    "rollout": (spec_of(ReferenceRolloutEngine), DP1),
 }
 
 
+def _correct() -> list[tuple[str, str]]:
+    """Every correct engine with every check that fits it."""
+    return [
+        (engine, identifier)
+        for engine, (spec, layout) in CORRECT.items()
+        for identifier, check in load_checks().items()
+        if fits(check, spec, layout.dp, "gpt2")
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("identifier", load_checks())
-@pytest.mark.parametrize("engine", CORRECT)
-def test_correct_engines_pass(bench: Bench, engine: str, identifier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "identifier"), _correct())
+def test_correct_engines_pass(bench: Bench, engine: str, identifier: str, seed: int, tmp_path: Path) -> None:
     spec, layout = CORRECT[engine]
-    if not load_checks()[identifier].requires <= spec.capabilities:
-        pytest.skip("not supported")
-    run_check(bench, identifier, spec, layout=layout, family="gpt2", directory=tmp_path)
+    run_check(
+        bench,
+        identifier,
+        spec,
+        layout=layout,
+        family="gpt2",
+        directory=tmp_path,
+        seed=seed,
+        partner=partner_of(load_checks()[identifier]),
+    )

@@ -115,13 +115,32 @@ def test_an_exact_comparison_that_fails_is_beyond_the_limit() -> None:
 
 def test_points_of_one_comparison_share_a_plot() -> None:
     (scatter,) = scatter_plots(EVERYTHING)
-    assert scatter.title == "I2.logprobs: logprobs"
+    assert scatter.title == "mine, I2.logprobs: logprobs"
     assert (scatter.lowest, scatter.highest) == (-2.500001, -1.0)
     assert scatter.largest_difference == pytest.approx(1e-6)
     upper, lower = scatter.values
-    assert upper.x > lower.x and upper.y < lower.y
+    area = scatter.area
+    assert (upper.x, upper.y) == (area.right, area.top) and lower.y == pytest.approx(area.bottom, abs=0.01)
     # The engine is below the oracle by 0 and by -1e-6: in the middle, and up.
-    assert [round(dot.y) for dot in scatter.differences] == [50, 5]
+    places = [(area.bottom - dot.y) / (area.bottom - area.top) for dot in scatter.differences]
+    assert places == pytest.approx([0.5, 0.95])
+    assert [tick.label for tick in scatter.x_ticks] == ["-2.5", "-1.75", "-1"]
+
+
+def test_engines_have_plots_of_their_own_and_wrong_points_are_marked() -> None:
+    points = ((-1.0, -1.0), (-2.0, -2.5))
+    cases = [case(engine=name, measurements=(measured(0.5, points=points),)) for name in ("mine", "other")]
+    scatters = scatter_plots(report(*cases))
+    assert [scatter.title.partition(",")[0] for scatter in scatters] == ["mine", "other"]
+    assert [[dot.failed for dot in scatter.values] for scatter in scatters] == [[False, True]] * 2
+    assert report_page(report(*cases)).count('class="spot"') == 4
+
+
+def test_plots_have_titles_and_named_axes(page: str) -> None:
+    text = " ".join(_Page(page).text.split())
+    assert "mine, I2.logprobs: logprobs" in text
+    assert "logprobs, engine ↑" in text and "oracle ↑" in text and "logprobs, oracle →" in text
+    assert page.count('role="img" aria-label="mine, I2.logprobs') == 2
 
 
 def test_many_points_are_thinned_and_nonfinite_ones_left_out() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from report_support import EVERYTHING, case, measured, report
@@ -20,6 +20,7 @@ def test_json_and_back_loses_nothing() -> None:
     assert Report.model_validate_json(EVERYTHING.model_dump_json()) == EVERYTHING
 
 
+@settings(deadline=None)
 @given(error=st.floats(), limit=st.floats(min_value=0))
 def test_json_is_standard_whatever_was_measured(error: float, limit: float) -> None:
     text = measured(error, limit).model_dump_json()
@@ -72,7 +73,7 @@ def test_a_result_of_the_suite_becomes_a_record() -> None:
         seconds=1.5,
         capabilities=("cuda",),
         measurements=(
-            Measurement(what="a", error=2.0, limit=1.0),
+            Measurement(what="a", error=2.0, limit=1.0, points=((-1.5, -1.0),)),
             Measurement(what="b", error=9.0, limit=9.0),
         ),
         reason="known",
@@ -81,6 +82,8 @@ def test_a_result_of_the_suite_becomes_a_record() -> None:
     assert record.worst is not None and record.worst.what == "a" and record.worst.ratio == 2.0
     assert (record.outcome, record.seed, record.capabilities) == (Outcome.WAIVED, 3, ("cuda",))
     assert (record.reason, record.message, record.place) == ("known", "boom", "dp1-qwen3-float32")
+    assert record.measurements[0].points == ((-1.5, -1.0),)
+    assert CaseResult.from_properties([result.to_property()]) == result
 
 
 def test_the_slowest_are_ten_that_ran_longest_first() -> None:

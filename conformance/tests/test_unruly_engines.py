@@ -17,6 +17,7 @@ from core_rl.engines.registry import register_engine
 from core_rl.engines.spec import EngineSpec
 from core_rl_conformance.profile import Profile
 from core_rl_conformance.reference import SPEC
+from core_rl_conformance.reference.train import ReferenceEngine
 
 __all__ = ["engine"]
 
@@ -33,7 +34,7 @@ SAYS = {
 
 @pytest.mark.parametrize("kind", SAYS, ids=lambda kind: kind.__name__)
 def test_it_fails_its_check_and_the_others_go_on(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], kind: type
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], kind: type[ReferenceEngine]
 ) -> None:
     spec = engine(kind)
     before = children()

@@ -2,73 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from core_rl.config.layout import ParallelLayout
-from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import CheckpointDamaged
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import same_named
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.oracle import AdamW
+from core_rl_conformance.moving import (
+    elsewhere,
+    meta,
+    saved_portable,
+    start,
+    state,
+    train,
+    verify_goes_on,
+    verify_next_steps,
+    verify_state,
+)
 from core_rl_conformance.reference import SPEC as REFERENCE
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.tiny_models import TinyModel
-from core_rl_conformance.training import Shadow, optimizer_config, verify_outputs
-
-LOSS = TokenMeanLoss(temperature=0.8)
-TWO = MicroBatchSpec(count=2)
-OPTIMIZER = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
-TOTAL_STEPS = 8
-KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
-
-
-def _start(
-    subject: Subject,
-    model: TinyModel,
-    *,
-    layout: ParallelLayout | None = None,
-    spec: EngineSpec | None = None,
-    frozen: Sequence[str] = (),
-) -> EngineGroup:
-    optimizer = optimizer_config(OPTIMIZER, TOTAL_STEPS)
-    return subject.start(model, layout=layout, spec=spec, optimizer=optimizer, frozen=frozen)
-
-
-def _elsewhere(model: TinyModel) -> TinyModel:
-    """The same architecture with other weights: whatever a load leaves out shows."""
-    return replace(model, seed=model.seed + 100)
-
-
-def _train(group: EngineGroup, subject: Subject, steps: Sequence[int]) -> list[dict[str, float]]:
-    """One update for each number, which picks its batch; the learning rate falls."""
-    reports = []
-    for step in steps:
-        reports.append(group.train_batch(subject.data(seed=step).batch(), LOSS.spec(), TWO))
-        group.lr_scheduler_step()
-    return reports
-
-
-def _state(group: EngineGroup) -> dict[TensorKind, dict[str, Tensor]]:
-    return {kind: group.named_tensors(kind) for kind in KINDS}
-
-
-def _verify_state(
-    subject: Subject, what: str, group: EngineGroup, expected: Mapping[TensorKind, Mapping[str, Tensor]]
-) -> None:
-    for kind, tensors in expected.items():
-        subject.verify(same_named(f"{kind} {what}", group.named_tensors(kind), tensors))
-
-
-def _meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
-    return SaveLoadMeta(path=str(path), format=format_)
 
 
 @check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
@@ -82,24 +35,24 @@ def resume_is_bitwise(subject: Subject) -> None:
     correction (``_set_update_count``), the random state of every rank.
     """
     model = subject.model(dropout=0.1)
-    group = _start(subject, model)
-    _train(group, subject, [0, 1])
+    group = start(subject, model)
+    train(group, subject, [0, 1])
     group.set_version(7)
-    group.save(_meta(subject.directory("checkpoint"), "sharded"))
-    reports = _train(group, subject, [2, 3])
-    expected, progress = _state(group), group.progress
-    group = _start(subject, _elsewhere(model))
-    _train(group, subject, [5])
-    group.load(_meta(subject.directory("checkpoint"), "sharded"))
+    group.save(meta(subject.directory("checkpoint"), "sharded"))
+    reports = train(group, subject, [2, 3])
+    expected, progress = state(group), group.progress
+    group = start(subject, elsewhere(model))
+    train(group, subject, [5])
+    group.load(meta(subject.directory("checkpoint"), "sharded"))
     subject.require(
         group.get_version() == 7, f"the version is {group.get_version()} after a load; it was saved as 7"
     )
-    again = _train(group, subject, [2, 3])
+    again = train(group, subject, [2, 3])
     subject.require(
         again == reports,
         f"the steps after the load report {again}; without the interruption it was {reports}",
     )
-    _verify_state(subject, "after resuming", group, expected)
+    verify_state(subject, "after resuming", group, expected)
     subject.require(group.progress == progress, f"the progress is {group.progress}; expected {progress}")
 
 
@@ -113,17 +66,17 @@ def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
     Look at: how moments find their parameter: by name.
     """
     model = subject.model()
-    group = _start(subject, model, frozen=["*.0.*"])
-    _train(group, subject, [0])
-    group.save(_meta(subject.directory("first"), "sharded"))
-    _train(group, subject, [1, 2])
-    expected = _state(group)
+    group = start(subject, model, frozen=["*.0.*"])
+    train(group, subject, [0])
+    group.save(meta(subject.directory("first"), "sharded"))
+    train(group, subject, [1, 2])
+    expected = state(group)
     for step, name in ((1, "first"), (2, "second")):
-        group = _start(subject, _elsewhere(model), frozen=["*.0.*"])
-        group.load(_meta(subject.directory(name), "sharded"))
-        _train(group, subject, [step])
-        group.save(_meta(subject.directory("second"), "sharded"))
-    _verify_state(subject, "after resuming twice", group, expected)
+        group = start(subject, elsewhere(model), frozen=["*.0.*"])
+        group.load(meta(subject.directory(name), "sharded"))
+        train(group, subject, [step])
+        group.save(meta(subject.directory("second"), "sharded"))
+    verify_state(subject, "after resuming twice", group, expected)
 
 
 @check("I11.other-layout", requires=[Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL], min_layouts=2)
@@ -137,26 +90,18 @@ def resume_on_another_layout(subject: Subject) -> None:
     model = subject.model()
     other = subject.case.other_layout
     assert other is not None  # the check asks for a profile with two
-    group = _start(subject, model)
-    _train(group, subject, [0, 1])
-    group.save(_meta(subject.directory("checkpoint"), "sharded"))
-    expected, progress = _state(group), group.progress
-    group = _start(subject, _elsewhere(model), layout=other)
-    group.load(_meta(subject.directory("checkpoint"), "sharded"))
+    group = start(subject, model)
+    train(group, subject, [0, 1])
+    group.save(meta(subject.directory("checkpoint"), "sharded"))
+    expected, progress = state(group), group.progress
+    group = start(subject, elsewhere(model), layout=other)
+    group.load(meta(subject.directory("checkpoint"), "sharded"))
     what = f"loaded on {other}"
-    _verify_state(subject, what, group, expected)
+    verify_state(subject, what, group, expected)
     subject.require(
         group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
     )
-    _verify_next_steps(subject, group, model, what)
-
-
-def _verify_next_steps(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
-    """Go on from the loaded state beside a float64 AdamW that starts from it."""
-    shadow = Shadow.of(group, OPTIMIZER, TOTAL_STEPS)
-    shadow.train(subject, group, [subject.data(seed=seed).batch() for seed in (2, 3)], LOSS.spec(), TWO)
-    shadow.verify(subject, group, f"two steps after it was {what}")
-    verify_outputs(subject, group, model, f"two steps after it was {what}")
+    verify_next_steps(subject, group, model, what)
 
 
 @check("I11.portable-to-reference", requires=[Capability.PORTABLE_CHECKPOINT])
@@ -165,6 +110,7 @@ def reference_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
 
     Why: moving a run to another backend must not lose the optimizer (NeMo-RL #3171), nor round weights.
     Look at: ``named_tensors`` of ``master`` (float32, not the compute dtype), ``exp_avg`` and ``exp_avg_sq``.
+    If only the steps after the move differ, its optimizer does: see I20.adamw and ``_set_lr``.
     """
     _verify_portable(subject, (subject.spec, subject.layout), (REFERENCE, ParallelLayout()))
 
@@ -176,6 +122,7 @@ def engine_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
     Why: a load that fills the weights and leaves the optimizer's own copies is undone by the next step
     (NeMo-RL #2372).
     Look at: ``_load_named_tensors``, which sets master weights and compute copies, and ``_set_update_count``.
+    If only the steps after the move differ, the optimizer does: see I20.adamw and ``_set_lr``.
     """
     _verify_portable(subject, (REFERENCE, ParallelLayout()), (subject.spec, subject.layout))
 
@@ -184,19 +131,11 @@ def _verify_portable(
     subject: Subject, source: tuple[EngineSpec, ParallelLayout], target: tuple[EngineSpec, ParallelLayout]
 ) -> None:
     model = subject.model()
-    group = _start(subject, model, spec=source[0], layout=source[1])
-    _train(group, subject, [0, 1])
-    group.set_version(5)
-    group.save(_meta(subject.directory("portable"), "portable"))
-    expected, progress = _state(group), group.progress
-    group = _start(subject, _elsewhere(model), spec=target[0], layout=target[1])
-    group.load(_meta(subject.directory("portable"), "portable"))
-    what = f"moved from {source[0].name!r} to {target[0].name!r}"
-    _verify_state(subject, what, group, expected)
-    subject.require(
-        group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
-    )
-    _verify_next_steps(subject, group, model, what)
+    group = start(subject, model, spec=source[0], layout=source[1])
+    train(group, subject, [0, 1])
+    saved = saved_portable(subject, group, "portable")
+    group = start(subject, elsewhere(model), spec=target[0], layout=target[1])
+    verify_goes_on(subject, group, model, saved, f"moved from {source[0].name!r} to {target[0].name!r}")
 
 
 @check("I11.damaged", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
@@ -207,11 +146,11 @@ def damaged_checkpoint_is_refused(subject: Subject) -> None:
     Look at: files that ``_save_shards`` writes outside the directory it is given.
     """
     path = subject.directory("checkpoint")
-    group = _start(subject, subject.model())
-    _train(group, subject, [0])
-    group.save(_meta(path, "sharded"))
-    _train(group, subject, [1])
-    before = _state(group)
+    group = start(subject, subject.model())
+    train(group, subject, [0])
+    group.save(meta(path, "sharded"))
+    train(group, subject, [1])
+    before = state(group)
     largest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -220,13 +159,13 @@ def damaged_checkpoint_is_refused(subject: Subject) -> None:
         if damage is not None:
             largest.write_bytes(damage)
         _verify_refused(subject, group, path, what)
-        _verify_state(subject, f"after {what} was refused", group, before)
+        verify_state(subject, f"after {what} was refused", group, before)
         largest.write_bytes(bytes(content))
 
 
 def _verify_refused(subject: Subject, group: EngineGroup, path: Path, what: str) -> None:
     try:
-        group.load(_meta(path, "sharded"))
+        group.load(meta(path, "sharded"))
     except CheckpointDamaged:
         return
     raise AssertionError(

@@ -58,7 +58,13 @@ def undeclared_capabilities_refuse(subject: Subject) -> None:
     expected_outputs = subject.outputs(subject.model(), data, "logprobs")
     got = per_sequence(subject.start().forward(data.batch(), ONE_PASS), "logprobs", data)
     subject.verify(
-        compare_tokens("log-probs after refusals", got, expected_outputs.values, expected_outputs.tolerance)
+        compare_tokens(
+            "log-probs after refusals",
+            got,
+            expected_outputs.values,
+            expected_outputs.tolerance,
+            subject.places(data),
+        )
     )
 
 
@@ -197,4 +203,6 @@ def outputs_come_in_the_callers_order(subject: Subject) -> None:
     group = subject.start(model)
     for cut in (MicroBatchSpec(count=1), MicroBatchSpec(count=5), MicroBatchSpec(max_tokens=41)):
         got = per_sequence(group.forward(data.batch(), cut), "logprobs", data)
-        subject.verify(compare_tokens(f"log-probs with {cut}", got, expected.values, expected.tolerance))
+        places = subject.places(data)
+        what = f"log-probs with {cut}"
+        subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))

@@ -14,9 +14,9 @@ from core_rl.engines.meta import SaveLoadMeta, WeightUpdateMeta
 from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import compare_named, same_named
+from core_rl_conformance.diagnose import compare_tokens, same_named
 from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 
 LOSS = TokenMeanLoss(temperature=0.8)
 
@@ -119,10 +119,8 @@ def engine_loads_an_export(subject: Subject) -> None:
     expected = {name: value.float() for name, value in values.items()}
     subject.verify(same_named("parameters after a load", group.named_tensors("master"), expected))
     logprobs = subject.outputs(source, data, "logprobs")
-    finding = compare_named(
-        "log-probs after a load",
-        {"all": group.forward(data.batch(), ONE_PASS)["logprobs"]},
-        {"all": torch.cat(logprobs.values)},
-        {"all": logprobs.tolerance},
+    got = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
+    finding = compare_tokens(
+        "log-probs after a load", got, logprobs.values, logprobs.tolerance, subject.places(data)
     )
     subject.verify(finding)

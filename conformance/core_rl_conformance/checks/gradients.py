@@ -146,10 +146,11 @@ def reported_norm_is_the_norm_of_the_gradients(subject: Subject) -> None:
     # The square root of a float64 sum over float32 entries: a few units in the last place of a float64
     # and, in an engine that sums in float32 chunks, of a float32.
     exact = Tolerance(baseline=0.0, floor=4 * torch.finfo(torch.float32).eps * gathered)
-    subject.verify(
-        compare_scalar("the reported norm against the gathered gradients'", reported, gathered, exact)
-    )
-    subject.verify(compare_scalar("the reported norm", reported, expected.oracle.norm, expected.norm))
+    what = "the reported norm, against that of the exported gradients,"
+    subject.verify(compare_scalar(what, reported, gathered, exact))
+    # From here on the norm is right for its gradients: what differs is wrong in them.
+    what = "the norm of the exported gradients (reported as it is: see I1.gradients)"
+    subject.verify(compare_scalar(what, reported, expected.oracle.norm, expected.norm))
     batch_norm = group.train_batch(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)["grad_norm"]
     subject.require(
         math.isfinite(batch_norm) and batch_norm > 0.05,

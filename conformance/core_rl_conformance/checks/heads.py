@@ -31,7 +31,8 @@ def values_match_the_oracle(subject: Subject) -> None:
             expected = subject.outputs(model, data, name)
             what = f"{name} at temperature {temperature:g}"
             got = per_sequence(output, name, data)
-            subject.verify(compare_tokens(what, got, expected.values, expected.tolerance))
+            places = subject.places(data)
+            subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
 
 
 @check("I7.scores", requires=[Capability.REWARD_HEAD], each="layout")

@@ -23,7 +23,7 @@ def logprobs_match_the_oracle(subject: Subject) -> None:
     Look at: the alignment of logits and tokens (``logprobs[t] = log p(x_t | x_<t)``, 0 at first
     tokens), positions that restart in each sequence, attention that stays inside it.
     """
-    _verify_token_output(subject, "logprobs", 1.0)
+    _verify_token_output(subject, "logprobs", 1.0, plotted=True)
 
 
 @check("I7.entropy")
@@ -61,15 +61,19 @@ def logits_match_the_oracle(subject: Subject) -> None:
     _verify_token_output(subject, "logits", 0.6)
 
 
-def _verify_token_output(subject: Subject, name: OutputName, temperature: float) -> None:
+def _verify_token_output(
+    subject: Subject, name: OutputName, temperature: float, *, plotted: bool = False
+) -> None:
     model, data = subject.model(), subject.data()
     expected = subject.outputs(model, data, name, temperature)
     output = subject.start(model).forward(data.batch(), BUDGET, (name,), temperature)
     subject.verify_form(output, name, data)
     got = per_sequence(output, name, data)
     what = f"{name} at temperature {temperature:g}"
-    masks = [row.for_oracle().fields["mask"] for row in data.rows] if got[0].dim() == 1 else None
-    subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, masks))
+    finding = compare_tokens(
+        what, got, expected.values, expected.tolerance, subject.places(data), keep_points=plotted
+    )
+    subject.verify(finding)
     if name != "logits":
         subject.verify(compare_signed_mean(what, expected.signed_mean(got)))
 
@@ -87,7 +91,8 @@ def long_batches_match_the_oracle(subject: Subject) -> None:
     for name in ("logprobs", "entropy"):
         expected = subject.outputs(model, data, name)
         got = per_sequence(output, name, data)
-        subject.verify(compare_tokens(f"{name} of a long batch", got, expected.values, expected.tolerance))
+        what, places = f"{name} of a long batch", subject.places(data)
+        subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
     group, loss = subject.start(model), TokenMeanLoss()
     metrics = group.forward_backward(data.batch(), loss.spec(), ONE_PASS)
     subject.verify_gradients("of a long batch", group, metrics, subject.gradients(model, data, loss))
@@ -157,7 +162,8 @@ def forward_runs_without_dropout(subject: Subject) -> None:
     }
     for what, output in runs.items():
         got = per_sequence(output, "logprobs", data)
-        subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance))
+        places = subject.places(data)
+        subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance, places))
     evaluated = group.eval_batch(data.batch(), loss.spec(), ONE_PASS)["loss"]
     subject.require(
         truth.loss.allows(abs(evaluated - truth.oracle.loss)),

@@ -1,49 +1,213 @@
-"""Inference engines: what they draw, and the log-probs that they report of it."""
+"""What inference engines report of the tokens that they draw."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from core_rl.engines.inference import InferenceEngine
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.data import Ragged, Row
-from core_rl_conformance.diagnose import compare_tokens
+from core_rl_conformance.serving import (
+    ask,
+    distributions,
+    expected_of,
+    requests_for,
+    sequences_of,
+    verify_logprobs,
+)
 from core_rl_conformance.subject import Subject
+from core_rl_conformance.tiny_models import TinyModel
 
-
-def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
-    """All answers, asked for at one time."""
-
-    async def gather() -> list[LLMResponse]:
-        return list(await asyncio.gather(*map(engine.agenerate, requests)))
-
-    return asyncio.run(gather())
+FEW = (0, 1, 3, 4, 7, 10)
+"""Sequences of unequal lengths, the shortest and the longest among them."""
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
 @check("I7.rollout-logprobs", kind="inference")
 def rollout_logprobs_match_the_oracle(subject: Subject) -> None:
-    """The log-prob that comes with every generated token is the oracle's for that token.
+    """The log-prob that comes with every generated token is the oracle's, in a crowd, alone, and asked again.
 
-    Why: a trainer divides by these numbers; where they are off, every importance ratio is.
-    Look at: the alignment of log-probs and tokens, and log-probs of the prompt's last token.
+    Why: a trainer divides by these numbers; where they are off, every importance ratio is. Padding of
+    requests that run together, and cached prefixes, change them a little and nothing fails (OpenRLHF #217).
+    Look at: the alignment of log-probs and tokens, the first token after the prompt, padding and positions
+    where requests share a batch, prefix caches.
     """
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
-    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, seed=subject.case.seed)
-    requests = [LLMRequest(input_ids=row.ids, sampling=sampling) for row in data.rows]
-    found = answers(engine, requests)
-    whole = Ragged(tuple(_row(response) for response in found))
-    expected = subject.outputs(model, whole, "logprobs")
-    got = [torch.tensor(response.logprobs) for response in found]
-    starts = [len(response.input_ids) for response in found]
-    wanted = [value[start:] for value, start in zip(expected.values, starts, strict=True)]
-    subject.verify(compare_tokens("log-probs of generated tokens", got, wanted, expected.tolerance))
+    requests = requests_for(data, PLAIN)
+    found = ask(engine, requests)
+    verify_logprobs(
+        subject, "log-probs of tokens generated in a crowd", model, found, 1.0, _late(subject, model, found),
+        plotted=True,
+    )  # fmt: skip
+    alone = [ask(engine, [requests[index]])[0] for index in FEW]
+    verify_logprobs(subject, "log-probs of tokens generated alone", model, alone)
+    verify_logprobs(
+        subject,
+        "log-probs of tokens generated from the answers before",
+        model,
+        ask(engine, requests_for(sequences_of(alone), PLAIN)),
+    )
 
 
-def _row(response: LLMResponse) -> Row:
-    ids = response.input_ids + response.output_ids
-    return Row(ids=ids, mask=(True,) * len(ids), advantages=(0.0,) * len(ids), target=0.0)
+def _late(
+    subject: Subject, model: TinyModel, found: Sequence[LLMResponse]
+) -> dict[str, Callable[[], list[Tensor]]]:
+    """The log-prob of the prompt's last token first, and so on; prompts of one token have none."""
+
+    def moved() -> list[Tensor]:
+        rows = subject.outputs(model, sequences_of(found), "logprobs").values
+        pairs = zip(rows, found, strict=True)
+        return [row[len(response.input_ids) - 1 : -1] for row, response in pairs]
+
+    return {"each token has the log-prob of the token before it": moved}
+
+
+@check("I8.rollout-temperature", kind="inference")
+def rollout_logprobs_are_tempered(subject: Subject) -> None:
+    """At a temperature T, log-probs of generated tokens are those of ``softmax(logits / T)``; greedy ones at T = 1.
+
+    Why: one side with the temperature and one without it makes every importance ratio wrong (NeMo-RL #316,
+    verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557).
+    Look at: whether the server reports log-probs before or after it divides by the temperature, and what it
+    divides by for greedy decoding.
+    """
+    model, data = subject.model(), subject.data().select(FEW)
+    engine = subject.serve(model)
+    for temperature in (0.6, 1.7):
+        requests = requests_for(data, replace(PLAIN, temperature=temperature))
+        what = f"log-probs of tokens generated at temperature {temperature:g}"
+        verify_logprobs(subject, what, model, ask(engine, requests), temperature)
+    greedy = ask(engine, requests_for(data, replace(PLAIN, temperature=0.0)))
+    verify_logprobs(subject, "log-probs of greedy tokens", model, greedy)
+    limit = expected_of(subject, model, greedy).tolerance.limit
+    for response, rows in zip(greedy, distributions(subject, model, greedy), strict=True):
+        for place, (token, row) in enumerate(zip(response.output_ids, rows, strict=True)):
+            subject.require(
+                float(row.max() - row[token]) <= 2 * limit,
+                f"greedy decoding took token {token} at place {place} of the answer to a prompt of "
+                f"{len(response.input_ids)} tokens, with log-prob {float(row[token]):.4f}; token "
+                f"{int(row.argmax())} has {float(row.max()):.4f}",
+            )
+
+
+@check("I8.rollout-cut", kind="inference", each="layout")
+def rollout_logprobs_are_of_the_full_distribution(subject: Subject) -> None:
+    """With top-k or top-p, tokens come from what is left, and log-probs are those before the cut.
+
+    Why: a trainer knows nothing of the cut; log-probs of what is left are too large, by an amount that differs
+    from token to token (TRL #4159).
+    Look at: where the server takes the log-probs from, before or after it drops tokens; whether it passes
+    ``top_k`` and ``top_p`` on.
+    """
+    model, data = subject.model(), subject.data().select(FEW)
+    engine = subject.serve(model)
+    for cut in ({"top_k": 4}, {"top_k": 1}, {"top_p": 0.6}, {"top_k": 6, "top_p": 0.8}):
+        top_k, top_p = cut.get("top_k"), cut.get("top_p", 1.0)
+        assert top_k is None or isinstance(top_k, int)
+        sampling = replace(PLAIN, temperature=1.7, top_k=top_k, top_p=top_p)
+        shown = ", ".join(f"{name} = {value}" for name, value in cut.items())
+        found = ask(engine, requests_for(data, sampling))
+        _verify_cut(subject, model, shown, found, sampling)
+
+
+def _verify_cut(
+    subject: Subject, model: TinyModel, shown: str, found: Sequence[LLMResponse], sampling: SamplingParams
+) -> None:
+    full = distributions(subject, model, found, sampling.temperature)
+    limit = expected_of(subject, model, found, sampling.temperature).tolerance.limit
+
+    def after_the_cut() -> list[Tensor]:
+        return [
+            _left(rows, sampling, 0.0).log_softmax(-1)[range(len(rows)), list(response.output_ids)]
+            for response, rows in zip(found, full, strict=True)
+        ]
+
+    for response, rows in zip(found, full, strict=True):
+        left = _left(rows, sampling, 2 * limit)
+        for place, (token, row) in enumerate(zip(response.output_ids, left, strict=True)):
+            subject.require(
+                bool(row[token].isfinite()),
+                f"with {shown}, token {token} was drawn at place {place} of the answer to a prompt of "
+                f"{len(response.input_ids)} tokens; only {int(row.isfinite().sum())} other tokens are left",
+            )
+    guesses = {"log-probs of what the cut has left": after_the_cut}
+    what = f"log-probs of tokens generated with {shown}"
+    verify_logprobs(subject, what, model, found, sampling.temperature, guesses)
+
+
+def _left(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
+    """``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps those that nearly stay.
+
+    The larger of the two readings of top-k followed by top-p: the second one counts the probability that
+    the first one has dropped.
+    """
+    ordered = rows.sort(descending=True).values
+    keep = torch.ones_like(rows, dtype=torch.bool)
+    if sampling.top_k is not None:
+        keep &= rows >= ordered[:, sampling.top_k - 1 : sampling.top_k] - margin
+    if sampling.top_p < 1:
+        above = rows[:, None, :] > rows[:, :, None] + margin
+        before = (above * rows.exp()[:, None, :]).sum(-1)
+        keep &= before < sampling.top_p + margin
+    return rows.masked_fill(~keep, -torch.inf)
+
+
+@check("I19.bos", kind="inference", each="layout")
+def prompts_are_taken_as_they_are(subject: Subject) -> None:
+    """A prompt with BOS gets no other one, and one without gets none: token ids go in as they are.
+
+    Why: a second BOS, or a first one that the trainer does not see, shifts all log-probs (I19). Log-probs of
+    the answers show it, and nothing else.
+    Look at: a server that adds special tokens to token ids, or strips them; a detour over text.
+    """
+    model = subject.model()
+    bos, eos = model.config().bos_token_id, model.config().eos_token_id
+    plain = [row.ids for row in subject.data().select(FEW).rows]
+    prompts = {
+        "without BOS": plain,
+        "with BOS": [(bos, *ids) for ids in plain],
+        "with BOS twice": [(bos, bos, *ids) for ids in plain],
+        "that end with EOS": [(*ids, eos) for ids in plain],
+        "of one special token": [(bos,), (eos,)],
+    }
+    engine = subject.serve(model)
+    for what, given in prompts.items():
+        found = ask(engine, [LLMRequest(input_ids=ids, sampling=PLAIN) for ids in given])
+        verify_logprobs(subject, f"log-probs after prompts {what}", model, found)
+
+
+@check("contract.rollout-limits", kind="inference", each="layout")
+def answers_have_the_length_that_was_asked_for(subject: Subject) -> None:
+    """An answer that nothing stops has exactly ``max_new_tokens`` tokens, up to the last one of the context.
+
+    Why: an answer that is one token short, or cut at a default of the server, is taken for the policy's own
+    and rewarded so.
+    Look at: how ``max_new_tokens`` reaches the server, and ``ModelLimits``: the vocabulary is the model's, and a
+    request that fills ``context_length`` must be possible.
+    """
+    model = subject.model()
+    engine = subject.serve(model)
+    limits = engine.limits
+    subject.require(
+        limits.vocab_size == model.vocab_size,
+        f"limits.vocab_size is {limits.vocab_size}; the model has {model.vocab_size} tokens",
+    )
+    context = limits.context_length or 64
+    ids = subject.data(lengths=(context - 1,)).rows[0].ids
+    lengths = [(1, 1), (1, 5), (7, 2), (9, context - 9), (1, context - 1), (context - 1, 1)]
+    requests = [
+        LLMRequest(input_ids=ids[:length], sampling=replace(PLAIN, max_new_tokens=count))
+        for length, count in lengths
+    ]
+    found = ask(engine, requests)
+    for response, (length, count) in zip(found, lengths, strict=True):
+        subject.require(
+            len(response.output_ids) == count and response.stop_reason == "length",
+            f"max_new_tokens = {count} after a prompt of {length} tokens gave {len(response.output_ids)} tokens "
+            f"and stop_reason = {response.stop_reason!r}; expected {count} and 'length'",
+        )
+    verify_logprobs(subject, "log-probs of short and long answers", model, found)

@@ -9,11 +9,12 @@ import torch
 
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.meta import TensorKind
+from core_rl_conformance.adamw_guesses import Steps, compare_weights
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import compare_named, compare_scalar, same_named
+from core_rl_conformance.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.losses import InfiniteGradientLoss, TokenMeanLoss
 from core_rl_conformance.oracle import AdamW, AdamWState
-from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 from core_rl_conformance.tolerance import FLOOR_ULPS, Tolerance
 from core_rl_conformance.training import Shadow, optimizer_config, verify_outputs
 
@@ -47,7 +48,8 @@ def clipping_scales_the_update(subject: Subject) -> None:
 
     Why: an engine that computes the norm and forgets to clip, or clips each shard by its own norm, looks
     right until the first spike.
-    Look at: ``_step(scale)``, which must scale every gradient before the optimizer runs.
+    Look at: ``_step(scale)``, which must scale every gradient before the optimizer runs; and whether the
+    configured ``betas`` and ``eps`` reach the optimizer, since this check sets an ``eps`` of its own.
     """
     # Adam's update hardly depends on the scale of its gradients, unless epsilon is large.
     config = AdamW(lr=1e-1, eps=1e-2, max_grad_norm=0.02)
@@ -62,7 +64,8 @@ def train_batch_follows_the_oracle(subject: Subject) -> None:
     """``train_batch`` moves the weights along the oracle's gradient, whatever the cut into micro-batches.
 
     Why: what is exported may be right, and what the optimizer uses wrong: stale, scaled, or of one rank.
-    Look at: whether the optimizer steps on the very tensors that ``named_tensors("grads")`` shows.
+    Look at: whether the optimizer steps on the very tensors that ``named_tensors("grads")`` shows; and
+    whether the configured ``betas`` and ``eps`` reach it, since this check sets an ``eps`` of its own.
     """
     # With a large epsilon the update is a smooth function of the gradient: its error is at most
     # lr / eps times the gradient's, so no noise is amplified.
@@ -71,10 +74,10 @@ def train_batch_follows_the_oracle(subject: Subject) -> None:
     gradients = subject.gradients(model, data, LOSS)
     for cut in (ONE_PASS, MicroBatchSpec(count=4), MicroBatchSpec(max_tokens=48)):
         group = subject.start(optimizer=optimizer_config(config))
-        state = AdamWState.start(subject.bench.oracle(model).parameters())
-        config.step(state, gradients.oracle.grads)
+        start = AdamWState.start(subject.bench.oracle(model).parameters())
+        steps = Steps(config=config, start=start, grads=[gradients.oracle.grads], rates=[config.lr])
         reported = group.train_batch(data.batch(), LOSS.spec(), cut)
-        largest = max(float(value.abs().max()) for value in state.params.values())
+        largest = max(float(value.abs().max()) for value in steps.weights().values())
         slope = config.lr / config.eps
         floor = FLOOR_ULPS * torch.finfo(torch.float32).eps * largest
         allowed = {
@@ -82,7 +85,8 @@ def train_batch_follows_the_oracle(subject: Subject) -> None:
             for name, t in gradients.tolerances.items()
         }
         what = f"weights after train_batch() with {cut}"
-        subject.verify(compare_named(what, group.named_tensors("master"), state.params, allowed))
+        finding = compare_weights(what, group.named_tensors("master"), steps, allowed, subject.layout.dp)
+        subject.verify(finding)
         subject.verify(
             compare_scalar(
                 "the loss of train_batch()", reported["loss"], gradients.oracle.loss, gradients.loss
@@ -156,7 +160,9 @@ def nan_skips_the_step(subject: Subject) -> None:
     """A loss or gradient that is not finite, on any rank, skips the step on all and changes nothing.
 
     Why: one bad sample must not end a run, and one rank must not step alone.
-    Look at: gradients that survive the skipped step, and an Adam step count that advances without one.
+    Look at: ``nan_to_num`` and filters that hide what is not finite from the norm; loss scalers that skip
+    or rescale on their own; gradients that survive the skipped step; an Adam step count that advances
+    without one.
     """
     config = replace(DECAYING, max_grad_norm=None)
     data = subject.data()
@@ -211,12 +217,7 @@ def few_sequences_are_enough(subject: Subject) -> None:
         metrics = group.forward_backward(part.batch(), LOSS.spec(), MicroBatchSpec(count=3))
         subject.verify_gradients(f"of {len(part.rows)} sequences", group, metrics, expected)
         group.optimizer_zero_grad()
-    got = list(group.forward(single.batch(), MicroBatchSpec(count=3))["logprobs"].split(single.lengths))
-    expected_logprobs = subject.outputs(model, single, "logprobs")
-    finding = compare_named(
-        "log-probs of a single sequence",
-        {"logprobs": got[0]},
-        {"logprobs": expected_logprobs.values[0]},
-        {"logprobs": expected_logprobs.tolerance},
-    )
-    subject.verify(finding)
+    got = per_sequence(group.forward(single.batch(), MicroBatchSpec(count=3)), "logprobs", single)
+    logprobs = subject.outputs(model, single, "logprobs")
+    what = "log-probs of a single sequence"
+    subject.verify(compare_tokens(what, got, logprobs.values, logprobs.tolerance, subject.places(single)))

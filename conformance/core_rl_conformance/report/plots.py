@@ -17,7 +17,20 @@ LEFT, RIGHT = 9.0, 98.0
 DECADES = (-6, 3)
 """Ratios beyond these powers of ten stand at the ends of the axis."""
 SCATTER_POINTS = 400
-"""A page has no more points for each engine in one plot; they are taken evenly."""
+"""A plot has no more points that passed; they are taken evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Area:
+    """Where the points of a scatter plot stand; around it are the axes."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+SQUARE = Area(left=16.0, right=96.0, top=12.0, bottom=84.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +75,20 @@ class ErrorPlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Scatter:
-    """What engines computed against what the oracle did: the values, and the differences."""
+    """What one engine computed against what the oracle did: the values, and the differences."""
 
     title: str
+    what: str
+    """What is compared, for the axes."""
     values: tuple[Dot, ...]
     differences: tuple[Dot, ...]
     lowest: float
     highest: float
     largest_difference: float
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    difference_ticks: tuple[Tick, ...]
+    area: Area = SQUARE
 
 
 def error_plot(report: Report) -> ErrorPlot:
@@ -126,43 +145,79 @@ def _power(exponent: int) -> str:
     return "1 = limit" if exponent == 0 else f"10{'⁻' if exponent < 0 else ''}{digits}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Point:
+    engine: float
+    oracle: float
+    place: str
+    failed: bool
+
+
 def scatter_plots(report: Report) -> list[Scatter]:
-    """One for each kind of comparison that kept points."""
-    numbers = _numbers(report)
-    points: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    """One for each engine and kind of comparison that kept points."""
+    points: dict[tuple[str, str, str], list[_Point]] = {}
     for case in report.results:
-        for measurement in case.measurements:
-            kept = points.setdefault((case.check, measurement.what), [])
+        for part in case.measurements:
+            kept = points.setdefault((case.engine, case.check, part.what), [])
             kept.extend(
-                (numbers[case.engine], *pair) for pair in measurement.points if all(map(math.isfinite, pair))
+                _Point(
+                    engine=engine,
+                    oracle=oracle,
+                    place=case.place,
+                    failed=not abs(engine - oracle) <= part.limit,
+                )
+                for engine, oracle in part.points
+                if math.isfinite(engine) and math.isfinite(oracle)
             )
-    return [_scatter(f"{check}: {what}", kept) for (check, what), kept in points.items() if kept]
+    numbers = _numbers(report)
+    return [
+        _scatter(f"{engine}, {check}: {what}", what, numbers[engine], kept)
+        for (engine, check, what), kept in points.items()
+        if kept
+    ]
 
 
-def _scatter(title: str, points: Sequence[tuple[int, float, float]]) -> Scatter:
-    both = [value for _, engine, oracle in points for value in (engine, oracle)]
+def _scatter(title: str, what: str, number: int, points: Sequence[_Point]) -> Scatter:
+    both = [value for point in points for value in (point.engine, point.oracle)]
     lowest, highest = min(both), max(both)
     span = highest - lowest or 1.0
-    largest = max(abs(engine - oracle) for _, engine, oracle in points)
-    scale = largest or 1.0
+    largest = max(abs(point.engine - point.oracle) for point in points)
 
-    def dot(point: tuple[int, float, float], *, difference: bool) -> Dot:
-        number, engine, oracle = point
-        y = 50 - 45 * (engine - oracle) / scale if difference else 95 - 90 * (engine - lowest) / span
-        label = f"engine {engine:.9g}, oracle {oracle:.9g}"
-        return Dot(x=5 + 90 * (oracle - lowest) / span, y=y, engine=number, failed=False, label=label)
+    def x(value: float) -> float:
+        return SQUARE.left + (SQUARE.right - SQUARE.left) * (value - lowest) / span
 
-    shown = [point for number in sorted({n for n, *_ in points}) for point in _evenly(points, number)]
+    def y(share: float) -> float:
+        return SQUARE.bottom - (SQUARE.bottom - SQUARE.top) * share
+
+    def dot(point: _Point, share: float) -> Dot:
+        label = f"{point.place}: engine {point.engine:.9g}, oracle {point.oracle:.9g}"
+        return Dot(x=x(point.oracle), y=y(share), engine=number, failed=point.failed, label=label)
+
+    shown = _evenly(points)
+    middle = (lowest + highest) / 2
+    marks = [lowest, middle, highest] if highest > lowest else [lowest]
+    shares = (0.05, 0.5, 0.95)
     return Scatter(
         title=title,
-        values=tuple(dot(point, difference=False) for point in shown),
-        differences=tuple(dot(point, difference=True) for point in shown),
+        what=what,
+        values=tuple(dot(point, (point.engine - lowest) / span) for point in shown),
+        differences=tuple(
+            dot(point, 0.5 + 0.45 * (point.engine - point.oracle) / (largest or 1.0)) for point in shown
+        ),
         lowest=lowest,
         highest=highest,
         largest_difference=largest,
+        x_ticks=tuple(Tick(at=x(value), label=f"{value:.3g}") for value in marks),
+        y_ticks=tuple(Tick(at=y((value - lowest) / span), label=f"{value:.3g}") for value in marks),
+        difference_ticks=tuple(
+            Tick(at=y(share), label=label)
+            for share, label in zip(shares, (f"-{largest:.1e}", "0", f"+{largest:.1e}"), strict=True)
+        ),
     )
 
 
-def _evenly(points: Sequence[tuple[int, float, float]], engine: int) -> list[tuple[int, float, float]]:
-    own = [point for point in points if point[0] == engine]
-    return own[:: math.ceil(len(own) / SCATTER_POINTS)]
+def _evenly(points: Sequence[_Point]) -> list[_Point]:
+    """Some of many points; all that failed, up to the same number."""
+    failed = [point for point in points if point.failed]
+    passed = [point for point in points if not point.failed]
+    return [part for own in (passed, failed) for part in own[:: math.ceil(len(own) / SCATTER_POINTS) or 1]]

@@ -237,7 +237,7 @@ MUTANTS = (
         issue="private names",
         says="score.weight",
     ),
-    Mutant(engine=VectorsNotLoaded, killed_by="I10.import", issue="Megatron-LM #1446", says="only vectors"),
+    Mutant(engine=VectorsNotLoaded, killed_by="I10.import", issue="Megatron-LM #1446", says="only norms"),
     Mutant(
         engine=UploadsOldWeights, killed_by="I12.disk", issue="verl #7014", says="parameters of the export"
     ),

@@ -46,7 +46,7 @@ class SmallDrift(ReferenceEngine):
     def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         outputs = super()._sequence(ids, step)
         if "logprobs" in outputs:
-            outputs["logprobs"] = torch.cat([outputs["logprobs"][:1], outputs["logprobs"][1:] + 1.2e-5])
+            outputs["logprobs"] = torch.cat([outputs["logprobs"][:1], outputs["logprobs"][1:] + 2e-5])
         return outputs
 
 
@@ -231,7 +231,7 @@ MUTANTS = (
         engine=HalfPrecisionHead,
         killed_by="I7.logprobs",
         issue="verl #6150",
-        says="logprobs at temperature 1",
+        says="a smaller dtype",
     ),
     Mutant(engine=EntropyOverPadding, killed_by="I7.entropy", issue="TRL #3715", says="entropy"),
     Mutant(
@@ -250,13 +250,11 @@ MUTANTS = (
         says="neighbours",
         family="gpt2",
     ),
+    Mutant(engine=ChunkEdge, killed_by="I7.long-batch", issue="chunked kernels", says="every 512th position"),
+    Mutant(engine=ZeroIsPadding, killed_by="I7.logprobs", issue="TRL #3200", says="after one with the id 0"),
     Mutant(
-        engine=ChunkEdge, killed_by="I7.long-batch", issue="chunked kernels", says="2 of 1112 values are off"
+        engine=SortsByLength, killed_by="contract.order", issue="order of packing", says="belong to other"
     ),
-    Mutant(
-        engine=ZeroIsPadding, killed_by="I7.logprobs", issue="TRL #3200", says="logprobs at temperature 1"
-    ),
-    Mutant(engine=SortsByLength, killed_by="contract.order", issue="order of packing", says="log-probs with"),
     Mutant(engine=DropoutInEvaluation, killed_by="I9.dropout-off", issue="verl #4708", says="by forward"),
     Mutant(
         engine=NeverBackInTrainingMode, killed_by="I9.dropout-off", issue="verl #4708", says="after a forward"

@@ -40,11 +40,15 @@ class CoupledDecay(ReferenceEngine):
 
     def _step(self, scale: float) -> None:
         assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.add_(parameter.detach(), alpha=group["weight_decay"])
+        groups = self.optimizer.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = 0.0
-        super()._step(scale)
+            for parameter in group["params"]:
+                parameter.grad.mul_(scale).add_(parameter.detach(), alpha=decay)
+        super()._step(1.0)
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
 
 
 class EpsilonHardCoded(ReferenceEngine):
@@ -206,14 +210,21 @@ MUTANTS = (
         engine=ClippingForgotten,
         killed_by="I4.clipping",
         issue="clipping not applied",
-        says="after clipped steps",
+        says="gradients are not clipped",
     ),
-    Mutant(engine=DecaysEverything, killed_by="I20.adamw", issue="defaults of backends", says="only vectors"),
-    Mutant(engine=CoupledDecay, killed_by="I20.adamw", issue="Adam for AdamW", says="after 4 steps"),
     Mutant(
-        engine=EpsilonHardCoded, killed_by="I20.adamw", issue="a setting that is lost", says="weights after 4"
+        engine=DecaysEverything,
+        killed_by="I20.adamw",
+        issue="defaults of backends",
+        says="norms and biases decay",
     ),
-    Mutant(engine=LearningRateLagsBehind, killed_by="I20.adamw", issue="slime #1152", says="weights after 4"),
+    Mutant(engine=CoupledDecay, killed_by="I20.adamw", issue="Adam for AdamW", says="through the moments"),
+    Mutant(
+        engine=EpsilonHardCoded, killed_by="I20.adamw", issue="a setting that is lost", says="eps is 1e-05"
+    ),
+    Mutant(
+        engine=LearningRateLagsBehind, killed_by="I20.adamw", issue="slime #1152", says="of the step before"
+    ),
     Mutant(
         engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="after 4 steps"
     ),
@@ -227,7 +238,9 @@ MUTANTS = (
         issue="vllm #44371",
         says="logprobs after a step",
     ),
-    Mutant(engine=GradientOfOtherSide, killed_by="I1.train-batch", issue="AReaL #1273", says="train_batch"),
+    Mutant(
+        engine=GradientOfOtherSide, killed_by="I1.train-batch", issue="AReaL #1273", says="gradients times 2"
+    ),
     Mutant(
         engine=NanSurvivesTheSkip,
         killed_by="I20.nan-loss-skips",

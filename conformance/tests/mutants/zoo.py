@@ -32,6 +32,7 @@ CAPABILITIES = frozenset(
 )
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
+TP2 = ParallelLayout(tp=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,11 @@ class Mutant:
         """The class's name with hyphens."""
         return name_of(self.engine)
 
+    @property
+    def spec(self) -> EngineSpec:
+        """The engine's spec; it declares what its layout needs."""
+        return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities())
+
 
 def name_of(engine: type) -> str:
     """The class's name with hyphens."""
@@ -65,9 +71,14 @@ def name_of(engine: type) -> str:
 
 
 def spec_of(
-    engine: type[TrainEngine | InferenceEngine], undeclared: frozenset[Capability] = frozenset()
+    engine: type[TrainEngine | InferenceEngine],
+    undeclared: frozenset[Capability] = frozenset(),
+    declared: frozenset[Capability] = frozenset(),
 ) -> EngineSpec:
-    """A spec for ``engine``, which is importable by its module's name; an inference engine is the reference's kin."""
+    """A spec for ``engine``, which is importable by its module's name; an inference engine is the reference's kin.
+
+    ``undeclared`` and ``declared`` tell where its capabilities differ from those of the zoo's engines.
+    """
     if issubclass(engine, InferenceEngine):
         return replace(
             ROLLOUT_SPEC,
@@ -81,7 +92,7 @@ def spec_of(
         protocol=(0, 1),
         factory=f"{engine.__module__}:{engine.__name__}",
         config="core_rl_conformance.reference.config:ReferenceConfig",
-        capabilities=CAPABILITIES - undeclared,
+        capabilities=(CAPABILITIES | declared) - undeclared,
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import difflib
+import inspect
 from collections import Counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar

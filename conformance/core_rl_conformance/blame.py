@@ -1,0 +1,143 @@
+"""Which of two engines is off: the oracle says, so that a correct engine never fails for its partner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from core_rl.errors import CoreRLError
+from core_rl_conformance.bench import ExpectedOutputs
+from core_rl_conformance.diagnose import Finding, compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.outcomes import NotRun
+from core_rl_conformance.subject import Subject
+from core_rl_conformance.tokens import Places
+from core_rl_conformance.tolerance import Tolerance
+
+__all__ = ["Beside", "named_beside", "partners_part", "scalars_beside", "tokens_beside", "verify_beside"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """One quantity of two engines: compared with each other, and each with the oracle."""
+
+    between: Finding
+    own: Finding
+    partner: Finding
+
+
+def tokens_beside(
+    what: str,
+    own: Sequence[Tensor],
+    partner: Sequence[Tensor],
+    expected: ExpectedOutputs,
+    places: Places | None = None,
+) -> Beside:
+    """A token output ``[L]`` of each sequence; ``places`` of the tokens, for the hints."""
+    truth, allowed = expected.values, expected.tolerance
+    return Beside(
+        between=compare_tokens(_between(what), own, partner, allowed + allowed),
+        own=compare_tokens(what, own, truth, allowed, places),
+        partner=compare_tokens(what, partner, truth, allowed),
+    )
+
+
+def scalars_beside(what: str, own: float, partner: float, truth: float, allowed: Tolerance) -> Beside:
+    """A number."""
+    return Beside(
+        between=compare_scalar(_between(what), own, partner, allowed + allowed),
+        own=compare_scalar(what, own, truth, allowed),
+        partner=compare_scalar(what, partner, truth, allowed),
+    )
+
+
+def named_beside(
+    what: str,
+    own: Mapping[str, Tensor],
+    partner: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    allowed: Mapping[str, Tolerance],
+    since: Mapping[str, Tensor] | None = None,
+) -> Beside:
+    """Tensors by name; ``since`` holds what they were before a training, for the hints."""
+    # Over the oracle's names: of other ones there is no tolerance, and it is they that are wrong.
+    present = {name: partner[name] for name in truth if name in partner}
+    together = {name: tolerance + tolerance for name, tolerance in allowed.items()}
+    return Beside(
+        between=compare_named(_between(what), own, present, together),
+        own=compare_named(what, own, truth, allowed, since=since),
+        partner=compare_named(what, partner, truth, allowed),
+    )
+
+
+def _between(what: str) -> str:
+    return f"{what} beside the other engine"
+
+
+def verify_beside(subject: Subject, quantities: Sequence[Beside]) -> None:
+    """Require that two engines agree in ``quantities``, in the order in which they arise.
+
+    Where they do not, and the engine under check is off the oracle, this raises `AssertionError`; where only
+    the partner is, `NotRun`: it is the case from the other side that fails.
+    """
+    __tracebackhide__ = True
+    apart = [each for each in quantities if each.between.problem is not None]
+    if not apart:
+        for each in quantities:
+            subject.verify(each.between)
+        return
+    off = next((each for each in quantities if each.own.problem is not None), None)
+    blamed = next((each.partner for each in quantities if each.partner.problem is not None), None)
+    if off is None and blamed is not None:
+        raise NotRun(
+            f"the partner {_partner(subject)!r} is off the oracle: {_by(blamed)}; {subject.spec.name!r} is not"
+        )
+    # By the triangle inequality one of the two is off, unless their names or shapes differ.
+    found = apart[0].between if off is None else off.own
+    problem = "\n".join([*_verdict(subject, apart[0].between, off, blamed), str(found.problem)])
+    subject.verify(Finding(what=found.what, error=found.error, limit=found.limit, problem=problem))
+
+
+def _verdict(subject: Subject, between: Finding, off: Beside | None, blamed: Finding | None) -> Iterator[str]:
+    """How far the two are apart, and which is to be mended."""
+    own, partner = subject.spec.name, _partner(subject)
+    yield f"{own!r} and {partner!r} differ: {_by(between)}"
+    if off is not None:
+        yield f"{own!r} is off the oracle: {_by(off.own)}"
+        if blamed is None:
+            yield f"{partner!r} is within its tolerance: {_by(off.partner)}; mend {own!r}"
+        else:
+            yield f"{partner!r} is off as well: {_by(blamed)}; mend both"
+
+
+def _by(finding: Finding) -> str:
+    return f"{finding.what} by {finding.error:.1e} (allowed {finding.limit:.1e})"
+
+
+def _partner(subject: Subject) -> str:
+    partner = subject.case.partner
+    assert partner is not None  # only checks of pairs come here
+    return partner.spec.name
+
+
+@contextmanager
+def partners_part(subject: Subject) -> Iterator[None]:
+    """Around what the partner does alone: where that fails, this raises `NotRun` with the partner's name."""
+    try:
+        yield
+    except AssertionError as error:
+        raise NotRun(f"the partner {_partner(subject)!r} is wrong: {_gist(error)}") from error
+    except CoreRLError as error:
+        # Its processes may be gone, or in a state that nobody knows.
+        subject.bench.groups.discard(_partner(subject))
+        subject.bench.servers.discard(_partner(subject))
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NotRun(f"the partner {_partner(subject)!r} failed: {reason}") from error
+
+
+def _gist(error: AssertionError) -> str:
+    """The line below the one that says where."""
+    lines = str(error).splitlines()
+    return lines[min(1, len(lines) - 1)].strip() if lines else "AssertionError"

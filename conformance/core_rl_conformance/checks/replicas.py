@@ -1,0 +1,108 @@
+"""What ranks hold twice and the export shows once: seen through the gradients of weights that have moved.
+
+Ranks that share a model hold some parameters in common (norms, scalar heads), and one of them exports
+them. A copy on another rank that is different shows in no export, and often in no output either; the
+gradients that pass through it are wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import SaveLoadMeta
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.bench import ExpectedGradients
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.data import Ragged
+from core_rl_conformance.losses import CheckLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.oracle import Oracle, grad_norm
+from core_rl_conformance.plain import VARIANTS, PlainModel
+from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.tiny_models import TinyModel, save_with
+from core_rl_conformance.tolerance import Tolerance, tolerance, tolerances
+from core_rl_conformance.training import verify_outputs
+
+OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
+
+
+@check("I3.gradients-after-steps", each="layout")
+def gradients_after_steps_match_the_oracle(subject: Subject) -> None:
+    """After several steps, the gradients are those of the oracle with the weights that the engine exports.
+
+    Why: copies of replicated weights that drift apart between ranks (Megatron-LM #1446), and copies that a
+    backward pass has kept from before the step, are right in every export and in most outputs.
+    Look at: gradients of replicated parameters, which must be equal on all ranks that hold them; weights
+    that are transposed, cast or gathered once for the backward pass.
+    """
+    model, loss = subject.model(), TokenMeanLoss(temperature=0.8)
+    group = subject.start(model, optimizer=OPTIMIZER)
+    _verify_after_steps(subject, group, model, loss)
+
+
+@check("I3.value-gradients-after-steps", requires=[Capability.VALUE_HEAD], each="layout")
+def value_gradients_after_steps_match_the_oracle(subject: Subject) -> None:
+    """The same for a new value head on a language model's weights: each rank draws, and trains, the same one.
+
+    Why: outputs and exports come from one rank. A head that another rank drew for itself, or does not
+    train, sends wrong gradients into that rank's shards, and nothing else shows it.
+    Look at: the seed on each rank, and what fills and trains a parameter that no file gives.
+    """
+    model = subject.model(head="value")
+    path = str(subject.bench.models.directory(subject.model()))
+    section = {"path": path, "head": "value"}
+    group = subject.start(model, optimizer=OPTIMIZER, changes={"model": section})
+    _verify_after_steps(subject, group, model, ValueLoss())
+
+
+@check("I3.value-gradients-after-load", requires=[Capability.VALUE_HEAD], each="layout")
+def value_gradients_after_a_load_match_the_oracle(subject: Subject) -> None:
+    """``load(format="hf")`` sets a value model on every rank: values and gradients are those of the new weights.
+
+    Why: a rank that leaves its copy of the head as it was answers like the others, and sends gradients of
+    the old head into its shards (vllm #44371, for a train engine).
+    Look at: ``_load_named_tensors`` on the ranks that do not export.
+    """
+    model, data, loss = subject.model(head="value"), subject.data(), ValueLoss()
+    source = replace(model, seed=model.seed + 100)
+    group = subject.start(model)
+    group.load(SaveLoadMeta(path=str(subject.bench.models.directory(source)), format="hf"))
+    verify_outputs(subject, group, model, "after a load")
+    metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
+    subject.verify_gradients("after a load", group, metrics, subject.gradients(source, data, loss))
+
+
+def _verify_after_steps(subject: Subject, group: EngineGroup, model: TinyModel, loss: CheckLoss) -> None:
+    for seed in (4, 5):
+        group.train_batch(subject.data(seed=seed).batch(), loss.spec(), ONE_PASS)
+    data = subject.data()
+    directory = subject.directory("weights after 2 steps")
+    save_with(model, group.named_tensors("master"), directory)
+    metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
+    expected = _gradients_at(subject, directory, model, data, loss)
+    subject.verify_gradients("after 2 steps", group, metrics, expected)
+
+
+def _gradients_at(
+    subject: Subject, directory: Path, model: TinyModel, data: Ragged, loss: CheckLoss
+) -> ExpectedGradients:
+    """What the oracle expects with the weights of ``directory``."""
+    sequences = data.for_oracle()
+    truth = Oracle(directory, model.head).gradients(sequences, loss.of_sequence, loss.temperature)
+    plain = PlainModel(directory, model.head, subject.dtype, subject.case.device)
+    runs = [plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS]
+    return ExpectedGradients(
+        oracle=truth,
+        tolerances=tolerances([grads for _, grads in runs], truth.grads, subject.dtype),
+        loss=_scalar([value for value, _ in runs], truth.loss, subject.dtype),
+        norm=_scalar([grad_norm(grads) for _, grads in runs], truth.norm, subject.dtype),
+    )
+
+
+def _scalar(variants: list[float], expected: float, dtype: torch.dtype) -> Tolerance:
+    exact = [torch.tensor(value, dtype=torch.float64) for value in (*variants, expected)]
+    return tolerance(exact[:-1], exact[-1], dtype)

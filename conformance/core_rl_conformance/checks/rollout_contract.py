@@ -1,0 +1,198 @@
+"""Rules of the interface of inference engines: versions, cancelling, pausing, and what is not declared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from core_rl.config.base import parse_config
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.registry import load_config, load_engine
+from core_rl.engines.spec import Capability
+from core_rl.errors import CoreRLError, LayoutError, UnsupportedCapability
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.serving import answers, ask, requests_for, verify_logprobs
+from core_rl_conformance.subject import Subject
+
+C = Capability
+FEW = (0, 1, 3, 4, 7, 10)
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+LAYOUTS = {
+    C.DATA_PARALLEL: ParallelLayout(dp=2),
+    C.TENSOR_PARALLEL: ParallelLayout(tp=2),
+    C.PIPELINE_PARALLEL: ParallelLayout(pp=2),
+    C.CONTEXT_PARALLEL: ParallelLayout(cp=2),
+}
+
+
+@check("contract.rollout-undeclared", kind="inference", each="engine")
+def undeclared_capabilities_of_rollouts_refuse(subject: Subject) -> None:
+    """What the engine does not declare raises `UnsupportedCapability` (a layout `LayoutError`), and it goes on.
+
+    Why: an option that is ignored without a word serves something else than was asked for.
+    Look at: capabilities that work but are missing in the spec, and public methods that were overridden.
+    """
+    engine = subject.serve()
+    for capability, action in _refusals(subject, engine).items():
+        if capability not in subject.spec.capabilities:
+            expected = LayoutError if capability in LAYOUTS else UnsupportedCapability
+            subject.require(
+                _refuses(action, expected),
+                f"{capability.value!r} is not declared, and asking for it did not raise {expected.__name__}",
+            )
+    found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
+    verify_logprobs(subject, "log-probs after refusals", subject.model(), found)
+
+
+def _refuses(action: Callable[[], object], expected: type[CoreRLError]) -> bool:
+    try:
+        action()
+    except expected:
+        return True
+    return False
+
+
+def _refusals(subject: Subject, engine: InferenceEngine) -> dict[Capability, Callable[[], object]]:
+    """For each capability, something that must raise where it is not declared."""
+    batch = subject.data().batch()
+
+    def update(meta: WeightUpdateMeta) -> Callable[[], object]:
+        return lambda: engine.update_weights(meta).result(60)
+
+    def built(**changes: object) -> Callable[[], object]:
+        return lambda: _another(subject, engine, changes)
+
+    path = str(subject.bench.models.directory(subject.model()))
+    return {
+        C.SCORE: lambda: engine.score(batch),
+        C.TOP_LOGPROBS: lambda: engine.top_logprobs(batch, 1),
+        C.RELEASE_MEMORY: engine.release_memory,
+        C.SYNC_DISK: update(WeightUpdateMeta(version=0, path=path)),
+        C.SYNC_TENSOR: update(WeightUpdateMeta(method="tensor", version=0)),
+        C.SYNC_DISTRIBUTED: update(WeightUpdateMeta(method="distributed", version=0)),
+        C.SYNC_LORA: update(WeightUpdateMeta(method="lora", version=0)),
+        C.LAUNCH_SERVER: lambda: _another(subject, engine, {}).launch_server(),
+        C.BFLOAT16: built(dtype="bfloat16"),
+        **{capability: built(layout=layout) for capability, layout in LAYOUTS.items()},
+    }
+
+
+def _another(subject: Subject, engine: InferenceEngine, changes: dict[str, object]) -> InferenceEngine:
+    """A second engine with other fields of the config, not initialized."""
+    values = {**engine.config.model_dump(), **changes}
+    config = parse_config(load_config(subject.spec), values)
+    assert isinstance(config, InferenceEngineConfig)
+    engine_class = load_engine(subject.spec)
+    assert issubclass(engine_class, InferenceEngine)
+    return engine_class(subject.spec, config)
+
+
+@check("contract.rollout-versions", kind="inference", each="engine")
+def tokens_carry_the_version(subject: Subject) -> None:
+    """Tokens carry the version that the driver set last, and a new version disturbs no request in flight.
+
+    Why: a version that is stuck makes every sample look stale or fresh (AReaL #941, prime-rl #1901), and a
+    label is no reason to abort what is running (miles #2372).
+    Look at: where the version of each token comes from, and what ``_set_version`` sends to the server.
+    """
+    engine = subject.serve()
+    requests = requests_for(subject.data().select(FEW), PLAIN)
+    try:
+        engine.set_version(41)
+        _require_versions(subject, "after set_version(41)", ask(engine, requests), {41})
+        longer = [replace(request, sampling=replace(PLAIN, max_new_tokens=20)) for request in requests]
+        found = asyncio.run(_with_a_new_version(engine, longer, 42))
+        _require_versions(subject, "with set_version(42) on the way", found, {41, 42})
+        subject.require(engine.get_version() == 42, f"get_version() is {engine.get_version()}, not 42")
+        _require_versions(subject, "after set_version(42)", ask(engine, requests), {42})
+    finally:
+        engine.set_version(0)
+
+
+async def _with_a_new_version(
+    engine: InferenceEngine, requests: Sequence[LLMRequest], version: int
+) -> list[LLMResponse]:
+    running = asyncio.ensure_future(answers(engine, requests))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await asyncio.to_thread(engine.set_version, version)
+    return await running
+
+
+def _require_versions(subject: Subject, when: str, found: Sequence[LLMResponse], versions: set[int]) -> None:
+    __tracebackhide__ = True
+    for response in found:
+        subject.require(
+            response.stop_reason == "length",
+            f"{when}, an answer ended with {response.stop_reason!r} after {len(response.output_ids)} tokens",
+        )
+        subject.require(
+            set(response.versions) <= versions,
+            f"{when}, tokens carry {sorted(set(response.versions))}; expected {sorted(versions)}",
+        )
+
+
+@check("contract.rollout-cancel", kind="inference", each="engine")
+def cancelled_requests_disturb_no_others(subject: Subject) -> None:
+    """A request that is cancelled ends, and the others that run beside it are answered as without it.
+
+    Why: a workflow that gives up on one sample must not take the rest of the batch with it.
+    Look at: what a cancelled ``_agenerate`` tells the server: that request's ``rid``, not all of them.
+    """
+    model, data = subject.model(), subject.data()
+    engine = subject.serve(model)
+    requests = requests_for(data, PLAIN)
+    found = asyncio.run(_cancelling(engine, requests))
+    subject.require(
+        all(response.stop_reason == "length" for response in found),
+        f"beside cancelled requests, answers ended with {sorted({r.stop_reason for r in found})}",
+    )
+    verify_logprobs(subject, "log-probs beside cancelled requests", model, found)
+    verify_logprobs(subject, "log-probs after cancelled requests", model, ask(engine, requests[:4]))
+
+
+async def _cancelling(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
+    """The answers to every second request; the others are cancelled, some before and some after they start."""
+    given_up = [asyncio.ensure_future(engine.agenerate(request)) for request in requests[::2]]
+    running = asyncio.ensure_future(answers(engine, requests[1::2]))
+    given_up[0].cancel()
+    for number, task in enumerate(given_up[1:]):
+        await asyncio.sleep(0.002 * (number % 3))
+        task.cancel()
+    await asyncio.gather(*given_up, return_exceptions=True)
+    return await running
+
+
+@check("contract.rollout-pause", kind="inference", each="engine")
+def paused_engines_hold_requests_back(subject: Subject) -> None:
+    """While the engine is paused no new request is answered; after ``resume`` all of them are.
+
+    Why: tokens that are drawn while weights change belong to no version (I14).
+    Look at: nothing, unless ``pause``, ``resume`` or ``agenerate`` was overridden; else ``_pause`` and ``_resume``.
+    """
+    model = subject.model()
+    engine = subject.serve(model)
+    requests = requests_for(subject.data().select(FEW), PLAIN)
+    early, found = asyncio.run(_paused(engine, requests))
+    subject.require(
+        early == 0, f"{early} of {len(requests)} requests were answered while the engine was paused"
+    )
+    verify_logprobs(subject, "log-probs after a pause", model, found)
+
+
+async def _paused(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> tuple[int, list[LLMResponse]]:
+    """How many were answered during the pause, and all answers."""
+    await asyncio.to_thread(engine.pause)
+    tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
+    try:
+        # Long enough for an engine that does not wait; one that waits is never late.
+        await asyncio.wait(tasks, timeout=0.5)
+        early = sum(task.done() for task in tasks)
+    finally:
+        await asyncio.to_thread(engine.resume)
+    return early, [response for answer in await asyncio.gather(*tasks) for response in answer]

@@ -1,0 +1,184 @@
+"""A train engine and an inference engine together: one policy, and its weights on the way between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl.rollout.types import LLMResponse, SamplingParams
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.diagnose import Finding, compare_tokens
+from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.serving import (
+    ask,
+    expected_of,
+    installed,
+    requests_for,
+    sequences_of,
+    verify_logprobs,
+)
+from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
+from core_rl_conformance.tiny_models import TinyModel, save_with
+from core_rl_conformance.tolerance import Tolerance
+
+SYNC = (Capability.SYNC_DISK,)
+FEW = (0, 1, 3, 4, 7, 10)
+
+
+def _step(subject: Subject, group: EngineGroup, seed: int) -> None:
+    group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
+
+
+def _exported(subject: Subject, group: EngineGroup, model: TinyModel, name: str) -> Path:
+    """A directory with the weights that the train engine shows, for the oracle; ``upload_weights`` wrote none of it."""
+    path = subject.directory(name)
+    save_with(model, group.named_tensors("master"), path)
+    return path
+
+
+def _verify_sides(
+    subject: Subject,
+    what: str,
+    trained: Sequence[Tensor],
+    rolled: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    tolerance: Tolerance,
+) -> None:
+    """Compare both engines with the oracle, then with each other; the message says which of them is off."""
+    __tracebackhide__ = True
+    partner = subject.case.partner
+    assert partner is not None
+    sides = {
+        f"the train engine {subject.spec.name!r}": trained,
+        f"the rollout engine {partner.spec.name!r}": rolled,
+    }
+    findings = {
+        name: compare_tokens(f"{what} of {name}", got, expected, tolerance) for name, got in sides.items()
+    }
+    right = [name for name, finding in findings.items() if finding.problem is None]
+    for name, finding in findings.items():
+        if finding.problem is not None:
+            others = f"{right[0]} agrees with the oracle" if right else "both engines are off the oracle"
+            subject.verify(
+                Finding(
+                    what=finding.what,
+                    error=finding.error,
+                    limit=finding.limit,
+                    problem=f"{name} is off the oracle, and {others}\n{finding.problem}",
+                )
+            )
+        subject.verify(finding)
+    subject.verify(
+        compare_tokens(f"{what}, one engine beside the other", rolled, trained, tolerance + tolerance)
+    )
+
+
+@check("I8.score-vs-train", partner="inference", requires=SYNC, partner_requires=SYNC, each="layout")
+def rollout_and_train_logprobs_agree(subject: Subject) -> None:
+    """Log-probs that come with generated tokens are those that the train engine computes for the same ids.
+
+    Why: the importance ratio of a fresh sample must be 1; a temperature on one side alone, or a prompt that
+    one side sees differently, makes it noise (NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581,
+    slime #557).
+    Look at: the engine that is off the oracle; this names it.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    engine = subject.peer.serve(model, keep=False)
+    _step(subject, group, seed=1)
+    meta = WeightUpdateMeta(version=1, path=str(subject.directory("sync")))
+    group.upload_weights(meta)
+    installed(engine, meta)
+    truth = _exported(subject, group, model, "truth")
+    for temperature in (1.0, 0.7):
+        sampling = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
+        found = ask(engine, requests_for(subject.data(), sampling))
+        whole, expected = sequences_of(found), expected_of(subject, truth, found, temperature)
+        output = group.forward(whole.batch(), BUDGET, ("logprobs",), temperature)
+        trained = [
+            row[len(response.input_ids) :]
+            for row, response in zip(per_sequence(output, "logprobs", whole), found, strict=True)
+        ]
+        rolled = [torch.tensor(response.logprobs) for response in found]
+        what = f"log-probs of generated tokens at temperature {temperature:g}"
+        _verify_sides(subject, what, trained, rolled, expected.values, expected.tolerance)
+
+
+@check(
+    "I8.full-distribution",
+    partner="inference",
+    requires=[Capability.LOGITS],
+    partner_requires=[Capability.TOP_LOGPROBS],
+    each="layout",
+)
+def full_distributions_agree(subject: Subject) -> None:
+    """The log-probs of the whole vocabulary are the same in both engines, at every token.
+
+    Why: the log-prob of drawn tokens cannot show an error in the others, which exact KL and distillation read.
+    Look at: the engine that is off the oracle; padded rows of the vocabulary, and the temperature.
+    """
+    model, data, temperature = subject.model(), subject.data(), 0.7
+    output = subject.start(model).forward(data.batch(), BUDGET, ("logits",), temperature)
+    trained = [torch.log_softmax(row[1:], -1) for row in per_sequence(output, "logits", data)]
+    top = subject.peer.serve(model).top_logprobs(data.batch(), model.vocab_size, temperature)
+    ordered = torch.zeros_like(top.logprobs).scatter(1, top.ids, top.logprobs)
+    rolled = [row[1:] for row in ordered.split(data.lengths)]
+    truth = subject.bench.oracle(model).evaluate(data.for_oracle(), temperature)
+    expected = [torch.log_softmax(row["logits"][1:], -1) for row in truth]
+    tolerance = subject.outputs(model, data, "logprobs", temperature).tolerance
+    _verify_sides(subject, "log-probs of all tokens", trained, rolled, expected, tolerance)
+
+
+@check("I12.sync-end-to-end", partner="inference", requires=SYNC, partner_requires=SYNC)
+def trained_weights_arrive(subject: Subject) -> None:
+    """After each step and sync, the rollout engine draws from the weights that the train engine has, as its version.
+
+    Why: weights of the step before, of some tensors only, or a version that one side counts by itself
+    (verl #7014, #5801, AReaL #941, prime-rl #1901).
+    Look at: whether the files in the sync directory hold the train engine's weights (the sender), or the
+    rollout engine serves something else than the files (the receiver); this says which.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    engine = subject.peer.serve(model, keep=False)
+    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    before = _exported(subject, group, model, "truth-0")
+    for version in (1, 2):
+        _step(subject, group, seed=version)
+        path = subject.directory(f"sync-{version}")
+        meta = WeightUpdateMeta(version=version, path=str(path), verify=True)
+        group.upload_weights(meta)
+        installed(engine, meta)
+        group.set_version(version)
+        found = ask(engine, requests_for(subject.data().select(FEW), sampling))
+        carried = {number for response in found for number in response.versions}
+        versions = {"the train engine": group.get_version(), "the rollout engine": engine.get_version()}
+        subject.require(
+            carried == {version} == set(versions.values()),
+            f"after sync {version}, tokens carry {sorted(carried)}, and get_version() is {versions}",
+        )
+        truth = _exported(subject, group, model, f"truth-{version}")
+        _verify_arrived(subject, version, found, truth, path, before)
+        before = truth
+
+
+def _verify_arrived(
+    subject: Subject, version: int, found: Sequence[LLMResponse], truth: Path, path: Path, before: Path
+) -> None:
+    __tracebackhide__ = True
+    guesses = {
+        "log-probs of the weights before the sync: the receiver did not take the new ones": (
+            lambda: expected_of(subject, before, found).values
+        ),
+        "log-probs of the files in the sync directory: the sender wrote other weights than it has": (
+            lambda: expected_of(subject, path, found).values
+        ),
+    }
+    what = f"log-probs of tokens generated after sync {version}"
+    verify_logprobs(subject, what, truth, found, 1.0, guesses)

@@ -1,0 +1,120 @@
+"""Where answers end, and that the tokens that end them are tokens like others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.rollout.types import LLMRequest, SamplingParams
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.data import Ragged, Row
+from core_rl_conformance.diagnose import compare_named, compare_tokens
+from core_rl_conformance.greedy import STEPS, find_path
+from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.serving import ask, verify_logprobs
+from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
+from core_rl_conformance.tiny_models import TinyModel
+
+
+@check("I19.stop", kind="inference", each="layout")
+def answers_end_with_their_stop_token(subject: Subject) -> None:
+    """An answer ends with EOS (unless ``ignore_eos``) or one of ``stop_token_ids``, and that token has a log-prob.
+
+    Why: an answer without its EOS never teaches the policy to stop, and one that runs on is rewarded for
+    what nobody reads (I19).
+    Look at: servers that drop the stop token or its log-prob from what they return; the EOS of the config.
+    """
+    base = subject.model()
+    path = find_path(subject.bench.oracle(base), base.vocab_size, base.seed)
+    eos, late = path.stops
+    model = replace(base, eos=eos)
+    engine = subject.serve(model)
+    greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0)
+    asked = {
+        "EOS on the way": (greedy, path.until({eos}), "stop"),
+        "EOS on the way and ignore_eos": (replace(greedy, ignore_eos=True), path.ids, "length"),
+        f"stop_token_ids = ({path.ids[0]},)": (
+            replace(greedy, stop_token_ids=(path.ids[0],)),
+            path.ids[:1],
+            "stop",
+        ),
+        f"stop_token_ids = ({late},) and ignore_eos": (
+            replace(greedy, stop_token_ids=(late,), ignore_eos=True),
+            path.until({late}),
+            "stop",
+        ),
+        "max_new_tokens = 1": (replace(greedy, max_new_tokens=1), path.ids[:1], "length"),
+    }
+    found = ask(
+        engine, [LLMRequest(input_ids=path.prompt, sampling=sampling) for sampling, _, _ in asked.values()]
+    )
+    for response, (what, (_, ids, reason)) in zip(found, asked.items(), strict=True):
+        subject.require(
+            (response.output_ids, response.stop_reason) == (ids, reason),
+            f"with {what}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
+            f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (EOS is {eos})",
+        )
+    verify_logprobs(subject, "log-probs of answers with their stop token", model, found)
+
+
+@check("I19.eos-trained", each="layout")
+def eos_is_trained_where_padding_has_its_id(subject: Subject) -> None:
+    """Where the config gives padding the id of EOS, an EOS that the mask trains has log-prob and gradient as any token.
+
+    Why: who takes every token with the padding's id for padding never trains EOS, and the policy does not
+    learn to stop (TRL #3200).
+    Look at: masks that are derived from token ids instead of ``cu_seqlens`` and ``loss_mask``.
+    """
+    model = replace(subject.model(), pad_is_eos=True)
+    data = _with_ends(subject.data(), model)
+    group, loss = subject.start(model), TokenMeanLoss()
+    expected = subject.outputs(model, data, "logprobs")
+    got = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
+    places = subject.places(data)
+    subject.verify(
+        compare_tokens("log-probs with EOS inside", got, expected.values, expected.tolerance, places)
+    )
+    metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
+    truth = subject.gradients(model, data, loss)
+    what = "gradients with EOS inside"
+    subject.require(
+        truth.loss.allows(abs(metrics["loss"] - truth.oracle.loss)),
+        f"the loss with EOS inside is {metrics['loss']:.7g}; expected {truth.oracle.loss:.7g}",
+    )
+    own, wanted = (
+        _without_padding_row(subject, model, grads)
+        for grads in (group.named_tensors("grads"), dict(truth.oracle.grads))
+    )
+    subject.verify(compare_named(what, own, wanted, truth.tolerances))
+
+
+def _with_ends(data: Ragged, model: TinyModel) -> Ragged:
+    """EOS, trained, at the end of each sequence and in the middle of the longer ones."""
+    eos = model.config().eos_token_id
+    assert isinstance(eos, int)
+    return Ragged(tuple(_with_end(row, eos) for row in data.rows))
+
+
+def _with_end(row: Row, eos: int) -> Row:
+    last = len(row.ids) - 1
+    places = {last, last // 2} if last > 2 else {last}
+    return replace(
+        row,
+        ids=tuple(eos if t in places else token for t, token in enumerate(row.ids)),
+        mask=tuple(t in places or trained for t, trained in enumerate(row.mask)),
+    )
+
+
+def _without_padding_row(subject: Subject, model: TinyModel, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some families of transformers give the input embedding of padding no gradient; other makes of them may."""
+    oracle = subject.bench.oracle(model).model
+    embedding = oracle.get_input_embeddings()
+    padding = getattr(embedding, "padding_idx", None)
+    if padding is None:
+        return grads
+    name = next(name for name, value in oracle.named_parameters() if value is embedding.weight)
+    row = torch.arange(len(grads[name]))[:, None] == padding
+    return {**grads, name: grads[name].masked_fill(row, 0.0)}

@@ -1,0 +1,230 @@
+"""Weights that arrive at an inference engine: what it serves before, meanwhile and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from core_rl.checkpoint.directory import publish
+from core_rl.engines.collectives import World
+from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.spec import Capability
+from core_rl.errors import CheckpointError, WeightsError
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.data import Ragged, Row
+from core_rl_conformance.diagnose import compare_tokens
+from core_rl_conformance.serving import (
+    answers,
+    ask,
+    expected_of,
+    installed,
+    requests_for,
+    verify_logprobs,
+    with_guesses,
+)
+from core_rl_conformance.subject import Subject
+from core_rl_conformance.tiny_models import TinyModel
+
+FEW = (0, 1, 3, 4, 7, 10)
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+OLD = "log-probs of the weights before the update"
+
+
+def published(subject: Subject, model: TinyModel, version: int, verify: bool = False) -> WeightUpdateMeta:
+    """The weights of ``model`` as a train engine uploads them: a sealed model directory."""
+    source, path = subject.bench.models.directory(model), subject.directory(f"weights-{version}")
+
+    def write(directory: Path) -> None:
+        shutil.copytree(source, directory, dirs_exist_ok=True)
+
+    publish(str(path), write, World(), kind="hf", state={"version": version})
+    return WeightUpdateMeta(version=version, path=str(path), verify=verify)
+
+
+def _other(model: TinyModel, number: int) -> TinyModel:
+    """The same architecture with other weights."""
+    return replace(model, seed=model.seed + 1000 * number)
+
+
+def _verify_served(
+    subject: Subject, what: str, found: Sequence[LLMResponse], model: TinyModel, old: TinyModel, version: int
+) -> None:
+    __tracebackhide__ = True
+    carried = {v for response in found for v in response.versions}
+    subject.require(
+        carried == {version}, f"{what}, tokens carry the versions {sorted(carried)}, not {version}"
+    )
+    guesses = {OLD: lambda: expected_of(subject, old, found).values}
+    verify_logprobs(subject, f"log-probs {what}", model, found, 1.0, guesses)
+
+
+@check("I12.receive-disk", kind="inference", requires=[Capability.SYNC_DISK])
+def updates_from_disk_arrive(subject: Subject) -> None:
+    """After an update from disk every token is drawn by the new weights, all of them, and carries their version.
+
+    Why: a receiver that takes only some tensors, loses the tie of the head, or keeps its version samples from
+    a policy that nobody has (verl #5801, #7014, #6334, AReaL #941).
+    Look at: names that the loader skips, tied heads, buffers, caches of prompts, and the version of each token.
+    """
+    old, data = subject.model(), subject.data()
+    engine = subject.serve(old, keep=False)
+    requests = requests_for(data, PLAIN)
+    _verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
+    for version, verify in ((1, False), (5, True)):
+        new = _other(old, 1 + version)
+        installed(engine, published(subject, new, version, verify))
+        subject.require(
+            engine.get_version() == version,
+            f"get_version() is {engine.get_version()} after an update to {version}",
+        )
+        _verify_served(
+            subject, f"after the update to version {version}", ask(engine, requests), new, old, version
+        )
+        if subject.spec.supports(Capability.SCORE):
+            expected = subject.outputs(new, data, "logprobs")
+            got = list(engine.score(data.batch()).split(data.lengths))
+            what = f"scores after the update to version {version}"
+            subject.verify(
+                compare_tokens(what, got, expected.values, expected.tolerance, subject.places(data))
+            )
+        old = new
+
+
+@check("I13.prefix-cache", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
+def nothing_cached_outlives_an_update(subject: Subject) -> None:
+    """After an update, prompts that share a prefix with earlier ones are answered as by a cold server.
+
+    Why: keys and values of the old weights stay in a prefix cache, for many updates, and nothing fails
+    (vllm #9744, NeMo-RL #4018).
+    Look at: flushing the prefix cache with the update, also where it is split over servers or memory tiers.
+    """
+    old = subject.model()
+    new = _other(old, 1)
+    engine = subject.serve(old, keep=False)
+    shared, tails = subject.data(lengths=(40,)).rows[0].ids, subject.data(lengths=(1, 2, 5, 3), seed=1)
+    first = [LLMRequest(input_ids=shared + row.ids, sampling=PLAIN) for row in tails.rows[:2]]
+    # One after the other, so that the second finds what the first has left.
+    before = [ask(engine, [request])[0] for request in first]
+    _verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
+    installed(engine, published(subject, new, 1))
+    prompts = [shared, *(shared + row.ids for row in tails.rows), before[0].input_ids + before[0].output_ids]
+    found = [ask(engine, [LLMRequest(input_ids=ids, sampling=PLAIN)])[0] for ids in prompts]
+    _verify_served(subject, "with a prefix from before the update", found, new, old, 1)
+
+
+@check("I12.failed-update", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
+def failed_updates_change_nothing(subject: Subject) -> None:
+    """An update that cannot be read fails with its cause, and weights and version stay what they were.
+
+    Why: a receiver that goes on with a mixture, or with the new version's label on the old weights, is found
+    weeks later.
+    Look at: whether everything is checked before anything is changed, and when the version changes.
+    """
+    model = subject.model()
+    engine = subject.serve(model, keep=False)
+    engine.set_version(3)
+    requests = requests_for(subject.data().select(FEW), PLAIN)
+    for what, meta in _unreadable(subject, model).items():
+        subject.require(
+            _fails(engine, meta), f"an update from {what} did not raise a WeightsError or a CheckpointError"
+        )
+        subject.require(
+            engine.get_version() == 3,
+            f"get_version() is {engine.get_version()} after a failed update; it was 3 before",
+        )
+        _verify_served(subject, f"after an update from {what}", ask(engine, requests), model, model, 3)
+    new = _other(model, 1)
+    installed(engine, published(subject, new, 9))
+    _verify_served(subject, "after an update that follows failed ones", ask(engine, requests), new, model, 9)
+
+
+def _fails(engine: InferenceEngine, meta: WeightUpdateMeta) -> bool:
+    try:
+        installed(engine, meta)
+    except (WeightsError, CheckpointError):
+        return True
+    return False
+
+
+def _unreadable(subject: Subject, model: TinyModel) -> dict[str, WeightUpdateMeta]:
+    new = _other(model, 2)
+    missing = WeightUpdateMeta(version=4, path=str(subject.directory("nothing-here")))
+    flipped = published(subject, new, 5, verify=True)
+    _damage(flipped.directory, lambda content: content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    truncated = published(subject, new, 6)
+    _damage(truncated.directory, lambda content: content[:-100])
+    config = model.config()
+    config.vocab_size += 2
+    foreign = WeightUpdateMeta(version=7, path=str(subject.directory("foreign")))
+    other = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    other.save_pretrained(foreign.directory)
+    return {
+        "a directory that is not there": missing,
+        "a file with a flipped bit (verify = True)": flipped,
+        "a truncated file": truncated,
+        "a model of another size": foreign,
+    }
+
+
+def _damage(directory: Path, change: Callable[[bytes], bytes]) -> None:
+    file = next(iter(sorted(directory.glob("*.safetensors"))))
+    file.write_bytes(change(file.read_bytes()))
+
+
+@check("I14.update-in-flight", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
+def versions_are_those_of_the_weights(subject: Subject) -> None:
+    """Requests in flight during an update are answered in full; each token's version is that of its weights.
+
+    Why: a label that changes before the weights do, or is read once for a whole answer, hides how far off the
+    policy a sample is (slime #327, prime-rl #1901); samples that are thrown away are lost work.
+    Look at: when the version changes in relation to the weights, and requests that an update interrupts.
+    """
+    old = subject.model()
+    new = _other(old, 1)
+    engine = subject.serve(old, keep=False)
+    data = subject.data()
+    prompts = Ragged(tuple(_short(row) for row in data.rows))
+    sampling = replace(PLAIN, max_new_tokens=40)
+    meta = published(subject, new, 1)
+    found = asyncio.run(_during(engine, requests_for(prompts, sampling), meta))
+    cut = [response for response in found if response.stop_reason != "length"]
+    subject.require(not cut, f"{len(cut)} of {len(found)} answers were cut short by the update")
+    sides = [expected_of(subject, model, found) for model in (old, new)]
+    choice = [torch.tensor(response.versions) == 1 for response in found]
+    wanted = [
+        torch.where(is_new, right, left)
+        for is_new, left, right in zip(choice, sides[0].values, sides[1].values, strict=True)
+    ]
+    tolerance = max((side.tolerance for side in sides), key=lambda tolerance: tolerance.limit)
+    got = [torch.tensor(response.logprobs) for response in found]
+    finding = compare_tokens("log-probs by the weights whose version tokens carry", got, wanted, tolerance)
+    guesses = {"all of them were drawn by the weights before the update": lambda: sides[0].values}
+    subject.verify(with_guesses(finding, got, guesses, tolerance))
+    after = ask(engine, requests_for(prompts, PLAIN))
+    _verify_served(subject, "after an update with requests in flight", after, new, old, 1)
+
+
+def _short(row: Row) -> Row:
+    return replace(row, ids=row.ids[:20])
+
+
+async def _during(
+    engine: InferenceEngine, requests: Sequence[LLMRequest], meta: WeightUpdateMeta
+) -> list[LLMResponse]:
+    """The answers to requests that come before and right after the update begins."""
+    half = len(requests) // 2
+    running = asyncio.ensure_future(answers(engine, requests[:half]))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    update = asyncio.ensure_future(asyncio.to_thread(installed, engine, meta))
+    found = await answers(engine, requests[half:])
+    await update
+    return [*await running, *found]

@@ -1,0 +1,148 @@
+"""Trainings that stop at a checkpoint and go on from it: what checks of one engine and of two have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
+from core_rl.engines.progress import EngineProgress
+from core_rl.engines.spec import EngineSpec
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.diagnose import same_named
+from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.oracle import AdamW
+from core_rl_conformance.subject import Subject
+from core_rl_conformance.tiny_models import TinyModel
+from core_rl_conformance.training import Shadow, optimizer_config, verify_outputs
+
+__all__ = [
+    "Saved",
+    "elsewhere",
+    "meta",
+    "saved_portable",
+    "start",
+    "state",
+    "train",
+    "verify_file",
+    "verify_goes_on",
+    "verify_next_steps",
+    "verify_state",
+]
+
+LOSS = TokenMeanLoss(temperature=0.8)
+TWO = MicroBatchSpec(count=2)
+OPTIMIZER = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+TOTAL_STEPS = 8
+KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+
+State = Mapping[TensorKind, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint, and what the engine that wrote it held."""
+
+    path: Path
+    state: State
+    progress: EngineProgress
+    names: frozenset[str]
+    """Of all weights and buffers."""
+
+
+def start(
+    subject: Subject,
+    model: TinyModel,
+    *,
+    layout: ParallelLayout | None = None,
+    spec: EngineSpec | None = None,
+    frozen: Sequence[str] = (),
+) -> EngineGroup:
+    """The engine with an optimizer whose learning rate falls."""
+    optimizer = optimizer_config(OPTIMIZER, TOTAL_STEPS)
+    return subject.start(model, layout=layout, spec=spec, optimizer=optimizer, frozen=frozen)
+
+
+def elsewhere(model: TinyModel) -> TinyModel:
+    """The same architecture with other weights: whatever a load leaves out shows."""
+    return replace(model, seed=model.seed + 100)
+
+
+def train(group: EngineGroup, subject: Subject, steps: Sequence[int]) -> list[dict[str, float]]:
+    """One update for each number, which picks its batch; the learning rate falls."""
+    reports = []
+    for step in steps:
+        reports.append(group.train_batch(subject.data(seed=step).batch(), LOSS.spec(), TWO))
+        group.lr_scheduler_step()
+    return reports
+
+
+def state(group: EngineGroup) -> dict[TensorKind, dict[str, Tensor]]:
+    """Weights and both moments."""
+    return {kind: group.named_tensors(kind) for kind in KINDS}
+
+
+def meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
+    """Where and how to save or load."""
+    return SaveLoadMeta(path=str(path), format=format_)
+
+
+def saved_portable(subject: Subject, group: EngineGroup, name: str) -> Saved:
+    """Save as ``portable`` under ``name``; its version is 5."""
+    path = subject.directory(name)
+    group.set_version(5)
+    group.save(meta(path, "portable"))
+    names = frozenset((*group.tensor_shapes("master"), *group.tensor_shapes("buffers")))
+    return Saved(path=path, state=state(group), progress=group.progress, names=names)
+
+
+def verify_state(subject: Subject, what: str, group: EngineGroup, expected: State) -> None:
+    """Require that the engine's weights and moments are those, bit for bit."""
+    for kind, tensors in expected.items():
+        subject.verify(same_named(f"{kind} {what}", group.named_tensors(kind), tensors))
+
+
+def verify_file(subject: Subject, model: TinyModel, saved: Saved) -> None:
+    """Require that a portable checkpoint holds what the engine held, bit for bit, so that any engine can go on.
+
+    Also that this is finite, and under the names that transformers writes.
+    """
+    written_names = TensorFiles(subject.bench.models.directory(model), "model").names()
+    odd = sorted(saved.names.symmetric_difference(written_names))
+    subject.require(not odd, f"names that only the engine or only transformers has: {', '.join(odd[:6])}")
+    for kind, tensors in saved.state.items():
+        broken = [name for name, value in tensors.items() if not bool(value.isfinite().all())]
+        subject.require(not broken, f"{kind} is not finite: {', '.join(broken[:6])}")
+        files = TensorFiles(saved.path, kind)
+        written = {name: files.read(name) for name in files.names()}
+        subject.verify(same_named(f"{kind} in the portable checkpoint", written, tensors))
+    found, expected = read_manifest(saved.path).state["progress"], asdict(saved.progress)
+    subject.require(
+        found == expected, f"the portable checkpoint holds the progress {found}; it is {expected}"
+    )
+
+
+def verify_goes_on(subject: Subject, group: EngineGroup, model: TinyModel, saved: Saved, what: str) -> None:
+    """Load ``saved``; require its very state and progress, and that the next steps are AdamW's."""
+    group.load(meta(saved.path, "portable"))
+    verify_state(subject, what, group, saved.state)
+    subject.require(
+        group.progress == saved.progress,
+        f"the progress {what} is {group.progress}; expected {saved.progress}",
+    )
+    verify_next_steps(subject, group, model, what)
+
+
+def verify_next_steps(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
+    """Go on from the loaded state beside a float64 AdamW that starts from it."""
+    shadow = Shadow.of(group, OPTIMIZER, TOTAL_STEPS)
+    shadow.train(subject, group, [subject.data(seed=seed).batch() for seed in (2, 3)], LOSS.spec(), TWO)
+    shadow.verify(subject, group, f"two steps after it was {what}")
+    verify_outputs(subject, group, model, f"two steps after it was {what}")

@@ -1,0 +1,192 @@
+"""What checks of inference engines share: asking, and comparing log-probs of answers with the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.errors import RolloutError, WeightsError
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.data import Ragged, Row
+from core_rl_conformance.diagnose import Finding, compare_tokens
+from core_rl_conformance.oracle import Oracle
+from core_rl_conformance.pools import CALL_TIMEOUT_S
+from core_rl_conformance.subject import Subject
+from core_rl_conformance.tiny_models import TinyModel
+from core_rl_conformance.tolerance import Tolerance
+
+__all__ = [
+    "Expected",
+    "Guesses",
+    "Weights",
+    "answers",
+    "ask",
+    "distributions",
+    "expected_of",
+    "installed",
+    "requests_for",
+    "sequences_of",
+    "verify_logprobs",
+    "with_guesses",
+]
+
+Weights = TinyModel | Path
+"""Whose log-probs are expected: a tiny model's, or those of a model directory as it is now."""
+Guesses = Mapping[str, Callable[[], list[Tensor]]]
+"""Explanations of a wrong result: a sentence, and the log-probs that would prove it."""
+MOST_AT_ONCE = 256
+"""Requests in flight."""
+
+
+# ------------------------------------------------------------------- asking
+
+
+def requests_for(data: Ragged, sampling: SamplingParams) -> list[LLMRequest]:
+    """One request for each sequence of ``data``, without a seed."""
+    return [LLMRequest(input_ids=row.ids, sampling=sampling) for row in data.rows]
+
+
+async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
+    """All answers, asked for at one time; `RolloutError` if they take longer than any tiny model should."""
+    try:
+        gathered = asyncio.gather(*map(engine.agenerate, requests))
+        return list(await asyncio.wait_for(gathered, CALL_TIMEOUT_S))
+    except TimeoutError as error:
+        raise RolloutError(
+            f"{len(requests)} requests were not answered within {CALL_TIMEOUT_S:g} s"
+        ) from error
+
+
+def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
+    """The answers to any number of requests, of which many are in flight at one time."""
+    found = []
+    for start in range(0, len(requests), MOST_AT_ONCE):
+        found += asyncio.run(answers(engine, requests[start : start + MOST_AT_ONCE]))
+    return found
+
+
+def installed(engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
+    """Update the weights and wait; raises what the update ends with, `WeightsError` if it never does."""
+    try:
+        engine.update_weights(meta).result(CALL_TIMEOUT_S)
+    except FutureTimeout as error:
+        raise WeightsError(f"update_weights() did not end within {CALL_TIMEOUT_S:g} s") from error
+
+
+# ---------------------------------------------------------------- comparing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Log-probs of the generated tokens of some answers, one tensor for each answer."""
+
+    values: list[Tensor]
+    tolerance: Tolerance
+
+
+def sequences_of(found: Sequence[LLMResponse], before: tuple[int, ...] = ()) -> Ragged:
+    """Prompt and answer of each response as one sequence, with the tokens ``before`` it."""
+    return Ragged(tuple(_row(before + response.input_ids + response.output_ids) for response in found))
+
+
+def _row(ids: tuple[int, ...]) -> Row:
+    return Row(ids=ids, mask=(True,) * len(ids), advantages=(0.0,) * len(ids), target=0.0)
+
+
+def _generated(values: Sequence[Tensor], found: Sequence[LLMResponse]) -> list[Tensor]:
+    """The part ``[n, ...]`` of each sequence's values ``[L, ...]`` that belongs to generated tokens."""
+    pairs = zip(values, found, strict=True)
+    return [value[len(value) - len(response.output_ids) :] for value, response in pairs]
+
+
+def expected_of(
+    subject: Subject, weights: Weights, found: Sequence[LLMResponse], temperature: float = 1.0
+) -> Expected:
+    """The oracle's log-probs of the generated tokens of ``found``."""
+    whole = sequences_of(found)
+    if isinstance(weights, TinyModel):
+        outputs = subject.outputs(weights, whole, "logprobs", temperature)
+    else:
+        dtype, device = subject.dtype, subject.case.device
+        outputs = subject.bench.outputs_at(weights, "lm", whole, "logprobs", dtype, device, temperature)
+    return Expected(values=_generated(outputs.values, found), tolerance=outputs.tolerance)
+
+
+def distributions(
+    subject: Subject, weights: Weights, found: Sequence[LLMResponse], temperature: float = 1.0
+) -> list[Tensor]:
+    """The oracle's log-probs of all tokens, float64 ``[n, V]``, where each of the ``n`` generated ones was drawn."""
+    rows = _oracle(subject, weights).evaluate(sequences_of(found).for_oracle(), temperature)
+    return [torch.log_softmax(part, -1) for part in _generated([row["logits"] for row in rows], found)]
+
+
+def _oracle(subject: Subject, weights: Weights) -> Oracle:
+    return subject.bench.oracle(weights) if isinstance(weights, TinyModel) else Oracle(weights)
+
+
+def verify_logprobs(
+    subject: Subject,
+    what: str,
+    weights: Weights,
+    found: Sequence[LLMResponse],
+    temperature: float = 1.0,
+    guesses: Guesses | None = None,
+    *,
+    plotted: bool = False,
+) -> None:
+    """Compare the log-prob of every generated token with the oracle's at ``temperature``.
+
+    Where they differ, the message says which of the ``guesses``, and of some mistakes that are known
+    from the field, explains it.
+    """
+    __tracebackhide__ = True
+    expected = expected_of(subject, weights, found, temperature)
+    got = [torch.tensor(response.logprobs) for response in found]
+    finding = compare_tokens(what, got, expected.values, expected.tolerance, keep_points=plotted)
+    if finding.problem is not None:
+        known = _known_mistakes(subject, weights, found, temperature)
+        finding = with_guesses(finding, got, {**(guesses or {}), **known}, expected.tolerance)
+    subject.verify(finding)
+
+
+def with_guesses(finding: Finding, got: Sequence[Tensor], guesses: Guesses, tolerance: Tolerance) -> Finding:
+    """A failed ``finding`` about ``got``, with the sentence of each guess that explains it."""
+    if finding.problem is None:
+        return finding
+    hints = [
+        f"it looks like: {sentence}"
+        for sentence, values in guesses.items()
+        if compare_tokens(finding.what, got, values(), tolerance).problem is None
+    ]
+    return replace(finding, problem="\n".join([finding.problem, *hints]))
+
+
+def _known_mistakes(
+    subject: Subject, weights: Weights, found: Sequence[LLMResponse], temperature: float
+) -> dict[str, Callable[[], list[Tensor]]]:
+    oracle = _oracle(subject, weights)
+
+    def after(*before: int) -> list[Tensor]:
+        rows = oracle.evaluate(sequences_of(found, before).for_oracle(), temperature)
+        return _generated([row["logprobs"] for row in rows], found)
+
+    def without_temperature() -> list[Tensor]:
+        rows = oracle.evaluate(sequences_of(found).for_oracle(), 1.0)
+        return _generated([row["logprobs"] for row in rows], found)
+
+    mistakes: dict[str, Callable[[], list[Tensor]]] = {}
+    if temperature != 1.0:
+        mistakes["log-probs at temperature 1: the temperature is missing"] = without_temperature
+    bos = oracle.model.config.get_text_config().bos_token_id
+    longest = max(len(row.ids) for row in sequences_of(found).rows)
+    if bos is not None and longest < oracle.model.config.get_text_config().max_position_embeddings:
+        mistakes[f"an extra BOS (id {bos}) stands before each prompt"] = lambda: after(bos)
+    return mistakes

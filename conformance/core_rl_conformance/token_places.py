@@ -1,0 +1,151 @@
+"""Sets of tokens that wrong values are known to belong to, each with its sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from core_rl_conformance.tokens import Tokens
+
+__all__ = ["PLACES", "Place"]
+
+Place = tuple[str, Tensor]
+"""A sentence, and the tokens that it speaks of, bool ``[T]``."""
+
+PERIODS = (512, 256, 128, 64, 32, 16, 8)
+"""Lengths of chunks that kernels work in."""
+
+
+def _by_mask(tokens: Tokens) -> Iterator[Place]:
+    if tokens.places is None:
+        return
+    trained = tokens.places.trained
+    yield "only tokens that are not trained (loss_mask 0) are wrong", ~trained
+    yield "only trained tokens (loss_mask 1) are wrong", trained
+    order = trained.cumsum(0)
+    starts = torch.tensor([0, *tokens.lengths[:-1]]).cumsum(0)
+    before = (order - trained.long())[starts][tokens.sequence]
+    total = torch.zeros(len(tokens.lengths), dtype=torch.long).index_add(0, tokens.sequence, trained.long())
+    own = order - before
+    yield "only the first trained token of a sequence is wrong", trained & (own == 1)
+    yield "only the last trained token of a sequence is wrong", trained & (own == total[tokens.sequence])
+
+
+def _by_end(tokens: Tokens) -> Iterator[Place]:
+    yield "only the first token of a sequence is wrong", tokens.position == 0
+    yield "only the last token of a sequence is wrong", tokens.last
+
+
+def _by_position(tokens: Tokens) -> Iterator[Place]:
+    found = tokens.position[tokens.wrong]
+    low, high = int(found.min()), int(found.max())
+    if low == high:
+        yield f"only position {low} of sequences is wrong", tokens.position == low
+    elif low == 2:
+        sentence = (
+            "position 1, which attends to one token alone, is right and later ones are not: "
+            "attention (its mask, scale, heads), or position ids"
+        )
+        yield sentence, tokens.position >= low
+    elif low > 2:
+        sentence = f"only positions from {low} on are wrong: position ids, a window or a maximum length"
+        yield sentence, tokens.position >= low
+    if low <= 1 and high > 1:
+        yield f"only positions up to {high} are wrong", tokens.position <= high
+
+
+def _by_chunk(tokens: Tokens) -> Iterator[Place]:
+    """Every so many tokens, in the sequence or in what a rank packs."""
+    order = tokens.position
+    yield from _periodic(order, tokens, "of a sequence")
+    rank = torch.zeros_like(order) if tokens.places is None else tokens.places.rank
+    packed = torch.zeros_like(order)
+    for number in rank.unique():
+        own = rank == number
+        packed[own] = torch.arange(int(own.sum()))
+    yield from _periodic(packed, tokens, "of the packed tokens of a rank")
+
+
+def _periodic(order: Tensor, tokens: Tokens, what: str) -> Iterator[Place]:
+    places = order[tokens.wrong].unique()
+    if len(places) < 2:
+        return
+    for period in PERIODS:
+        rest = places % period
+        if bool((rest == rest[0]).all()):
+            shown = ", ".join(str(int(place)) for place in places[:3]) + (", ..." if len(places) > 3 else "")
+            sentence = f"only every {period}th position {what} is wrong ({shown}): the edges of chunks?"
+            yield sentence, order % period == rest[0]
+
+
+def _by_id(tokens: Tokens) -> Iterator[Place]:
+    if tokens.places is None:
+        return
+    ids, size = tokens.places.ids, tokens.places.vocab_size
+    previous = torch.cat([ids.new_full((1,), -1), ids[:-1]])
+    previous[tokens.position == 0] = -1
+    for values, what in ((ids, "with"), (previous, "right after")):
+        found = values[tokens.wrong].unique()
+        if len(found) == 1:
+            yield f"only tokens {what} the id {_name(int(found[0]), size)} are wrong", values == found[0]
+    for special in (0, 1, 2, size - 1):
+        seen = _seen_before(ids == special, tokens)
+        sentence = (
+            f"only tokens after one with the id {_name(special, size)} in their sequence are wrong: "
+            "is it taken for padding or an end?"
+        )
+        yield sentence, seen
+
+
+def _name(value: int, size: int) -> str:
+    return f"{value} (the last of the vocabulary)" if value == size - 1 else str(value)
+
+
+def _seen_before(marked: Tensor, tokens: Tokens) -> Tensor:
+    parts = [part.cumsum(0) - part.long() > 0 for part in marked.split(tokens.lengths)]
+    return torch.cat(parts)
+
+
+def _by_rank(tokens: Tokens) -> Iterator[Place]:
+    if tokens.places is None:
+        return
+    rank = tokens.places.rank
+    found = rank[tokens.wrong].unique()
+    if len(found) == 1:
+        own = rank == found[0]
+        count = len(tokens.sequence[own].unique())
+        sentence = f"all wrong values belong to the {count} sequences of data-parallel rank {int(found[0])}"
+        yield sentence, own
+
+
+def _by_sequence(tokens: Tokens) -> Iterator[Place]:
+    lengths, found = tokens.length[tokens.wrong], tokens.sequence[tokens.wrong].unique()
+    if len(found) == 1:
+        place = int(found[0])
+        yield f"only sequence {place} ({tokens.lengths[place]} tokens) is wrong", tokens.sequence == place
+    low, high = int(lengths.min()), int(lengths.max())
+    yield f"only sequences of {low} and more tokens are wrong", tokens.length >= low
+    yield f"only sequences of at most {high} tokens are wrong", tokens.length <= high
+
+
+def _by_neighbour(tokens: Tokens) -> Iterator[Place]:
+    sentence = "the first sequence is right and later ones are not: do sequences see their packed neighbours?"
+    yield sentence, tokens.sequence > 0
+    if tokens.places is not None:
+        rank = tokens.places.rank
+        firsts = torch.stack([tokens.sequence[rank == number].min() for number in rank.unique()])
+        yield f"{sentence} (on each rank)", ~torch.isin(tokens.sequence, firsts)
+
+
+PLACES: tuple[Callable[[Tokens], Iterator[Place]], ...] = (
+    _by_end,
+    _by_mask,
+    _by_id,
+    _by_position,
+    _by_chunk,
+    _by_rank,
+    _by_sequence,
+    _by_neighbour,
+)

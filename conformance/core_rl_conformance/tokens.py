@@ -1,0 +1,85 @@
+"""Compared token outputs, packed, with what is known of each token: what `token_shapes` looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.shard import shard_plan
+from core_rl_conformance.tolerance import Tolerance
+
+__all__ = ["Places", "Tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """What is known of the tokens of a batch, packed ``[T]`` in its order, beside their values."""
+
+    ids: Tensor
+    trained: Tensor
+    """Bool: what the loss reads."""
+    rank: Tensor
+    """The data-parallel rank that each one is on."""
+    vocab_size: int
+
+    @staticmethod
+    def of(batch: SequenceBatch, vocab_size: int, ranks: int = 1) -> Places:
+        """The places in ``batch``, as a group shards it over ``ranks`` data-parallel ranks."""
+        rank = torch.zeros(batch.num_tokens, dtype=torch.long)
+        for number, part in enumerate(shard_plan(batch, ranks)):
+            rank[batch.token_index(part)] = number
+        return Places(ids=batch.input_ids, trained=batch.loss_mask, rank=rank, vocab_size=vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Compared values, one for each token (or sequence), packed ``[T]``."""
+
+    got: Tensor
+    expected: Tensor
+    wrong: Tensor
+    """Bool: the difference, or one of the row's, is too large or not a number."""
+    sequence: Tensor
+    position: Tensor
+    lengths: list[int]
+    scalars: bool
+    """One value for each sequence instead of each token."""
+    places: Places | None
+    tolerance: Tolerance
+
+    @staticmethod
+    def of(
+        got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: Tolerance, places: Places | None
+    ) -> Tokens:
+        """From one tensor ``[L]``, ``[L, V]`` or ``[]`` for each sequence; ``places`` are of all their tokens."""
+        pairs = zip(got, expected, strict=True)
+        rows = [(a, b) if a.dim() else (a.reshape(1), b.reshape(1)) for a, b in pairs]
+        lengths = [len(left) for left, _ in rows]
+        left, right = torch.cat([row[0] for row in rows]).double(), torch.cat([row[1] for row in rows])
+        wrong = ~((left - right.double()).abs() <= tolerance.limit)
+        known = places is not None and len(places.ids) == len(wrong)
+        return Tokens(
+            got=left,
+            expected=right.double(),
+            wrong=wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong,
+            sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+            position=torch.cat([torch.arange(length) for length in lengths]),
+            lengths=lengths,
+            scalars=all(not value.dim() for value in expected),
+            places=places if known else None,
+            tolerance=tolerance,
+        )
+
+    @property
+    def length(self) -> Tensor:
+        """The length of each token's sequence."""
+        return torch.tensor(self.lengths)[self.sequence]
+
+    @property
+    def last(self) -> Tensor:
+        """Which tokens end their sequence."""
+        return self.position == self.length - 1

@@ -1,0 +1,71 @@
+"""How a check is let loose on a mutant, and which checks fit one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from core_rl.engines.spec import EngineKind, EngineSpec
+from core_rl.errors import CoreRLError
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.catalogue import Check, load_checks
+from core_rl_conformance.outcomes import NotRun
+from core_rl_conformance.reference import ROLLOUT_SPEC
+from core_rl_conformance.reference import SPEC as REFERENCE
+from mutants.zoo import Mutant, run_check
+
+PARTNERS: dict[EngineKind, EngineSpec] = {"train": REFERENCE, "inference": ROLLOUT_SPEC}
+"""A correct engine of each kind, for checks of pairs."""
+
+
+def attack(bench: Bench, mutant: Mutant, check: Check, seed: int, directory: Path) -> str | None:
+    """What ``check`` says against ``mutant``; None where it has nothing to say."""
+    spec = mutant.spec
+    bench.groups.timeout_s = mutant.timeout_s
+    try:
+        run_check(
+            bench,
+            check.identifier,
+            spec,
+            layout=mutant.layout,
+            family=mutant.family,
+            directory=directory,
+            seed=seed,
+            partner=partner_of(check, mutant.partner),
+        )
+    except NotRun:
+        return None
+    except (AssertionError, CoreRLError) as error:
+        return str(error)
+    finally:
+        bench.groups.discard(spec.name)
+        bench.servers.discard(spec.name)
+    return None
+
+
+def partner_of(check: Check, preferred: EngineSpec | None = None) -> EngineSpec | None:
+    """The correct engine that ``check`` needs beside the one under check, if it needs one."""
+    if check.partner is None:
+        return None
+    suited = preferred is not None and preferred.kind == check.partner
+    return preferred if suited else PARTNERS[check.partner]
+
+
+def fits(check: Check, spec: EngineSpec, dp: int, family: str) -> bool:
+    """Whether ``check`` can be asked of an engine with ``spec``, here."""
+    partner = partner_of(check)
+    return (
+        check.kind == spec.kind
+        and check.requires <= spec.capabilities
+        and (partner is None or check.partner_requires <= partner.capabilities)
+        and check.min_dp <= dp
+        and (check.families is None or family in check.families)
+    )
+
+
+def other_checks(mutant: Mutant) -> list[Check]:
+    """The checks that fit ``mutant``, without the one that is meant for it."""
+    return [
+        check
+        for identifier, check in load_checks().items()
+        if identifier != mutant.killed_by and fits(check, mutant.spec, mutant.layout.dp, mutant.family)
+    ]

@@ -1,0 +1,129 @@
+"""Train engines that do not fit the inference engine beside them, and masks made of token ids."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core_rl.engines.meta import TensorKind
+from core_rl.engines.named_tensors import NamedTensors
+from core_rl.engines.steps import MicroBatchStep
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.outputs import WithTemperature
+from mutants.rollouts import ReportsWithoutTemperature
+from mutants.zoo import Mutant, spec_of
+
+
+class RecomputesAtTemperatureOne(ReferenceEngine):
+    """Log-probs of the trainer are without the temperature."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return super()._sequence(ids, WithTemperature(step, 1.0))
+
+
+class ClampsLogits(ReferenceEngine):
+    """Logits far below the largest are clamped: nobody draws those tokens."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        if "logits" in outputs:
+            outputs["logits"] = outputs["logits"].clamp(min=-8.0)
+        return outputs
+
+
+class UploadsTheStepBefore(ReferenceEngine):
+    """What is uploaded was gathered before the step."""
+
+    def _step(self, scale: float) -> None:
+        stream = super()._named_tensors("params")
+        self._gathered = {name: value.detach().clone() for name, value in stream if value is not None}
+        super()._step(scale)
+
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind == "params" and hasattr(self, "_gathered"):
+            yield from self._gathered.items()
+        else:
+            yield from super()._named_tensors(kind)
+
+
+class CountsVersionsItself(ReferenceEngine):
+    """Every upload raises the version."""
+
+    def set_version(self, version: int) -> None:
+        """One more than the driver says."""
+        super().set_version(version + 1)
+
+
+class BesideAWrongRollout(ReferenceEngine):
+    """A correct trainer, beside an inference engine that reports log-probs without the temperature."""
+
+
+class EndIsNotTrained(ReferenceEngine):
+    """Tokens with the id of padding have no log-prob, and so no gradient."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        real = ids != self.model.config.pad_token_id
+        return {
+            name: torch.where(real, value, 0.0) if value.dim() == 1 else value
+            for name, value in outputs.items()
+        }
+
+
+class EndIsNotSeen(ReferenceEngine):
+    """The attention mask is made of ids that are not padding."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        padding = self.model.config.pad_token_id
+        if padding is None:
+            return super()._sequence(ids, step)
+        mask = (ids != padding).long()
+        logits = self.model(input_ids=ids[None], attention_mask=mask[None], use_cache=False).logits[0].float()
+        return self._language_model(ids, logits / step.temperature, step)
+
+
+MUTANTS = (
+    Mutant(
+        engine=RecomputesAtTemperatureOne,
+        killed_by="I8.score-vs-train",
+        issue="NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557",
+        says="the train engine .* is off the oracle, and the rollout engine 'reference-rollout' agrees",
+    ),
+    Mutant(
+        engine=BesideAWrongRollout,
+        killed_by="I8.score-vs-train",
+        issue="TRL #4159",
+        says="the rollout engine 'reports-without-temperature' is off the oracle, and the train engine",
+        partner=spec_of(ReportsWithoutTemperature),
+    ),
+    Mutant(
+        engine=ClampsLogits,
+        killed_by="I8.full-distribution",
+        issue="an error that drawn tokens cannot show (I8)",
+        says="the train engine .* is off the oracle",
+    ),
+    Mutant(
+        engine=UploadsTheStepBefore,
+        killed_by="I12.sync-end-to-end",
+        issue="verl #7014",
+        says="the sender wrote other weights than it has",
+    ),
+    Mutant(
+        engine=CountsVersionsItself,
+        killed_by="I12.sync-end-to-end",
+        issue="prime-rl #1901",
+        says=r"get_version\(\) is .*train engine': 2",
+    ),
+    Mutant(
+        engine=EndIsNotTrained,
+        killed_by="I19.eos-trained",
+        issue="TRL #3200",
+        says="log-probs with EOS inside",
+    ),
+    Mutant(
+        engine=EndIsNotSeen,
+        killed_by="I19.eos-trained",
+        issue="TRL #3200",
+        says="after one with the id|EOS inside",
+    ),
+)

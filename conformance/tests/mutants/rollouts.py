@@ -1,0 +1,203 @@
+"""Inference engines that report or draw something else than the contract says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.inference import TopLogprobs
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
+from core_rl_conformance.reference.sampling import Answer, generate
+from mutants.zoo import Mutant
+
+Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
+
+
+# ----------------------------------------------------------- what is reported
+
+
+class Rescored(ReferenceRolloutEngine):
+    """Log-probs come from a pass of their own."""
+
+    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+        ids = torch.tensor([[*request.input_ids, *answer.ids]])
+        with torch.inference_mode():
+            logits = self._model(input_ids=ids, use_cache=False).logits[0].float()
+        rows = logits[len(request.input_ids) - 1 : -1]
+        log_p = torch.log_softmax(self._reported(rows, request.sampling), -1)
+        chosen = log_p.gather(1, torch.tensor(answer.ids)[:, None]).squeeze(1)
+        return super()._response(request, replace(answer, logprobs=tuple(chosen.tolist())))
+
+    def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
+        """The logits ``[n, V]`` whose softmax is reported."""
+        return logits / sampling.logprob_temperature
+
+
+class ReportsWithoutTemperature(Rescored):
+    """Log-probs are those before the temperature."""
+
+    def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
+        return logits
+
+
+class ReportsGreedyAsCertain(Rescored):
+    """Greedy decoding is a softmax at a tiny temperature, and that is what is reported."""
+
+    def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
+        return logits / (sampling.temperature or 1e-5)
+
+
+class ReportsAfterTheCut(Rescored):
+    """Log-probs are those of the tokens that top-k and top-p have left."""
+
+    def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
+        logits = logits / sampling.logprob_temperature
+        none = torch.zeros(len(logits), 1, dtype=torch.long)
+        if sampling.top_k is not None:
+            logits = TopKLogitsWarper(sampling.top_k)(none, logits)
+        if sampling.top_p < 1:
+            logits = TopPLogitsWarper(sampling.top_p)(none, logits)
+        # A drawn token that rounding has cut away still needs a finite log-prob.
+        return logits.clamp(min=-1e4)
+
+
+class ReportsOneTokenLate(ReferenceRolloutEngine):
+    """The log-prob of each token is that of the token before it."""
+
+    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+        late = (-1.0, *answer.logprobs[:-1])
+        return super()._response(request, replace(answer, logprobs=late))
+
+
+# ----------------------------------------------------------- what goes in
+
+
+class Feeding(ReferenceRolloutEngine):
+    """The model sees something else than the prompt."""
+
+    def _fed(self, ids: tuple[int, ...], longest: int) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _answer(self, entries: Entries) -> None:
+        requests = [request for request, _ in entries]
+        longest = max(len(request.input_ids) for request in requests)
+        fed = [self._fed(request.input_ids, longest) for request in requests]
+        seeds = [self._seed(request.sampling) for request in requests]
+        found = generate(self._model, fed, requests[0].sampling, seeds, self._eos_token_ids)
+        for (request, future), answer in zip(entries, found, strict=True):
+            future.set_result(self._response(request, answer))
+
+
+class SeesPaddingOfTheBatch(Feeding):
+    """Prompts are padded to the longest one of the batch, without a mask."""
+
+    def _fed(self, ids: tuple[int, ...], longest: int) -> tuple[int, ...]:
+        return (0,) * (longest - len(ids)) + ids
+
+
+class AddsBos(Feeding):
+    """The server puts BOS before every prompt, as a tokenizer would."""
+
+    def _fed(self, ids: tuple[int, ...], longest: int) -> tuple[int, ...]:
+        return (self._model.config.bos_token_id, *ids)
+
+
+class StripsBos(Feeding):
+    """A BOS that the prompt has is taken away, as decoding and encoding again would."""
+
+    def _fed(self, ids: tuple[int, ...], longest: int) -> tuple[int, ...]:
+        stripped = ids[1:] if ids[0] == self._model.config.bos_token_id else ids
+        return stripped or ids
+
+
+# ----------------------------------------------------------- scores
+
+
+class ScoresWithoutTemperature(ReferenceRolloutEngine):
+    """Scores are those at temperature 1."""
+
+    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        return super()._score(batch, 1.0)
+
+
+class ScoresOneTokenEarly(ReferenceRolloutEngine):
+    """Each sequence's scores begin at its first token."""
+
+    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        rows = super()._score(batch, temperature).split(batch.lengths)
+        early = torch.cat([F.pad(row[1:], (0, 1)) for row in rows])
+        early[batch.cu_seqlens[:-1].long()] = 0.0
+        return early
+
+
+class TopWithoutTemperature(ReferenceRolloutEngine):
+    """The most likely tokens come with their log-probs at temperature 1."""
+
+    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        return super()._top_logprobs(batch, k, 1.0)
+
+
+class TopInOrderOfIds(ReferenceRolloutEngine):
+    """The most likely tokens come in the order of their ids, log-probs in that of their size."""
+
+    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        top = super()._top_logprobs(batch, k, temperature)
+        return replace(top, ids=top.ids.sort(-1).values)
+
+
+CUT, TEMPERED, TOP = "I8.rollout-cut", "I8.rollout-temperature", "I7.top-logprobs"
+MUTANTS = (
+    Mutant(
+        engine=ReportsWithoutTemperature,
+        killed_by=TEMPERED,
+        issue="NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557",
+        says="the temperature is missing",
+    ),
+    Mutant(
+        engine=ReportsGreedyAsCertain,
+        killed_by=TEMPERED,
+        issue="a tiny temperature in place of greedy decoding (I8)",
+        says="log-probs of greedy tokens",
+    ),
+    Mutant(engine=ReportsAfterTheCut, killed_by=CUT, issue="TRL #4159", says="what the cut has left"),
+    Mutant(
+        engine=ReportsOneTokenLate,
+        killed_by="I7.rollout-logprobs",
+        issue="verl #3287, SkyRL #1304",
+        says="(position|token) (too late|before it)",
+    ),
+    Mutant(
+        engine=SeesPaddingOfTheBatch,
+        killed_by="I7.rollout-logprobs",
+        issue="OpenRLHF #217",
+        says="generated in a crowd",
+    ),
+    Mutant(engine=AddsBos, killed_by="I19.bos", issue="a second BOS (I19)", says="extra BOS"),
+    Mutant(
+        engine=StripsBos,
+        killed_by="I19.bos",
+        issue="a prompt that loses its BOS (I19)",
+        says="prompts with BOS",
+    ),
+    Mutant(
+        engine=ScoresWithoutTemperature,
+        killed_by="I7.score",
+        issue="NeMo-RL #316",
+        says="scores at temperature 0.6",
+    ),
+    Mutant(
+        engine=ScoresOneTokenEarly, killed_by="I7.score", issue="SkyRL #1304", says="scores at temperature 1"
+    ),
+    Mutant(engine=TopWithoutTemperature, killed_by=TOP, issue="TRL #3029", says="at temperature 0.6"),
+    Mutant(
+        engine=TopInOrderOfIds, killed_by=TOP, issue="ids and values of two orders (I7)", says="ids that came"
+    ),
+)

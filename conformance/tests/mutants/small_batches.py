@@ -1,0 +1,50 @@
+"""Micro-batches so small that fixed batches never hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.steps import MicroBatchStep
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+
+class OneTokenIsNone(ReferenceEngine):
+    """A micro-batch with a single trained token is taken for an empty one."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            loss = step(self._forward(part, step), part)
+            if not forward_only and int(part.loss_mask.sum()) != 1:
+                loss.backward()
+
+
+class DropsWithNothingToPredict(ReferenceEngine):
+    """A micro-batch of sequences of one token drops the gradients of those before it."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for part in micro_batches:
+            loss = step(self._forward(part, step), part)
+            if forward_only:
+                continue
+            if part.max_length == 1:
+                self._zero_grad()
+            else:
+                loss.backward()
+
+
+MUTANTS = (
+    Mutant(
+        engine=OneTokenIsNone,
+        killed_by="I1.any-batch",
+        issue="a guard against empty micro-batches",
+        says=r"(?s)of a drawn batch.*batch = SequenceBatch\.from_sequences",
+    ),
+    Mutant(
+        engine=DropsWithNothingToPredict,
+        killed_by="I1.any-batch",
+        issue="SkyRL #1296",
+        says=r"(?s)gradients of a drawn batch.*mb_spec = MicroBatchSpec\(count",
+    ),
+)

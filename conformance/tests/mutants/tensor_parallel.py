@@ -1,0 +1,266 @@
+"""Tensor parallelism: norms over shards, gradients of replicated parameters, and the parallel vocabulary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from toy_tp.collectives import enter, gather
+from toy_tp.engine import BEFORE_COLUMN, TensorParallelEngine, partial_gradient
+from toy_tp.vocabulary import Vocabulary
+from transformers import PreTrainedModel
+
+from core_rl.engines.collectives import World
+from core_rl.engines.grad_norm import GradShard, global_grad_norm
+from mutants.zoo import TP2, Mutant
+
+# ------------------------------------------------------------------------ norm
+
+
+class ReplicasCountedOnEachRank(TensorParallelEngine):
+    """Each rank adds the replicated parameters to the norm."""
+
+    def _grad_shards(self) -> Iterable[GradShard]:
+        for shard in super()._grad_shards():
+            everywhere = len(shard.duplicates) == self.world.size
+            yield replace(shard, duplicates=() if everywhere else shard.duplicates)
+
+
+class NormOfOneRanksShards(TensorParallelEngine):
+    """The norm is that of the first rank's parts."""
+
+    def _grad_shards(self) -> Iterable[GradShard]:
+        for shard in super()._grad_shards():
+            yield replace(shard, duplicates=tuple(range(self.world.size)))
+
+
+class ClipsByItsOwnNorm(TensorParallelEngine):
+    """The reported norm is right; each rank clips by the norm of what it holds."""
+
+    def _step(self, scale: float) -> None:
+        assert self.config.optimizer is not None
+        limit = self.config.optimizer.max_grad_norm
+        if limit is not None:
+            own = [replace(shard, duplicates=()) for shard in self._grad_shards()]
+            scale = min(1.0, limit / (global_grad_norm(own, World()) + 1e-6))
+        super()._step(scale)
+
+
+# ------------------------------------------------------------------- gradients
+
+
+class HeadNormsNotReduced(TensorParallelEngine):
+    """The norms of queries and keys keep the gradient of one rank's heads."""
+
+    def _reduce(self, name: str, grad: Tensor) -> None:
+        if not partial_gradient(name):
+            super()._reduce(name, grad)
+
+
+class HeadNormsReducedOnOneRank(TensorParallelEngine):
+    """The rank that exports has the whole gradient of these norms; the others step with their own."""
+
+    def _reduce(self, name: str, grad: Tensor) -> None:
+        own = grad.clone()
+        super()._reduce(name, grad)
+        if partial_gradient(name) and self.tensor_parallel_rank > 0:
+            grad.copy_(own)
+
+
+class InputGradientNotReduced(TensorParallelEngine):
+    """What goes into column-parallel matrices gets the gradient of one rank's columns."""
+
+    def _enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output
+
+
+class SummingGather(Vocabulary):
+    """The backward pass of the gather adds up the gradients of all ranks, which are equal."""
+
+    def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = F.log_softmax(enter(gather(logits, self.sizes, self.group), self.group), dim=-1)
+        return log_p.gather(1, ids[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+class GatherSumsDuplicates(TensorParallelEngine):
+    """Logits are gathered before the softmax, by a gather whose backward pass adds up."""
+
+    vocabulary_type = SummingGather
+
+
+class _KeptForBackward(torch.autograd.Function):
+    """``states @ weight.T``, whose gradient of the states uses another matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(states, kept)
+        return F.linear(states, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        states, kept = ctx.saved_tensors
+        return grad @ kept, grad.T @ states, None
+
+
+class BackwardKeepsOldHead(TensorParallelEngine):
+    """A copy of the head is laid out for the backward pass once, and outlives the steps."""
+
+    _kept: Tensor | None = None
+
+    def _columns(self, states: Tensor) -> Tensor:
+        weight = self.head_weight()
+        if self._kept is None:
+            self._kept = weight.detach().clone()
+        result: Tensor = _KeptForBackward.apply(enter(states, self.tensor_parallel_group), weight, self._kept)  # type: ignore[no-untyped-call]
+        return result
+
+
+# --------------------------------------------------------------------- forward
+
+
+class ResidualAddedOnEachRank(TensorParallelEngine):
+    """The sum over ranks comes after the residual, which is added ``tp`` times."""
+
+    def _connect(self, model: PreTrainedModel) -> None:
+        for name, module in model.named_modules():
+            if name.endswith(BEFORE_COLUMN):
+                module.register_forward_hook(self._enter_shards)
+            elif name.endswith("o_proj") or re.search(r"layers\.\d+$", name):
+                # The layer's output in place of down_proj's.
+                module.register_forward_hook(self._leave_shards)
+
+
+class OwnMaximum(Vocabulary):
+    """Each rank subtracts the maximum of its own columns."""
+
+    def highest(self, logits: Tensor) -> Tensor:
+        return logits.detach().max(dim=-1).values
+
+
+class MaximumOfOneShard(TensorParallelEngine):
+    """The softmax adds up exponentials that were shifted differently."""
+
+    vocabulary_type = OwnMaximum
+
+
+class OwnPartition(Vocabulary):
+    """The denominator is the sum over this rank's columns."""
+
+    def partition(self, weights: Tensor) -> Tensor:
+        return weights.sum(-1)
+
+
+class PartitionOfOneShard(TensorParallelEngine):
+    """Each rank normalises over its own part of the vocabulary."""
+
+    vocabulary_type = OwnPartition
+
+
+class PaddedRows(Vocabulary):
+    """The rows that fill up the vocabulary take part in the entropy, with logits of 0."""
+
+    def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, _ = super().logprobs(logits, ids)
+        _, entropy = super().logprobs(F.pad(logits, (0, 64 - logits.shape[1] % 64)), ids)
+        return chosen, entropy
+
+
+class EntropyOverPaddedRows(TensorParallelEngine):
+    """Log-probs are over the vocabulary, and the entropy is over its padded form."""
+
+    vocabulary_type = PaddedRows
+
+
+MUTANTS = (
+    Mutant(
+        engine=HeadNormsNotReduced,
+        killed_by="I1.gradients",
+        issue="Megatron-LM #1446",
+        says=r"gradients of TokenMeanLoss[\s\S]*_norm\.weight",
+        layout=TP2,
+        family="qwen3",
+    ),
+    Mutant(
+        engine=ReplicasCountedOnEachRank,
+        killed_by="I4.grad-norm",
+        issue="AReaL #1497",
+        says=r"the reported norm[\s\S]*times what is expected",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=NormOfOneRanksShards,
+        killed_by="I4.grad-norm",
+        issue="torchtitan #649, Megatron-LM #5916",
+        says=r"the reported norm[\s\S]*times what is expected",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=ClipsByItsOwnNorm,
+        killed_by="I4.clipping",
+        issue="clipping by shard",
+        says="after clipped steps",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=HeadNormsReducedOnOneRank,
+        killed_by="I3.gradients-after-steps",
+        issue="Megatron-LM #1446",
+        says="after 2 steps",
+        layout=TP2,
+        family="qwen3",
+    ),
+    Mutant(
+        engine=InputGradientNotReduced,
+        killed_by="I1.gradients",
+        issue="SkyRL #1420, for the other axis",
+        says="gradients of TokenMeanLoss",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=GatherSumsDuplicates,
+        killed_by="I1.gradients",
+        issue="slime #1748",
+        says="multiplied by 2",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=BackwardKeepsOldHead,
+        killed_by="I3.gradients-after-steps",
+        issue="vllm #44371, in the backward pass",
+        says="gradients after 2 steps",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=ResidualAddedOnEachRank,
+        killed_by="I7.logprobs",
+        issue="a bias or residual before the sum over ranks",
+        says="logprobs at temperature 1",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=MaximumOfOneShard,
+        killed_by="I7.logprobs",
+        issue="a parallel log-softmax",
+        says="logprobs at temperature 1",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=PartitionOfOneShard,
+        killed_by="I7.logprobs",
+        issue="a parallel log-softmax",
+        says="logprobs at temperature 1",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=EntropyOverPaddedRows,
+        killed_by="I7.entropy",
+        issue="TRL #3715",
+        says="entropy at temperature 1",
+        layout=TP2,
+    ),
+)

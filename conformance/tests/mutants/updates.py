@@ -1,0 +1,274 @@
+"""Inference engines that lose weights, versions or requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from core_rl.config.engine import ModelConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.errors import CoreRLError, WeightsError
+from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
+from core_rl_conformance.reference.sampling import Answer
+from mutants.zoo import C, Mutant
+
+Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
+
+
+# ----------------------------------------------------------- weights that arrive
+
+
+class Partial(ReferenceRolloutEngine):
+    """Of the new weights, only some are taken."""
+
+    def _takes(self, name: str, value: Tensor) -> bool:
+        raise NotImplementedError
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        old = {name: value.detach().clone() for name, value in self._model.named_parameters()}
+        super()._install_from_disk(meta)
+        with torch.no_grad():
+            for name, value in self._model.named_parameters():
+                if not self._takes(name, value):
+                    value.copy_(old[name])
+
+
+class TakesOnlyMatrices(Partial):
+    """Norms and biases are not synced."""
+
+    def _takes(self, name: str, value: Tensor) -> bool:
+        return value.dim() > 1
+
+
+class TakesNothing(Partial):
+    """The update is acknowledged, and the weights stay."""
+
+    def _takes(self, name: str, value: Tensor) -> bool:
+        return False
+
+
+class ReloadUntiesTheHead(ReferenceRolloutEngine):
+    """After a reload the head keeps the old embedding."""
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        head = self._model.get_output_embeddings().weight.detach().clone()
+        super()._install_from_disk(meta)
+        self._model.get_output_embeddings().weight = torch.nn.Parameter(head)
+
+
+class KeepsPrefixes(ReferenceRolloutEngine):
+    """What has been computed for the beginning of a prompt is used again, whatever the weights are by now."""
+
+    def _answer(self, entries: Entries) -> None:
+        cache = self.__dict__.setdefault("_prefixes", {})
+        current = self._model
+        for request, future in entries:
+            prefix = request.input_ids[:8]
+            self._model = cache.setdefault(prefix, current) if len(prefix) == 8 else current
+            super()._answer([(request, future)])
+        self._model = current
+
+
+class LabelsBeforeWeights(ReferenceRolloutEngine):
+    """The version changes when an update begins, and what is in flight carries it."""
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        before, self._served_version = self._served_version, meta.version
+        try:
+            super()._update_weights(meta)
+        except CoreRLError:
+            self._served_version = before
+            raise
+
+
+class ThrowsAwayWhatIsInFlight(ReferenceRolloutEngine):
+    """An update aborts the requests that run."""
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        self._updating = True
+        super()._update_weights(meta)
+        self._updating = False
+
+    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+        response = super()._response(request, answer)
+        return replace(response, stop_reason="abort") if getattr(self, "_updating", False) else response
+
+
+# ----------------------------------------------------------- updates that fail
+
+
+class LabelsAFailedUpdate(ReferenceRolloutEngine):
+    """Tokens carry the new version although the update has failed."""
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        self._served_version = meta.version
+        super()._update_weights(meta)
+
+
+class SwallowsFailures(ReferenceRolloutEngine):
+    """A failed update is logged and forgotten."""
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        try:
+            super()._update_weights(meta)
+        except CoreRLError:
+            self._set_version(meta.version)
+
+
+class LeavesAMixture(ReferenceRolloutEngine):
+    """Weights are copied one after the other, until one does not fit."""
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        try:
+            super()._install_from_disk(meta)
+        except WeightsError:
+            self._copy_what_fits(str(meta.path))
+            raise
+
+    def _copy_what_fits(self, path: str) -> None:
+        try:
+            source = dict(self._load(ModelConfig(path=path)).named_parameters())
+        except CoreRLError:
+            return
+        with torch.no_grad():
+            for name, value in self._model.named_parameters():
+                if value.shape == source[name].shape:
+                    value.copy_(source[name])
+
+
+# ----------------------------------------------------------- versions and requests
+
+
+class VersionStuckAtZero(ReferenceRolloutEngine):
+    """Tokens carry version 0 for ever."""
+
+    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+        response = super()._response(request, answer)
+        return replace(response, versions=(0,) * len(response.versions))
+
+
+class LabelAbortsRequests(ReferenceRolloutEngine):
+    """A new version label aborts all requests in flight."""
+
+    def _set_version(self, version: int) -> None:
+        self._labelling = True
+        super()._set_version(version)
+        self._labelling = False
+
+    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+        response = super()._response(request, answer)
+        return replace(response, stop_reason="abort") if getattr(self, "_labelling", False) else response
+
+
+class CancelAbortsAll(ReferenceRolloutEngine):
+    """A cancelled request tells the server to abort everything."""
+
+    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+        before = getattr(self, "_cancelled", 0)
+        try:
+            response = await super()._agenerate(request)
+        except asyncio.CancelledError:
+            self._cancelled = getattr(self, "_cancelled", 0) + 1
+            raise
+        return (
+            response if before == getattr(self, "_cancelled", 0) else replace(response, stop_reason="abort")
+        )
+
+
+class PauseIsForgotten(ReferenceRolloutEngine):
+    """Requests are answered while the engine is paused."""
+
+    def pause(self) -> None:
+        """Nothing."""
+
+
+class ScoresWithoutDeclaring(ReferenceRolloutEngine):
+    """``score`` is overridden and works, although the spec does not list it."""
+
+    def score(self, batch: SequenceBatch, temperature: float = 1.0) -> Tensor:
+        """The scores."""
+        return self._score(batch, temperature)
+
+
+ARRIVE, FAILED, VERSIONS = "I12.receive-disk", "I12.failed-update", "contract.rollout-versions"
+IN_FLIGHT = "I14.update-in-flight"
+MUTANTS = (
+    Mutant(
+        engine=TakesOnlyMatrices,
+        killed_by=ARRIVE,
+        issue="verl #5801",
+        says="log-probs after the update to version 1 differs",
+    ),
+    Mutant(engine=TakesNothing, killed_by=ARRIVE, issue="verl #7014", says="weights before the update"),
+    Mutant(
+        engine=ReloadUntiesTheHead,
+        killed_by=ARRIVE,
+        issue="verl #6334",
+        says="after the update",
+        family="qwen3",
+    ),
+    Mutant(
+        engine=KeepsPrefixes,
+        killed_by="I13.prefix-cache",
+        issue="vllm #9744, NeMo-RL #4018",
+        says="weights before the update",
+    ),
+    Mutant(
+        engine=LabelsBeforeWeights,
+        killed_by=IN_FLIGHT,
+        issue="slime #327, prime-rl #1901",
+        says="by the weights whose version tokens carry",
+    ),
+    Mutant(
+        engine=ThrowsAwayWhatIsInFlight,
+        killed_by=IN_FLIGHT,
+        issue="miles #2372",
+        says="cut short by the update",
+    ),
+    Mutant(
+        engine=LabelsAFailedUpdate,
+        killed_by=FAILED,
+        issue="a label before the weights (I12)",
+        says=r"versions \[4\]; the weights had 3 to 3",
+    ),
+    Mutant(
+        engine=SwallowsFailures,
+        killed_by=FAILED,
+        issue="a failed reload that nobody hears of (I12)",
+        says="did not raise",
+    ),
+    Mutant(
+        engine=LeavesAMixture,
+        killed_by=FAILED,
+        issue="a reload that stops half way (I12)",
+        says="after an update from a model of another",
+    ),
+    Mutant(engine=VersionStuckAtZero, killed_by=VERSIONS, issue="AReaL #941", says=r"versions \[0\]"),
+    Mutant(engine=LabelAbortsRequests, killed_by=VERSIONS, issue="miles #2372", says="ended with 'abort'"),
+    Mutant(
+        engine=CancelAbortsAll,
+        killed_by="contract.rollout-cancel",
+        issue="miles #2372",
+        says="answers ended with .*abort",
+    ),
+    Mutant(
+        engine=PauseIsForgotten,
+        killed_by="contract.rollout-pause",
+        issue="tokens of no version (I14)",
+        says="were answered while the engine was paused",
+    ),
+    Mutant(
+        engine=ScoresWithoutDeclaring,
+        killed_by="contract.rollout-undeclared",
+        issue="an undeclared option that half works",
+        says="'score' is not declared",
+        undeclared=frozenset({C.SCORE}),
+    ),
+)

@@ -1,0 +1,155 @@
+"""Pairs of engines: the one that is off fails, and its partner does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mutants.pairs import (
+    EntropyInBits,
+    LossScaleOfTheSecondStep,
+    NormAfterClipping,
+    RoundsWhatItSaves,
+    WrapsTheNamesOfMasters,
+)
+from mutants.unruly import DiesInEvaluation
+from mutants.zoo import DP1, run_check, spec_of
+
+from core_rl.engines.registry import register_engine
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.blame import named_beside, scalars_beside, verify_beside
+from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.matrix import Case, Target
+from core_rl_conformance.outcomes import NotRun
+from core_rl_conformance.profile import Profile
+from core_rl_conformance.reference import SPEC as REFERENCE
+from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl_conformance.subject import Subject
+from core_rl_conformance.tolerance import Tolerance
+
+pytest_plugins = ["pytester"]
+
+ONE = Tolerance(baseline=0.0, floor=1.0)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Bench(tmp_path_factory.mktemp("bench")) as made:
+        yield made
+
+
+@pytest.fixture
+def subject(bench: Bench, tmp_path: Path) -> Subject:
+    """``reference`` beside an engine called ``other``, neither of which is started."""
+    profile = Profile()
+    case = Case(
+        check=load_checks()["I1.pair-gradients"],
+        target=Target(spec=REFERENCE, profile=profile),
+        layout=DP1,
+        family="llama",
+        dtype="float32",
+        seed=0,
+        device="cpu",
+        partner=Target(spec=replace(REFERENCE, name="other"), profile=profile),
+        partner_layout=DP1,
+    )
+    return Subject(case, bench, tmp_path)
+
+
+# ------------------------------------------------------------------ the judge
+
+
+@pytest.mark.parametrize(("own", "partner"), [(0.9, -0.9), (5.0, 5.0), (1.5, 0.0)])
+def test_engines_may_be_as_far_apart_as_both_may_be_off(subject: Subject, own: float, partner: float) -> None:
+    verify_beside(subject, [scalars_beside("the loss", own, partner, 0.0, ONE)])
+    (measured,) = subject.measurements
+    assert measured.limit == 2.0 and measured.error == abs(own - partner)
+
+
+@pytest.mark.parametrize(
+    ("own", "partner", "said"),
+    [
+        (3.0, 0.5, "within its tolerance: the loss by 5.0e-01 (allowed 1.0e+00); mend 'reference'"),
+        (float("nan"), 0.0, "mend 'reference'"),
+        (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); mend both"),
+    ],
+)
+def test_an_engine_that_is_off_fails(subject: Subject, own: float, partner: float, said: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        verify_beside(subject, [scalars_beside("the loss", own, partner, 0.0, ONE)])
+    assert "'reference' is off the oracle: the loss by" in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize("partner", [3.5, float("nan")])
+def test_an_engine_does_not_fail_for_its_partner(subject: Subject, partner: float) -> None:
+    with pytest.raises(NotRun, match="the partner 'other' is off the oracle: the loss by"):
+        verify_beside(subject, [scalars_beside("the loss", 0.5, partner, 0.0, ONE)])
+    assert not subject.measurements
+
+
+def test_a_fault_of_its_own_is_not_hidden_by_one_of_the_partner(subject: Subject) -> None:
+    quantities = [
+        scalars_beside("the loss", 0.0, 3.0, 0.0, ONE),
+        scalars_beside("the norm", 2.5, 0.0, 0.0, ONE),
+    ]
+    with pytest.raises(AssertionError, match="'reference' is off the oracle: the norm"):
+        verify_beside(subject, quantities)
+
+
+def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: Subject) -> None:
+    right, allowed = {"a": torch.zeros(2)}, {"a": ONE}
+    wrong = {"b": torch.zeros(2)}
+    with pytest.raises(NotRun, match="'other'"):
+        verify_beside(subject, [named_beside("gradients", right, wrong, right, allowed)])
+    with pytest.raises(AssertionError, match="missing: a"):
+        verify_beside(subject, [named_beside("gradients", wrong, right, right, allowed)])
+
+
+# ------------------------------------------------------------- whole checks
+
+
+@pytest.mark.parametrize(
+    ("broken", "identifier", "said"),
+    [
+        (EntropyInBits, "I7.pair-logprobs", "'entropy-in-bits' is off the oracle: entropy by"),
+        (NormAfterClipping, "I1.pair-gradients", "is off the oracle: the norm before clipping by"),
+        (LossScaleOfTheSecondStep, "I1.pair-training", "is off the oracle: the norm of step 1 by"),
+        (RoundsWhatItSaves, "I11.pair-portable", "is wrong: master in the portable checkpoint"),
+        (WrapsTheNamesOfMasters, "I11.pair-portable", "names that only the engine .* has: lm_head"),
+        (DiesInEvaluation, "I7.pair-logprobs", "'dies-in-evaluation' failed: RankDied"),
+    ],
+)
+def test_a_correct_engine_beside_a_broken_one_is_not_judged(
+    bench: Bench, broken: type[ReferenceEngine], identifier: str, said: str, tmp_path: Path
+) -> None:
+    partner = spec_of(broken)
+    try:
+        with pytest.raises(NotRun, match=said):
+            run_check(
+                bench, identifier, REFERENCE, layout=DP1, family="llama", directory=tmp_path, partner=partner
+            )
+    finally:
+        bench.groups.discard(partner.name)
+
+
+@pytest.mark.slow
+def test_a_session_fails_the_side_that_is_off_only(pytester: pytest.Pytester) -> None:
+    spec = spec_of(EntropyInBits)
+    names = f"--engine={spec.name}", "--engine=reference"
+    with register_engine(spec):
+        result = pytester.runpytest_inprocess(
+            "-p", "no:cacheprovider", *names, "--pyargs", "core_rl_conformance", "-k", "I7.pair", "-rs"
+        )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*'reference' is within its tolerance: entropy by *; mend 'entropy-in-bits'*",
+            "engine entropy-in-bits: 0 passed, 1 failed, *",
+            "engine reference: 0 passed, 0 failed, 0 not supported, 0 waived, 1 not run",
+            "*the partner 'entropy-in-bits' is off the oracle: entropy by *",
+        ]
+    )

@@ -1,0 +1,75 @@
+"""Exact tests of draws: they follow the binomial distribution, rarely alarm, and see what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_rl_conformance.draws import FALSE_ALARMS, binomial_tail, most_surprising
+
+DRAWS = 256
+
+
+def logprobs(temperature: float = 1.0, size: int = 151) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.log_softmax(3.0 * torch.randn(size, generator=generator).double() / temperature, -1)
+
+
+def draw(probabilities: torch.Tensor, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(probabilities, DRAWS, replacement=True, generator=generator).tolist()
+
+
+@settings(deadline=None)
+@given(draws=st.integers(1, 30), data=st.data(), probability=st.floats(0.0, 1.0))
+def test_tails_are_those_of_the_binomial_distribution(
+    draws: int, data: st.DataObject, probability: float
+) -> None:
+    count = data.draw(st.integers(0, draws))
+    terms = [
+        math.comb(draws, k) * probability**k * (1 - probability) ** (draws - k) for k in range(draws + 1)
+    ]
+    expected = min(1.0, 2 * min(sum(terms[: count + 1]), sum(terms[count:])))
+    assert binomial_tail(count, draws, probability) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_draws_from_the_distribution_rarely_surprise() -> None:
+    """The corrected tail is a bound: below 1 % it comes in at most some of a hundred runs."""
+    log_p = logprobs()
+    tails = [most_surprising(draw(log_p.exp(), seed), log_p).tail for seed in range(100)]
+    assert min(tails) > FALSE_ALARMS
+    assert sum(tail < 0.01 for tail in tails) <= 6
+
+
+def cut(log_p: torch.Tensor, count: int) -> torch.Tensor:
+    p = log_p.exp()
+    return torch.where(p >= p.topk(count).values[-1], p, 0.0)
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "greedy": lambda log_p: cut(log_p, 1),
+    "top-k": lambda log_p: cut(log_p, 20),
+    "another temperature": lambda log_p: (0.5 * log_p).exp(),
+    "one token never comes": lambda log_p: log_p.exp().index_fill(0, log_p.argmax(), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("seed", range(3))
+def test_other_draws_are_seen(name: str, seed: int) -> None:
+    log_p = logprobs(temperature=2.0)
+    surprise = most_surprising(draw(WRONG[name](log_p), seed), log_p)
+    assert surprise.tail < FALSE_ALARMS
+    assert f"in {DRAWS} draws; expected" in str(surprise)
+
+
+def test_a_token_that_cannot_come_is_the_most_surprising() -> None:
+    log_p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).log()
+    surprise = most_surprising([0, 1, 0, 1, 2], log_p)
+    assert surprise.what == "token 2"
+    assert surprise.tail < FALSE_ALARMS

@@ -1,0 +1,127 @@
+"""A correct tensor-parallel engine passes every check; the zoo holds what breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from toy_tp import PROFILE, SPEC
+from toy_tp.engine import TensorParallelEngine, partial_gradient
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.registry import register_engine
+from core_rl.engines.train import TrainEngine
+from core_rl.errors import LayoutError
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.matrix import Case, Selection, Target, cases
+from core_rl_conformance.subject import Subject
+
+pytest_plugins = ["pytester"]
+
+TARGET = Target(spec=SPEC, profile=PROFILE)
+TP2 = ParallelLayout(tp=2)
+FIRST = {"I7.logprobs", "I4.grad-norm"}
+"""What a quick session runs: outputs, gradients and the norm over shards."""
+WITH_DATA_PARALLEL = {
+    "I1.gradients",
+    "I2.data-parallel",
+    "I4.grad-norm",
+    "I7.logprobs",
+    "I11.other-layout",
+    "I20.adamw",
+}
+"""Checks that see more in two dimensions than in one."""
+
+
+def _cases(layout: str) -> Iterator[Case]:
+    """One model for each check, taking turns, as in a quick session."""
+    selection = Selection(layouts=(layout,), quick=True)
+    for check in load_checks().values():
+        yield from cases(check, TARGET, selection)
+
+
+def _parameters() -> list[ParameterSet]:
+    """All checks on ``tp2``, and on ``dp2tp2`` those that gain from it."""
+    wanted = [case for case in _cases("tp2") if case.check.min_dp == 1]
+    wanted += [case for case in _cases("dp2tp2") if case.check.identifier in WITH_DATA_PARALLEL]
+    quick = [case for case in wanted if case.layout == TP2 and case.check.identifier in FIRST]
+    return [
+        pytest.param(
+            case,
+            id=f"{case.check.identifier}-{case.layout}-{case.family}",
+            marks=() if case in quick else pytest.mark.slow,
+        )
+        for case in wanted
+    ]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Bench(tmp_path_factory.mktemp("bench")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_correct_engine_passes(bench: Bench, case: Case, tmp_path: Path) -> None:
+    assert not case.not_supported and not case.not_run
+    case.check.function(Subject(case, bench, tmp_path))
+
+
+def _differing_replicas(engine: TrainEngine) -> list[str]:
+    """Replicated parameters that are not the same bits on all ranks, and gradients of them likewise."""
+    assert isinstance(engine, TensorParallelEngine)
+    held = [(name, tensor) for kind in ("master", "grads") for name, tensor in engine._held(kind)]
+    own = {
+        f"{name} {number}": engine._local(tensor).tensor
+        for number, (name, tensor) in enumerate(held)
+        if len(engine._holders(tensor)) == engine.world.size
+    }
+    ranks = engine.world.gather(own)
+    assert len(ranks) == engine.world.size > 1 and all(own)
+    return [name for name in own if not all(torch.equal(other[name], ranks[0][name]) for other in ranks)]
+
+
+@pytest.mark.slow
+def test_replicas_stay_bitwise_equal(bench: Bench, tmp_path: Path) -> None:
+    """What the suite can only infer from gradients, seen directly, so that its mutants break something real."""
+    case = next(case for case in _cases("dp2tp2") if case.family == "qwen3")
+    subject = Subject(case, bench, tmp_path)
+    group = subject.start(optimizer={"lr": 2e-2})
+    loss = TokenMeanLoss().spec()
+    for seed in range(3):
+        group.train_batch(subject.data(seed=seed).batch(), loss, MicroBatchSpec(count=2))
+    group.forward_backward(subject.data().batch(), loss, MicroBatchSpec(count=2))
+    group.named_tensors("grads")
+    assert group.run(_differing_replicas) == [[]] * 4
+
+
+def test_only_head_norms_have_partial_gradients() -> None:
+    """Norms before column-parallel matrices see the summed gradient of their output already."""
+    names = ["self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"]
+    assert [partial_gradient(f"model.layers.0.{name}.weight") for name in names] == [True, True, False, False]
+    assert not partial_gradient("model.norm.weight") and not partial_gradient("score.weight")
+
+
+@pytest.mark.slow
+def test_heads_that_the_degree_does_not_divide_are_refused(bench: Bench, tmp_path: Path) -> None:
+    case = next(case for case in _cases("tp2") if case.family == "llama")
+    with pytest.raises(LayoutError, match=r"tp=3 must divide the attention and key/value heads \(4, 2\)"):
+        Subject(case, bench, tmp_path).start(layout=ParallelLayout(tp=3))
+
+
+@pytest.mark.slow
+def test_a_session_certifies_tensor_parallelism(pytester: pytest.Pytester) -> None:
+    """Through the plugin: the profile is valid, its layouts run, and the capability counts as shown."""
+    selection = ["--layout=tp2", "--model=qwen3", "-k", "I4.grad-norm"]
+    with register_engine(SPEC):
+        result = pytester.runpytest_inprocess(
+            "-p", "no:cacheprovider", "-v", "--engine=toy-tp", *selection, "--pyargs", "core_rl_conformance"
+        )
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*toy-tp-tp2-qwen3*PASSED*", "*tensor_parallel: certified*"])

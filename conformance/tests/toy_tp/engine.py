@@ -1,0 +1,237 @@
+"""`TensorParallelEngine`: heads, MLP columns and vocabulary rows are spread over ranks, norms are replicated.
+
+A parameter is a `DTensor`, which knows its full shape and its place; the model computes with the local
+part. It is a test double: families that are built like Llama, and head counts that the degree divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.collectives import RankGroups, World
+from core_rl.engines.meta import FinetuneSpec, RankAddress
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.models.build import build_model
+from core_rl.models.hf_engine import HFTrainEngine, LocalPart
+from toy_tp.collectives import add_up, enter
+from toy_tp.vocabulary import Vocabulary
+
+__all__ = ["BEFORE_COLUMN", "TensorParallelEngine", "partial_gradient"]
+
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+"""Modules whose output features (or vocabulary rows) are spread: dimension 0 of weight and bias."""
+ROW = ("o_proj", "down_proj")
+"""Modules whose input features are spread: dimension 1 of the weight. Their outputs are parts of a sum."""
+BEFORE_COLUMN = ("input_layernorm", "post_attention_layernorm")
+"""Modules whose output goes into column-parallel ones, and nowhere else."""
+INSIDE = ("q_norm", "k_norm")
+"""Replicated modules between column- and row-parallel ones: each rank applies them to its own heads."""
+
+
+def _owner(name: str) -> str:
+    """The module's own name in that of its parameter: ``q_proj`` in ``model.layers.0.self_attn.q_proj.weight``."""
+    return name.rsplit(".", 2)[-2]
+
+
+def partial_gradient(name: str) -> bool:
+    """Whether the parameter ``name`` is replicated, and each rank's gradient of it a part of a sum."""
+    return _owner(name) in INSIDE
+
+
+class TensorParallelEngine(HFTrainEngine):
+    """``tp`` ranks hold one copy of the model; ``dp`` copies see different sequences."""
+
+    vocabulary_type: type[Vocabulary] = Vocabulary
+
+    # ----------------------------------------------------------------- places
+
+    def _groups(self, world: World) -> RankGroups:
+        self._mesh = init_device_mesh(
+            self.device.type, (self.layout.dp, self.layout.tp), mesh_dim_names=("dp", "tp")
+        )
+        return RankGroups(
+            data_parallel=World(self._mesh.get_group("dp"), self.device),
+            model_parallel=World(self._mesh.get_group("tp"), self.device),
+        )
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold one copy of the model."""
+        return self._mesh.get_group("tp")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's number in `tensor_parallel_group`."""
+        return dist.get_rank(self.tensor_parallel_group)
+
+    # ------------------------------------------------------------------ build
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        register_packed_attention()
+        model = build_model(self.config.model, seed=self._seed(), attn_implementation=PACKED_ATTENTION)
+        self._check_heads(model)
+        self._connect(model)
+        self._shard(model)
+        self._vocabulary = self.vocabulary_type(model.config.vocab_size, self.tensor_parallel_group)
+        # Dropout differs from rank to rank: they hold different heads.
+        torch.manual_seed(self.config.seed + self.world.rank)
+        self._adopt(model)
+
+    def _seed(self) -> int:
+        """The seed of weights that no file gives: the same on every rank."""
+        return self.config.seed
+
+    def _check_heads(self, model: PreTrainedModel) -> None:
+        """Shards of attention projections must be whole heads."""
+        counts = model.config.num_attention_heads, model.config.num_key_value_heads
+        if any(count % self.layout.tp for count in counts):
+            raise LayoutError(f"tp={self.layout.tp} must divide the attention and key/value heads {counts}")
+
+    def _connect(self, model: PreTrainedModel) -> None:
+        """Let collectives run where replicated values enter shards, and where parts are summed."""
+        for name, module in model.named_modules():
+            if name.endswith(BEFORE_COLUMN):
+                module.register_forward_hook(self._enter_shards)
+            elif name.endswith(ROW):
+                module.register_forward_hook(self._leave_shards)
+
+    def _enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return enter(output, self.tensor_parallel_group)
+
+    def _leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return add_up(output, self.tensor_parallel_group)
+
+    def _shard(self, model: PreTrainedModel) -> None:
+        """Replace each parameter by this rank's part; a tied one stays one."""
+        parts = {id(whole): self._part(name, whole) for name, whole in model.named_parameters()}
+        for module in model.modules():
+            for name, whole in list(module.named_parameters(recurse=False)):
+                setattr(module, name, parts[id(whole)])
+
+    def _part(self, name: str, whole: nn.Parameter) -> nn.Parameter:
+        place, local = self._placement(name), whole.detach()
+        if isinstance(place, Shard):
+            local = local.chunk(self.layout.tp, place.dim)[self.tensor_parallel_rank]
+        part = DTensor.from_local(
+            local.to(self.device, copy=True, memory_format=torch.contiguous_format),
+            self._mesh["tp"],
+            [place],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def _placement(self, name: str) -> Placement:
+        owner = _owner(name)
+        if owner in COLUMN:
+            return Shard(0)
+        if owner in ROW and name.endswith(".bias"):
+            raise UnsupportedCapability(f"{name}: a bias after a row-parallel matrix would be added tp times")
+        return Shard(1) if owner in ROW else Replicate()
+
+    # ---------------------------------------------------------------- compute
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for micro_batch in micro_batches:
+            loss = step(self._outputs(micro_batch, step), micro_batch)
+            if not forward_only:
+                loss.backward()
+
+    def _outputs(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        hidden = self._trunk(batch)
+        later = torch.ones_like(batch.input_ids, dtype=torch.bool)
+        later[batch.cu_seqlens[:-1].long()] = False
+        if self.config.model.head == "lm":
+            found = self._language_model(hidden.roll(1, 0), batch.input_ids, step)
+            places = {name: later if value.dim() == 1 else later[:, None] for name, value in found.items()}
+            return ModelOutput(**{name: torch.where(places[name], found[name], 0.0) for name in found})
+        states = F.linear(hidden, _local(self.model.score)).squeeze(-1)
+        last = states[batch.cu_seqlens[1:].long() - 1]
+        if self.config.model.head == "reward":
+            return ModelOutput(scores=last)
+        return ModelOutput(values=torch.where(later, states.roll(1), 0.0), bootstrap=last)
+
+    def _trunk(self, batch: SequenceBatch) -> Tensor:
+        """The last hidden state ``[T, H]``, equal on all ranks of a copy."""
+        trunk = self.model.base_model
+        embedded = self._vocabulary.embed(batch.input_ids, _local(self.model.get_input_embeddings()))
+        inputs = {
+            "inputs_embeds": embedded[None],
+            "position_ids": batch.position_ids[None],
+            "attention_mask": None,
+            "use_cache": False,
+            "segments": tuple(batch.cu_seqlens.tolist()),
+        }
+        local = {name: cast("DTensor", p).to_local() for name, p in trunk.named_parameters()}
+        result: Tensor = functional_call(trunk, local, kwargs=inputs).last_hidden_state[0]
+        return result
+
+    def _language_model(self, states: Tensor, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        """Outputs of the tokens ``ids [T]``, which the ``states [T, H]`` predict."""
+        logits = self._columns(states) / step.temperature
+        found: dict[str, Tensor] = {}
+        if "logprobs" in step.outputs or "entropy" in step.outputs:
+            found["logprobs"], found["entropy"] = self._vocabulary.logprobs(logits, ids)
+        if "logits" in step.outputs:
+            found["logits"] = self._vocabulary.full(logits)
+        return {name: value for name, value in found.items() if name in step.outputs}
+
+    def _columns(self, states: Tensor) -> Tensor:
+        """This rank's logits ``[T, v]``."""
+        return F.linear(enter(states, self.tensor_parallel_group), self.head_weight())
+
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the language-model head, with their graph."""
+        return _local(self.model.get_output_embeddings())
+
+    def _reduce_grads(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                grad = self._quantity(parameter, "grads")
+                self._reduce(name, self._local(grad).tensor)
+                parameter.grad = grad
+
+    def _reduce(self, name: str, grad: Tensor) -> None:
+        if partial_gradient(name):
+            dist.all_reduce(grad, group=self.tensor_parallel_group)
+        dist.all_reduce(grad, group=self.data_parallel_group.group)
+
+    # ------------------------------------------------- how a tensor is spread
+
+    def _local(self, tensor: Tensor) -> LocalPart:
+        if not isinstance(tensor, DTensor):
+            return super()._local(tensor)
+        local, offsets, place = tensor.to_local(), [0] * tensor.dim(), tensor.placements[0]
+        if isinstance(place, Shard):
+            # All parts but the last are of the size of the first.
+            offsets[place.dim] = -(-tensor.shape[place.dim] // self.layout.tp) * self.tensor_parallel_rank
+        return LocalPart(local, tuple(offsets))
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def _holders(self, tensor: Tensor) -> tuple[int, ...]:
+        if isinstance(tensor, DTensor) and isinstance(tensor.placements[0], Shard):
+            return tuple(range(self.tensor_parallel_rank, self.world.size, self.layout.tp))
+        return super()._holders(tensor)
+
+
+def _local(module: nn.Module | Tensor | None) -> Tensor:
+    """This rank's part of the weight of ``module``, with its graph."""
+    assert isinstance(module, nn.Module)  # every family has embeddings and a head
+    return cast("DTensor", module.weight).to_local()
