@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
 PLUGINS = ["plugins/fsdp"]
 EXAMPLES = ["examples/core-rl-ddp"]
-ENGINES = ["reference", "fsdp"]
+ENGINES = ["reference", "reference-rollout", "fsdp"]
 # Tests start several ranks on a few cores; more threads for each would only fight for them.
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -39,8 +39,12 @@ def _lint(session: nox.Session) -> None:
 
 
 def _conformance(session: nox.Session, *arguments: str) -> None:
-    for engine in ENGINES:
-        session.run("pytest", f"--engine={engine}", "conformance/", *arguments, env=ENV)
+    """Each engine against the oracle, and all pairs of them."""
+    session.run("pytest", *_engine_options(), "conformance/", *arguments, env=ENV)
+
+
+def _engine_options() -> list[str]:
+    return [f"--engine={engine}" for engine in ENGINES]
 
 
 @nox.session
@@ -94,9 +98,8 @@ def wheels(session: nox.Session) -> None:
     # Not below the checkout, where pytest would find its configuration.
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.run("core-rl", "engines", "--strict")
-        for engine in ENGINES:
-            suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
-            session.run("pytest", f"--engine={engine}", *suite, env=ENV)
+        suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
+        session.run("pytest", *_engine_options(), *suite, env=ENV)
 
 
 @nox.session

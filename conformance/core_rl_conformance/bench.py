@@ -118,24 +118,20 @@ class Bench:
         """Loss, gradients and norm of ``loss`` over ``data``."""
         return self._keep(
             ("gradients", model, data, loss, dtype, device),
-            lambda: self._gradients(model, data, loss, dtype, device),
+            lambda: _run_gradients(self.oracle(model), self._plain(model, dtype, device), data, loss),
         )
 
-    def _gradients(
-        self, model: TinyModel, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str
+    def gradients_at(
+        self,
+        directory: Path,
+        head: Head,
+        data: Ragged,
+        loss: CheckLoss,
+        dtype: torch.dtype,
+        device: str = "cpu",
     ) -> ExpectedGradients:
-        sequences = data.for_oracle()
-        truth = self.oracle(model).gradients(sequences, loss.of_sequence, loss.temperature)
-        plain = self._plain(model, dtype, device)
-        runs = [
-            plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS
-        ]
-        return ExpectedGradients(
-            oracle=truth,
-            tolerances=tolerances([grads for _, grads in runs], truth.grads, dtype),
-            loss=_scalar_tolerance([value for value, _ in runs], truth.loss, dtype),
-            norm=_scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, dtype),
-        )
+        """Loss, gradients and norm with the weights that ``directory`` has now."""
+        return _run_gradients(Oracle(directory, head), PlainModel(directory, head, dtype, device), data, loss)
 
     def training(
         self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
@@ -178,6 +174,18 @@ def _run_outputs(oracle: Oracle, plain: PlainModel, data: Ragged, temperature: f
     return _OutputRuns(
         truth=oracle.evaluate(sequences, temperature),
         variants=[plain.outputs(variant, sequences, temperature) for variant in VARIANTS],
+    )
+
+
+def _run_gradients(oracle: Oracle, plain: PlainModel, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
+    sequences = data.for_oracle()
+    truth = oracle.gradients(sequences, loss.of_sequence, loss.temperature)
+    runs = [plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS]
+    return ExpectedGradients(
+        oracle=truth,
+        tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
+        loss=_scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
+        norm=_scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
     )
 
 

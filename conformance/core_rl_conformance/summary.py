@@ -61,8 +61,10 @@ class Summary:
         return {target.spec.name: list(self._problems(target)) for target in self.plan.targets}
 
     def _problems(self, target: Target) -> Iterator[str]:
-        own = [result for result in self.results if result.engine == target.spec.name]
-        if not any(result.outcome.executed for result in own):
+        name = target.spec.name
+        own = [result for result in self.results if result.engine == name]
+        beside = [result for result in self.results if result.partner == name]
+        if not any(result.outcome.executed for result in own + beside):
             yield "no check was executed; look at the paths and filters, and run with --pyargs core_rl_conformance"
         elif not self.narrowed:
             yield from self._unproven(target, own)

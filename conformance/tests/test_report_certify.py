@@ -37,6 +37,16 @@ CASES = [
 ]
 
 
+def test_a_layout_is_certified_by_all_checks_and_not_by_some() -> None:
+    there = ("data_parallel",)
+    some = [case("I10.value", capabilities=there)]
+    every = [case(check.identifier, capabilities=there) for check in CHECKS if check.kind == "train"]
+    pair = [case("I10.value", capabilities=there, partner="other")]
+    (narrow,), (whole,), (beside,) = (certify(there, cases, NEEDS) for cases in (some, every, pair))
+    assert (narrow.state, whole.state, beside.state) == (UNCERTIFIED, CERTIFIED, UNCERTIFIED)
+    assert narrow.reason.endswith("was not selected")
+
+
 @pytest.mark.parametrize(("cases", "state", "reason"), CASES)
 def test_a_capability_is_certified_if_every_check_of_it_ran_and_passed(
     cases: list[CaseRecord], state: CapabilityState, reason: str

@@ -39,6 +39,7 @@ def resume_is_bitwise(subject: Subject) -> None:
     train(group, subject, [0, 1])
     group.set_version(7)
     group.save(meta(subject.directory("checkpoint"), "sharded"))
+    saved = state(group)
     reports = train(group, subject, [2, 3])
     expected, progress = state(group), group.progress
     group = start(subject, elsewhere(model))
@@ -47,6 +48,7 @@ def resume_is_bitwise(subject: Subject) -> None:
     subject.require(
         group.get_version() == 7, f"the version is {group.get_version()} after a load; it was saved as 7"
     )
+    verify_state(subject, "after the load", group, saved)
     again = train(group, subject, [2, 3])
     subject.require(
         again == reports,

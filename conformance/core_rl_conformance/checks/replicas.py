@@ -83,26 +83,6 @@ def _verify_after_steps(subject: Subject, group: EngineGroup, model: TinyModel, 
     directory = subject.directory("weights after 2 steps")
     save_with(model, group.named_tensors("master"), directory)
     metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
-    expected = _gradients_at(subject, directory, model, data, loss)
+    dtype, device = subject.dtype, subject.case.device
+    expected = subject.bench.gradients_at(directory, model.head, data, loss, dtype, device)
     subject.verify_gradients("after 2 steps", group, metrics, expected)
-
-
-def _gradients_at(
-    subject: Subject, directory: Path, model: TinyModel, data: Ragged, loss: CheckLoss
-) -> ExpectedGradients:
-    """What the oracle expects with the weights of ``directory``."""
-    sequences = data.for_oracle()
-    truth = Oracle(directory, model.head).gradients(sequences, loss.of_sequence, loss.temperature)
-    plain = PlainModel(directory, model.head, subject.dtype, subject.case.device)
-    runs = [plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS]
-    return ExpectedGradients(
-        oracle=truth,
-        tolerances=tolerances([grads for _, grads in runs], truth.grads, subject.dtype),
-        loss=_scalar([value for value, _ in runs], truth.loss, subject.dtype),
-        norm=_scalar([grad_norm(grads) for _, grads in runs], truth.norm, subject.dtype),
-    )
-
-
-def _scalar(variants: list[float], expected: float, dtype: torch.dtype) -> Tolerance:
-    exact = [torch.tensor(value, dtype=torch.float64) for value in (*variants, expected)]
-    return tolerance(exact[:-1], exact[-1], dtype)

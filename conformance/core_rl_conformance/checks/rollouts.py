@@ -40,9 +40,14 @@ def rollout_logprobs_match_the_oracle(subject: Subject) -> None:
     requests = requests_for(data, PLAIN)
     found = ask(engine, requests)
     verify_logprobs(
-        subject, "log-probs of tokens generated in a crowd", model, found, 1.0, _late(subject, model, found),
+        subject,
+        "log-probs of tokens generated in a crowd",
+        model,
+        found,
+        1.0,
+        _late(subject, model, found),
         plotted=True,
-    )  # fmt: skip
+    )
     alone = [ask(engine, [requests[index]])[0] for index in FEW]
     verify_logprobs(subject, "log-probs of tokens generated alone", model, alone)
     verify_logprobs(

@@ -41,7 +41,7 @@ def tokens_follow_the_distribution(subject: Subject) -> None:
                 ),
             )
             for number in range(DRAWS)
-        ]  # fmt: skip
+        ]
         found = ask(engine, requests)
         drawn = [response.output_ids[0] for response in found]
         row = distributions(subject, model, found[:1], temperature)[0][0]

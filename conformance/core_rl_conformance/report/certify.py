@@ -27,6 +27,21 @@ class NeedingCheck(Protocol):
     def requires(self) -> Collection[str]: ...
 
 
+ANY_CHECK = frozenset(
+    {
+        Capability.DATA_PARALLEL,
+        Capability.TENSOR_PARALLEL,
+        Capability.SEQUENCE_PARALLEL,
+        Capability.PIPELINE_PARALLEL,
+        Capability.CONTEXT_PARALLEL,
+        Capability.EXPERT_PARALLEL,
+        Capability.BFLOAT16,
+        Capability.CUDA,
+    }
+)
+"""Where checks run, and not what they are about: every check says something about these."""
+
+
 def needs_of(checks: Iterable[NeedingCheck], kind: EngineKind) -> dict[str, Collection[str]]:
     """What each check for engines of ``kind`` requires; provisional ones do not count, nor do those of pairs."""
     return {
@@ -37,19 +52,19 @@ def needs_of(checks: Iterable[NeedingCheck], kind: EngineKind) -> dict[str, Coll
 def certify(
     declared: Iterable[str], results: Sequence[CaseRecord], needs: Mapping[str, Collection[str]]
 ) -> tuple[CapabilityRecord, ...]:
-    """What ``results`` of one engine show about each declared capability. Provisional checks do not count.
+    """What ``results`` of one engine show about each declared capability. Provisional checks do not count, nor pairs.
 
     ``needs`` are the capabilities that each check of engines of this kind requires: a check that the command
     line left out has no result at all.
     """
-    counted = [case for case in results if not case.provisional]
+    counted = [case for case in results if not case.provisional and not case.partner]
     present = {case.check for case in results}
     absent = {check: required for check, required in needs.items() if check not in present}
     return tuple(
         _certify(
             name,
             [case for case in counted if name in case.capabilities],
-            sorted(check for check, required in absent.items() if name in required),
+            sorted(check for check, required in absent.items() if name in required or name in ANY_CHECK),
         )
         for name in sorted(declared)
     )
@@ -74,8 +89,17 @@ def _state(cases: Sequence[CaseRecord], absent: Sequence[str]) -> tuple[Capabili
     if not any(case.outcome is Outcome.PASSED for case in cases):
         return CapabilityState.UNCERTIFIED, "no check of it was run"
     if absent:
-        return CapabilityState.UNCERTIFIED, f"{', '.join(absent)} was not selected"
+        return CapabilityState.UNCERTIFIED, _left_out(absent)
     return CapabilityState.CERTIFIED, ""
+
+
+def _left_out(checks: Sequence[str]) -> str:
+    first = ", ".join(checks[:2])
+    return (
+        f"{first} was not selected"
+        if len(checks) <= 2
+        else f"{first} and {len(checks) - 2} more were not selected"
+    )
 
 
 def judge(results: Sequence[CaseRecord], problems: Sequence[str], *, complete: bool) -> Verdict:

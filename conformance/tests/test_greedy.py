@@ -1,0 +1,25 @@
+"""Greedy paths: what the search finds is what the oracle says of one sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core_rl_conformance.greedy import STEPS, find_path
+from core_rl_conformance.oracle import Oracle, OracleSequence
+from core_rl_conformance.tiny_models import ModelStore, TinyModel
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("seed", range(2))
+def test_each_token_of_a_path_is_the_most_likely_one(family: str, seed: int, tmp_path: Path) -> None:
+    model = TinyModel(family=family, seed=seed)
+    oracle = Oracle(ModelStore(tmp_path).directory(model))
+    path = find_path(oracle, model.vocab_size, seed)
+    (outputs,) = oracle.evaluate([OracleSequence(input_ids=[*path.prompt, *path.ids])])
+    assert outputs["logits"][-STEPS:].argmax(-1).tolist() == list(path.ids)
+    first, last = (path.ids.index(token) for token in path.stops)
+    assert 0 < first < last
+    assert path.until({path.stops[0]}) == path.ids[: first + 1]
+    assert path.until({model.vocab_size}) == path.ids
