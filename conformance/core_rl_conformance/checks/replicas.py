@@ -8,23 +8,15 @@ gradients that pass through it are wrong.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.meta import SaveLoadMeta
 from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.bench import ExpectedGradients
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.data import Ragged
 from core_rl_conformance.losses import CheckLoss, TokenMeanLoss, ValueLoss
-from core_rl_conformance.oracle import Oracle, grad_norm
-from core_rl_conformance.plain import VARIANTS, PlainModel
 from core_rl_conformance.subject import ONE_PASS, Subject
 from core_rl_conformance.tiny_models import TinyModel, save_with
-from core_rl_conformance.tolerance import Tolerance, tolerance, tolerances
 from core_rl_conformance.training import verify_outputs
 
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
