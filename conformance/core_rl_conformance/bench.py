@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from core_rl.config.engine import Head
-from core_rl_conformance.data import Ragged
-from core_rl_conformance.losses import CheckLoss
-from core_rl_conformance.oracle import Gradients, Oracle, grad_norm
-from core_rl_conformance.plain import VARIANTS, PlainModel
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import CheckLoss
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, ServerPool
-from core_rl_conformance.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.tolerance import SignedMean, Tolerance, signed_mean, tolerance, tolerances
-from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
+from core_rl_conformance.truth.oracle import Gradients, Oracle, grad_norm
+from core_rl_conformance.truth.plain import VARIANTS, PlainModel
+from core_rl_conformance.truth.tolerance import SignedMean, Tolerance, signed_mean, tolerance, tolerances
+from core_rl_conformance.truth.trajectory import ExpectedTraining, Training, expected_training
 
 __all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs"]
 

@@ -92,10 +92,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # The ranks' transformers reads it when it is loaded; bars would hide what a failed check says.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         start_fork_server()  # it imports torch for the ranks while this process does so for itself
-    from core_rl_conformance.session import ConformanceSession
+    from core_rl_conformance.session.session import ConformanceSession
 
     session = ConformanceSession(config)
-    config.pluginmanager.register(session, "core_rl_conformance.session")
+    config.pluginmanager.register(session, "core_rl_conformance.session.session")
     if config.getoption("core_rl_report") and not session.is_worker:
         from core_rl_conformance.report.session import ReportWriter
 

@@ -21,13 +21,13 @@ from core_rl.engines.registry import load_config
 from core_rl.engines.spec import EngineSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.bench import Bench, ExpectedGradients, ExpectedOutputs
-from core_rl_conformance.data import LENGTHS, Ragged, ragged
-from core_rl_conformance.diagnose import Finding, compare_named, compare_scalar
-from core_rl_conformance.losses import CheckLoss
-from core_rl_conformance.matrix import Case
+from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar
+from core_rl_conformance.hints.tokens import Places
+from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
+from core_rl_conformance.inputs.losses import CheckLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import Measurement
-from core_rl_conformance.tiny_models import TinyModel
-from core_rl_conformance.tokens import Places
+from core_rl_conformance.session.matrix import Case
 
 __all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
 

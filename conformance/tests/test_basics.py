@@ -7,11 +7,11 @@ from dataclasses import replace
 from mutants.zoo import DP1, DP2, spec_of
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.basics import BASICS, Failures, level
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.matrix import Case, Target
 from core_rl_conformance.profile import Profile
 from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl_conformance.session.basics import BASICS, Failures, level
+from core_rl_conformance.session.matrix import Case, Target
 
 
 def _case(identifier: str, layout: ParallelLayout = DP1, family: str = "llama") -> Case:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core_rl_conformance.data import ragged
-from core_rl_conformance.diagnose import compare_named, compare_scalar, compare_tokens, same_named
-from core_rl_conformance.factors import show_factor
-from core_rl_conformance.token_places import PLACES as PLACES_OF_ERRORS
-from core_rl_conformance.token_shapes import token_hints
-from core_rl_conformance.tokens import Places, Tokens
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
+from core_rl_conformance.hints.factors import show_factor
+from core_rl_conformance.hints.token_places import PLACES as PLACES_OF_ERRORS
+from core_rl_conformance.hints.token_shapes import token_hints
+from core_rl_conformance.hints.tokens import Places, Tokens
+from core_rl_conformance.inputs.data import ragged
+from core_rl_conformance.truth.tolerance import Tolerance
 
 SMALL = Tolerance(baseline=1e-6, floor=1e-6)
 VOCABULARY = 11

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl_conformance.draws import FALSE_ALARMS, binomial_tail, most_surprising
+from core_rl_conformance.procedures.draws import FALSE_ALARMS, binomial_tail, most_surprising
 
 DRAWS = 256
 

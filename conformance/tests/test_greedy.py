@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core_rl_conformance.greedy import STEPS, find_path
-from core_rl_conformance.oracle import Oracle, OracleSequence
-from core_rl_conformance.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.procedures.greedy import STEPS, find_path
+from core_rl_conformance.truth.oracle import Oracle, OracleSequence
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])

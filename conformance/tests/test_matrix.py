@@ -11,12 +11,12 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
-from core_rl_conformance.items import Plan
-from core_rl_conformance.matrix import Case, Selection, Target, cases, select
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.reference import SPEC
-from core_rl_conformance.summary import Summary
+from core_rl_conformance.session.items import Plan
+from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
+from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
 SPEC_DP = replace(SPEC, name="wide", capabilities=SPEC.capabilities | {Capability.DATA_PARALLEL})

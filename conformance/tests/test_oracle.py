@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from core_rl_conformance.data import ragged
-from core_rl_conformance.float64 import PrecisionError, float64_only
-from core_rl_conformance.losses import (
+from core_rl_conformance.inputs.data import ragged
+from core_rl_conformance.inputs.losses import (
     CheckLoss,
     RewardLoss,
     SequenceMeanLoss,
     TokenMeanLoss,
     ValueLoss,
 )
-from core_rl_conformance.oracle import AdamW, AdamWState, Oracle, OracleSequence, grad_norm
-from core_rl_conformance.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.truth.float64 import PrecisionError, float64_only
+from core_rl_conformance.truth.oracle import AdamW, AdamWState, Oracle, OracleSequence, grad_norm
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gpt2")
 

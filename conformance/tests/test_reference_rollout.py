@@ -37,12 +37,12 @@ from core_rl.errors import (
 )
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl.rollout.workflow import SingleTurnWorkflow
+from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, ModelStore, TinyModel
 from core_rl_conformance.reference import ROLLOUT_SPEC, SPEC, rollout
 from core_rl_conformance.reference.config import ReferenceConfig, ReferenceRolloutConfig
 from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
 from core_rl_conformance.reference.sampling import generate
 from core_rl_conformance.reference.train import ReferenceEngine
-from core_rl_conformance.tiny_models import MAX_LENGTH, ModelStore, TinyModel
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 QWEN3 = TinyModel(family="qwen3")

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl_conformance.bench import Bench
-from core_rl_conformance.data import LENGTHS, ragged
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.plain import VARIANTS, PlainModel
-from core_rl_conformance.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.tolerance import (
+from core_rl_conformance.inputs.data import LENGTHS, ragged
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.truth.plain import VARIANTS, PlainModel
+from core_rl_conformance.truth.tolerance import (
     FACTOR,
     FLOOR_ULPS,
     Tolerance,

@@ -18,8 +18,8 @@ from core_rl.engines.train import TrainEngine
 from core_rl.errors import LayoutError
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.matrix import Case, Selection, Target, cases
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.session.matrix import Case, Selection, Target, cases
 from core_rl_conformance.subject import Subject
 
 pytest_plugins = ["pytester"]

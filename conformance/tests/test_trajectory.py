@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from core_rl_conformance.checks.pairs import END_TO_END, LOSS, SHORT, STEPS
-from core_rl_conformance.data import ragged
-from core_rl_conformance.oracle import AdamWState, Oracle
-from core_rl_conformance.plain import VARIANTS, PlainModel, Variant
-from core_rl_conformance.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
+from core_rl_conformance.inputs.data import ragged
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.truth.oracle import AdamWState, Oracle
+from core_rl_conformance.truth.plain import VARIANTS, PlainModel, Variant
+from core_rl_conformance.truth.trajectory import ExpectedTraining, Training, expected_training
 
 MODEL = TinyModel(family="gpt2")
 TRAINING = Training(

@@ -9,7 +9,7 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import CheckpointDamaged
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.moving import (
+from core_rl_conformance.procedures.moving import (
     elsewhere,
     meta,
     saved_portable,

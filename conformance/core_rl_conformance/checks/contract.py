@@ -16,11 +16,11 @@ from core_rl.engines.spec import Capability
 from core_rl.errors import CoreRLError, EngineStateError, LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import compare_tokens, same_named
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.ranks import disable_adapter
+from core_rl_conformance.hints.diagnose import compare_tokens, same_named
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.ranks import disable_adapter
+from core_rl_conformance.procedures.training import verify_outputs
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
-from core_rl_conformance.training import verify_outputs
 
 C = Capability
 LAYOUTS = {

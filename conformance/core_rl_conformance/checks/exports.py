@@ -14,8 +14,8 @@ from core_rl.engines.meta import SaveLoadMeta, WeightUpdateMeta
 from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import compare_tokens, same_named
-from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.hints.diagnose import compare_tokens, same_named
+from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 
 LOSS = TokenMeanLoss(temperature=0.8)

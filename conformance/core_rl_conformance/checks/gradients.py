@@ -11,14 +11,14 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.data import Ragged
-from core_rl_conformance.diagnose import compare_named, compare_scalar, same_named
-from core_rl_conformance.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
-from core_rl_conformance.oracle import grad_norm
-from core_rl_conformance.ranks import backward_on_parts
+from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, same_named
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.ranks import backward_on_parts
 from core_rl_conformance.subject import ONE_PASS, Subject
-from core_rl_conformance.tiny_models import TinyModel
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.truth.oracle import grad_norm
+from core_rl_conformance.truth.tolerance import Tolerance
 
 TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
 LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())

@@ -7,10 +7,10 @@ import torch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import compare_tokens
-from core_rl_conformance.losses import CheckLoss, RewardLoss, ValueLoss
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, ValueLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
-from core_rl_conformance.tiny_models import TinyModel
 
 
 @check("I7.values", requires=[Capability.VALUE_HEAD], each="layout")

@@ -7,10 +7,10 @@ from dataclasses import replace
 from core_rl.engines.outputs import OutputName
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.data import LONG, Ragged
-from core_rl_conformance.diagnose import compare_signed_mean, compare_tokens
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.ranks import forward_inside_train_mode, train_mode_losses
+from core_rl_conformance.hints.diagnose import compare_signed_mean, compare_tokens
+from core_rl_conformance.inputs.data import LONG, Ragged
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.ranks import forward_inside_train_mode, train_mode_losses
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
 
 

@@ -1,7 +1,7 @@
 """Two train engines beside each other, from the same weights and on the same data.
 
 They may be as far apart as each may be from the oracle. Where they are further apart, the oracle says
-which of them is off: `core_rl_conformance.blame`.
+which of them is off: `core_rl_conformance.procedures.blame`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.outputs import OutputName
 from core_rl.engines.spec import Capability
-from core_rl_conformance.blame import (
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.blame import (
     Beside,
     named_beside,
     partners_part,
@@ -22,13 +24,18 @@ from core_rl_conformance.blame import (
     tokens_beside,
     verify_beside,
 )
-from core_rl_conformance.catalogue import check
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.moving import elsewhere, saved_portable, start, train, verify_file, verify_goes_on
-from core_rl_conformance.oracle import AdamW
+from core_rl_conformance.procedures.moving import (
+    elsewhere,
+    saved_portable,
+    start,
+    train,
+    verify_file,
+    verify_goes_on,
+)
+from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.subject import BUDGET, Subject, per_sequence
-from core_rl_conformance.training import optimizer_config
-from core_rl_conformance.trajectory import ExpectedTraining, Training
+from core_rl_conformance.truth.oracle import AdamW
+from core_rl_conformance.truth.trajectory import ExpectedTraining, Training
 
 LOSS = TokenMeanLoss(temperature=0.8)
 CUT = MicroBatchSpec(max_tokens=48)

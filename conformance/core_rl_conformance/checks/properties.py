@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import Finding, compare_named, compare_scalar, compare_tokens
-from core_rl_conformance.drawn import EDGES, DrawnBatch, batches
-from core_rl_conformance.losses import TokenMeanLoss
+from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.inputs.drawn import EDGES, DrawnBatch, batches
+from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.subject import Subject, per_sequence
 
 LOSS = TokenMeanLoss(temperature=0.8)

@@ -14,10 +14,10 @@ from core_rl.engines.meta import SaveLoadMeta
 from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.losses import CheckLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
+from core_rl_conformance.procedures.training import verify_outputs
 from core_rl_conformance.subject import ONE_PASS, Subject
-from core_rl_conformance.tiny_models import TinyModel, save_with
-from core_rl_conformance.training import verify_outputs
 
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 

@@ -16,7 +16,7 @@ from core_rl.engines.spec import Capability
 from core_rl.errors import CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.serving import answers, ask, requests_for, verify_logprobs
+from core_rl_conformance.procedures.serving import answers, ask, requests_for, verify_logprobs
 from core_rl_conformance.subject import Subject
 
 C = Capability

@@ -13,9 +13,10 @@ from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl.rollout.types import LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.diagnose import Finding, compare_tokens
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.serving import (
+from core_rl_conformance.hints.diagnose import Finding, compare_tokens
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
+from core_rl_conformance.procedures.serving import (
     ask,
     expected_of,
     installed,
@@ -24,8 +25,7 @@ from core_rl_conformance.serving import (
     verify_logprobs,
 )
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
-from core_rl_conformance.tiny_models import TinyModel, save_with
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.truth.tolerance import Tolerance
 
 SYNC = (Capability.SYNC_DISK,)
 FEW = (0, 1, 3, 4, 7, 10)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.serving import (
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.serving import (
     ask,
     distributions,
     expected_of,
@@ -19,7 +20,6 @@ from core_rl_conformance.serving import (
     verify_logprobs,
 )
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.tiny_models import TinyModel
 
 FEW = (0, 1, 3, 4, 7, 10)
 """Sequences of unequal lengths, the shortest and the longest among them."""

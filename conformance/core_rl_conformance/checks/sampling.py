@@ -6,8 +6,8 @@ import torch
 
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.draws import FALSE_ALARMS, most_surprising
-from core_rl_conformance.serving import ask, distributions
+from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising
+from core_rl_conformance.procedures.serving import ask, distributions
 from core_rl_conformance.subject import Subject
 
 DRAWS = 256

@@ -7,10 +7,10 @@ import torch
 from core_rl.engines.inference import TopLogprobs
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.data import Ragged
-from core_rl_conformance.diagnose import compare_signed_mean, compare_tokens
+from core_rl_conformance.hints.diagnose import compare_signed_mean, compare_tokens
+from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.truth.tolerance import Tolerance
 
 
 @check("I7.score", kind="inference", requires=[Capability.SCORE])

@@ -10,13 +10,13 @@ from torch import Tensor
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.rollout.types import LLMRequest, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.data import Ragged, Row
-from core_rl_conformance.diagnose import compare_named, compare_tokens
-from core_rl_conformance.greedy import STEPS, find_path
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.serving import ask, verify_logprobs
+from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
+from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.greedy import STEPS, find_path
+from core_rl_conformance.procedures.serving import ask, verify_logprobs
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
-from core_rl_conformance.tiny_models import TinyModel
 
 
 @check("I19.stop", kind="inference", each="layout")

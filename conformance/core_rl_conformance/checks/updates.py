@@ -19,9 +19,10 @@ from core_rl.engines.spec import Capability
 from core_rl.errors import CheckpointError, WeightsError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.data import Ragged, Row
-from core_rl_conformance.diagnose import compare_tokens
-from core_rl_conformance.serving import (
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.serving import (
     answers,
     ask,
     expected_of,
@@ -31,7 +32,6 @@ from core_rl_conformance.serving import (
     with_guesses,
 )
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.tiny_models import TinyModel
 
 FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)

@@ -9,11 +9,11 @@ from typing import Protocol
 import pytest
 
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.items import Plan
 from core_rl_conformance.outcomes import CaseResult, Outcome
 from core_rl_conformance.report.build import build_report
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
 from core_rl_conformance.report.model import CaseRecord, Report
+from core_rl_conformance.session.items import Plan
 
 __all__ = ["ReportWriter"]
 

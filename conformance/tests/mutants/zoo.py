@@ -12,9 +12,9 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.engines.train import TrainEngine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.matrix import Case, Target
 from core_rl_conformance.profile import Profile
 from core_rl_conformance.reference import ROLLOUT_SPEC
+from core_rl_conformance.session.matrix import Case, Target
 from core_rl_conformance.subject import Subject
 
 C = Capability

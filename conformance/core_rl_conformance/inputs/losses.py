@@ -17,7 +17,7 @@ from core_rl.data.masked import masked_fill, masked_sum, segment_sum
 from core_rl.engines.loss import LossSpec, count_sequences, count_tokens
 from core_rl.engines.metrics import Metric
 from core_rl.engines.outputs import ModelOutput
-from core_rl_conformance.oracle import OracleSequence
+from core_rl_conformance.truth.oracle import OracleSequence
 
 __all__ = [
     "CheckLoss",

@@ -15,13 +15,13 @@ from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.errors import RolloutError, WeightsError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl_conformance.data import Ragged, Row
-from core_rl_conformance.diagnose import Finding, compare_tokens
-from core_rl_conformance.oracle import Oracle
+from core_rl_conformance.hints.diagnose import Finding, compare_tokens
+from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.tiny_models import TinyModel
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.truth.oracle import Oracle
+from core_rl_conformance.truth.tolerance import Tolerance
 
 __all__ = [
     "Expected",

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core_rl_conformance.oracle import AdamW, AdamWState, grad_norm
-from core_rl_conformance.tolerance import Tolerance, tolerances
+from core_rl_conformance.truth.oracle import AdamW, AdamWState, grad_norm
+from core_rl_conformance.truth.tolerance import Tolerance, tolerances
 
 __all__ = ["KERNELS", "Kernel", "PlainAdamW", "StepTolerances", "step_tolerances"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from core_rl_conformance.oracle import OracleHead, OracleSequence, SequenceLoss
+from core_rl_conformance.truth.oracle import OracleHead, OracleSequence, SequenceLoss
 
 __all__ = ["VARIANTS", "PlainModel", "Variant"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from core_rl_conformance.diagnose import Finding, compare_named
-from core_rl_conformance.oracle import AdamW, AdamWState, grad_norm
-from core_rl_conformance.tolerance import Tolerance, largest_difference
+from core_rl_conformance.hints.diagnose import Finding, compare_named
+from core_rl_conformance.truth.oracle import AdamW, AdamWState, grad_norm
+from core_rl_conformance.truth.tolerance import Tolerance, largest_difference
 
 __all__ = ["Steps", "compare_weights"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.shard import shard_plan
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.truth.tolerance import Tolerance
 
 __all__ = ["Places", "Tokens"]
 

@@ -11,13 +11,13 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from core_rl.errors import CoreRLError
-from core_rl_conformance.basics import level
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
-from core_rl_conformance.items import BENCH, PLAN, CheckFile, CheckItem, Plan
-from core_rl_conformance.matrix import Selection, load_target, select
 from core_rl_conformance.outcomes import CaseResult, Outcome
-from core_rl_conformance.summary import Summary
+from core_rl_conformance.session.basics import level
+from core_rl_conformance.session.items import BENCH, PLAN, CheckFile, CheckItem, Plan
+from core_rl_conformance.session.matrix import Selection, load_target, select
+from core_rl_conformance.session.summary import Summary
 
 __all__ = ["ConformanceSession"]
 

@@ -17,13 +17,13 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.outputs import OutputName
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.adamw_guesses import Steps, compare_weights
-from core_rl_conformance.diagnose import compare_named, compare_scalar, compare_tokens
-from core_rl_conformance.oracle import AdamW, AdamWState
-from core_rl_conformance.plain_adamw import step_tolerances
+from core_rl_conformance.hints.adamw_guesses import Steps, compare_weights
+from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.subject import Subject, per_sequence
-from core_rl_conformance.tiny_models import TinyModel, save_with
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.truth.oracle import AdamW, AdamWState
+from core_rl_conformance.truth.plain_adamw import step_tolerances
+from core_rl_conformance.truth.tolerance import Tolerance
 
 __all__ = ["Shadow", "optimizer_config", "verify_outputs"]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core_rl_conformance.factors import constant_factor, show_factor
-from core_rl_conformance.token_places import PLACES
-from core_rl_conformance.tokens import Tokens
-from core_rl_conformance.tolerance import Tolerance, largest_difference
+from core_rl_conformance.hints.factors import constant_factor, show_factor
+from core_rl_conformance.hints.token_places import PLACES
+from core_rl_conformance.hints.tokens import Tokens
+from core_rl_conformance.truth.tolerance import Tolerance, largest_difference
 
 __all__ = ["token_hints"]
 

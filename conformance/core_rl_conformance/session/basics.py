@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.matrix import Case
+from core_rl_conformance.session.matrix import Case
 
 __all__ = ["Failures", "level"]
 

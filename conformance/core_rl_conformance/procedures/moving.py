@@ -16,12 +16,12 @@ from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.engines.progress import EngineProgress
 from core_rl.engines.spec import EngineSpec
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.diagnose import same_named
-from core_rl_conformance.losses import TokenMeanLoss
-from core_rl_conformance.oracle import AdamW
+from core_rl_conformance.hints.diagnose import same_named
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.tiny_models import TinyModel
-from core_rl_conformance.training import Shadow, optimizer_config, verify_outputs
+from core_rl_conformance.truth.oracle import AdamW
 
 __all__ = [
     "Saved",

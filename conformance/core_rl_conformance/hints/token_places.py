@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from core_rl_conformance.tokens import Tokens
+from core_rl_conformance.hints.tokens import Tokens
 
 __all__ = ["PLACES", "Place"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl_conformance.factors import show_factor
-from core_rl_conformance.tensor_shapes import Named, named_hints
-from core_rl_conformance.token_shapes import token_hints
-from core_rl_conformance.tokens import Places, Tokens
-from core_rl_conformance.tolerance import SignedMean, Tolerance, largest_difference
+from core_rl_conformance.hints.factors import show_factor
+from core_rl_conformance.hints.tensor_shapes import Named, named_hints
+from core_rl_conformance.hints.token_shapes import token_hints
+from core_rl_conformance.hints.tokens import Places, Tokens
+from core_rl_conformance.truth.tolerance import SignedMean, Tolerance, largest_difference
 
 __all__ = [
     "Finding",

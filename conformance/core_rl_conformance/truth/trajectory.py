@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core_rl_conformance.data import Ragged
-from core_rl_conformance.losses import CheckLoss
-from core_rl_conformance.oracle import AdamW, AdamWState, Oracle, OracleHead, grad_norm
-from core_rl_conformance.plain import VARIANTS, PlainModel, Variant
-from core_rl_conformance.plain_adamw import KERNELS, Kernel, PlainAdamW
-from core_rl_conformance.tolerance import Tolerance, tolerance, tolerances
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import CheckLoss
+from core_rl_conformance.truth.oracle import AdamW, AdamWState, Oracle, OracleHead, grad_norm
+from core_rl_conformance.truth.plain import VARIANTS, PlainModel, Variant
+from core_rl_conformance.truth.plain_adamw import KERNELS, Kernel, PlainAdamW
+from core_rl_conformance.truth.tolerance import Tolerance, tolerance, tolerances
 
 __all__ = ["ExpectedTraining", "Training", "Trajectory", "expected_training"]
 

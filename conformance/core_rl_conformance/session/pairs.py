@@ -12,7 +12,7 @@ from itertools import cycle
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.matrix import Case, Selection, Target, places_of
+from core_rl_conformance.session.matrix import Case, Selection, Target, places_of
 
 __all__ = ["pair_cases"]
 

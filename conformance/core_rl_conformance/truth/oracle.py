@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from core_rl_conformance.float64 import float64_only
+from core_rl_conformance.truth.float64 import float64_only
 
 __all__ = ["AdamW", "AdamWState", "Gradients", "Oracle", "OracleSequence", "SequenceLoss", "grad_norm"]
 

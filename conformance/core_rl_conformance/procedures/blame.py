@@ -10,11 +10,11 @@ from torch import Tensor
 
 from core_rl.errors import CoreRLError
 from core_rl_conformance.bench import ExpectedOutputs
-from core_rl_conformance.diagnose import Finding, compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.tokens import Places
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.truth.tolerance import Tolerance
 
 __all__ = ["Beside", "named_beside", "partners_part", "scalars_beside", "tokens_beside", "verify_beside"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl_conformance.factors import constant_factor, show_factor
-from core_rl_conformance.tolerance import Tolerance
+from core_rl_conformance.hints.factors import constant_factor, show_factor
+from core_rl_conformance.truth.tolerance import Tolerance
 
 __all__ = ["Named", "named_hints"]
 

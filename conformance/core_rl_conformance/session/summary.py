@@ -7,11 +7,11 @@ from typing import Protocol
 
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.items import Plan
-from core_rl_conformance.matrix import Target
 from core_rl_conformance.outcomes import CaseResult, Outcome
 from core_rl_conformance.report.certify import certify, needs_of
 from core_rl_conformance.report.model import CaseRecord
+from core_rl_conformance.session.items import Plan
+from core_rl_conformance.session.matrix import Target
 
 __all__ = ["Summary"]
 

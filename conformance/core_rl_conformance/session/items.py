@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 import pytest
 
 from core_rl.errors import CoreRLError, RankTimeout
-from core_rl_conformance.basics import Failures
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import Check, check_of
-from core_rl_conformance.matrix import Case, Selection, Target, cases
 from core_rl_conformance.outcomes import CaseResult, Measurement, NotRun, Outcome
-from core_rl_conformance.pairs import pair_cases
+from core_rl_conformance.session.basics import Failures
+from core_rl_conformance.session.matrix import Case, Selection, Target, cases
+from core_rl_conformance.session.pairs import pair_cases
 from core_rl_conformance.subject import Subject
 
 __all__ = ["BENCH", "PLAN", "CheckFile", "CheckItem", "Plan"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl_conformance.data import Ragged, Row
+from core_rl_conformance.inputs.data import Ragged, Row
 
 __all__ = ["EDGES", "DrawnBatch", "DrawnRow", "batches"]
 

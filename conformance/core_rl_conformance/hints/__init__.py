@@ -1,0 +1,1 @@
+"""What a failure looks like: known shapes of errors, said in a sentence."""

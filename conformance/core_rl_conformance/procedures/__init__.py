@@ -1,0 +1,1 @@
+"""What several checks do in the same way."""
