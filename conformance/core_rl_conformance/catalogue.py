@@ -26,10 +26,11 @@ from typing import Literal, TypeVar
 
 from core_rl.engines.spec import Capability, EngineKind
 
-__all__ = ["CHECKS_DIRECTORY", "Check", "check", "check_of", "load_checks"]
+__all__ = ["CHECKS_DIRECTORY", "Check", "check", "check_of", "load_checks", "natural_order", "paragraphs_of"]
 
 CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 ATTRIBUTE = "__conformance_check__"
+PARAGRAPH = re.compile(r"\n\s*\n|\n(?=(?:Why|Look at):)")
 IDENTIFIER = re.compile(r"(I\d+|contract)\.[a-z0-9]+(-[a-z0-9]+)*")
 Each = Literal["layout and model", "layout", "engine"]
 
@@ -71,10 +72,37 @@ class Check:
         return self.description.splitlines()[0]
 
     @property
+    def anchor(self) -> str:
+        """Of its heading in ``docs/checks.md``."""
+        return self.identifier.replace(".", "").lower()
+
+    @property
+    def asks(self) -> str:
+        """What engines it is for, and what they must declare, in a few words."""
+        parts = [f"{self.kind} engines"]
+        parts += [f"beside another {self.partner} engine"] if self.partner else []
+        parts += [f"with {', '.join(sorted(self.requires))}"] if self.requires else []
+        parts += (
+            [f"the other with {', '.join(sorted(self.partner_requires))}"] if self.partner_requires else []
+        )
+        return ", ".join(parts)
+
+    @property
     def where_to_look(self) -> str:
         """The part of the description for somebody whose engine fails."""
         _, found, rest = self.description.partition("Look at:")
         return " ".join(rest.split()) if found else ""
+
+
+def natural_order(identifier: str) -> tuple[int, str]:
+    """A sorting key: ``I2.x`` before ``I10.x``, and what is no invariant at the end."""
+    invariant, _, name = identifier.partition(".")
+    return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)
+
+
+def paragraphs_of(description: str) -> list[str]:
+    """What is required, why, and where to look, each in one line."""
+    return [" ".join(part.split()) for part in PARAGRAPH.split(description)]
 
 
 def check(

@@ -10,7 +10,41 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["new_engine", "report"]
+__all__ = ["checks", "new_engine", "report"]
+
+
+def checks(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Checks, or how their names begin, such as I7; all without.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write all of them as a page here.", show_default=False)
+    ] = None,
+) -> None:
+    """Explain the checks of the conformance suite: what each requires, why, and where to look when it fails.
+
+    Example: core-rl checks I7.logprobs
+    """
+    from core_rl_conformance import handbook
+    from core_rl_conformance.catalogue import load_checks
+    from core_rl_conformance.report.files import write_text
+
+    known = load_checks()
+    if markdown is not None:
+        write_text(markdown, handbook.checks_page(known.values()))
+        return
+    found = handbook.chosen(known, names or [])
+    if names:
+        typer.echo("\n\n".join(map(handbook.text_of, found)))
+        return
+    width = max(len(check.identifier) for check in found)
+    for check in found:
+        typer.echo(f"{check.identifier.ljust(width)}  {check.title}")
 
 
 def _print_schema(wanted: bool) -> None:

@@ -34,7 +34,6 @@ __all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
 """Several micro-batches of unequal numbers of sequences."""
-GUIDE = "docs/engine-author-guide.md#certify-it"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -174,7 +173,9 @@ class Subject:
             f"  required: {check.title}",
         ]
         lines += [f"  look at: {check.where_to_look}"] if check.where_to_look else []
-        return "\n".join([*lines, f"  see: {GUIDE}"])
+        return "\n".join(
+            [*lines, f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})"]
+        )
 
     def verify_form(self, output: object, name: OutputName, data: Ragged) -> None:
         """Require one float32 value (or row) for each token of ``data``, on the CPU, and 0 at first tokens."""

@@ -5,7 +5,6 @@ A field may be added or changed only together with `SCHEMA_VERSION`: readers ref
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
 
 from core_rl.engines.spec import EngineKind
+from core_rl_conformance.catalogue import natural_order, paragraphs_of
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
 
 SCHEMA_VERSION: Literal["1.0"] = "1.0"
 
-PARAGRAPH = re.compile(r"\n\n|\n(?=Look at:)")
 
 Number = Annotated[
     float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]})
@@ -148,8 +147,7 @@ class CheckRecord(Record):
     @property
     def order(self) -> tuple[int, str]:
         """A sorting key: I2 before I10, and what is no invariant at the end."""
-        invariant, _, name = self.identifier.partition(".")
-        return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)
+        return natural_order(self.identifier)
 
     @property
     def title(self) -> str:
@@ -159,7 +157,7 @@ class CheckRecord(Record):
     @property
     def paragraphs(self) -> list[str]:
         """What is required, why, and where to look, each in one line."""
-        return [" ".join(part.split()) for part in PARAGRAPH.split(self.description)]
+        return paragraphs_of(self.description)
 
 
 class CapabilityRecord(Record):

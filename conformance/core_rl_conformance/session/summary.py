@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from core_rl.engines.spec import Capability
-from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.catalogue import load_checks, natural_order
 from core_rl_conformance.outcomes import CaseResult, Outcome
 from core_rl_conformance.report.certify import certify, needs_of
 from core_rl_conformance.report.model import CaseRecord
@@ -115,7 +115,7 @@ class Summary:
             + "  ".join(map(str.ljust, heads, cells))
             + "  largest error / allowed"
         )
-        for label in sorted({result.label for result in own}, key=_natural):
+        for label in sorted({result.label for result in own}, key=natural_order):
             rows = [result for result in own if result.label == label]
             line = "  ".join(
                 _cell(rows, *column).ljust(size) for column, size in zip(columns, cells, strict=True)
@@ -135,12 +135,6 @@ class Summary:
             if result.seconds > 0:
                 place = f"{result.engine} {result.layout} {result.model} {result.dtype}"
                 terminal.write_line(f"  {result.seconds:6.2f} s  {result.check} {place}")
-
-
-def _natural(label: str) -> tuple[int, str]:
-    """``I2.x`` before ``I10.x``, and what is no invariant at the end."""
-    invariant, _, name = label.partition(".")
-    return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)
 
 
 def _cell(rows: list[CaseResult], layout: str, dtype: str) -> str:
