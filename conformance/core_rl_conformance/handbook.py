@@ -12,7 +12,7 @@ __all__ = ["checks_page", "chosen", "text_of"]
 HEAD = """# The checks
 
 Every check of the conformance suite: what it requires of an engine, the real bug behind it, and where to look when it
-fails. `I7` and the like are invariants that the field has learnt the hard way; `contract` are rules of the interface itself.
+fails. `I7` and the like are invariants that the field has learnt the hard way; `contract` are rules of the interface.
 A failure names its check; `core-rl checks NAME` prints the same text in a terminal. This page is written by
 `core-rl checks --markdown docs/checks.md`.
 """
