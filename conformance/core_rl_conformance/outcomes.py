@@ -74,6 +74,8 @@ class CaseResult:
     """Why it was not run, is not supported or is waived."""
     partner: str = ""
     """The engine beside it, for a check of a pair; empty for others."""
+    starting_s: float = 0.0
+    """Seconds of ``seconds`` that went into starting ranks."""
 
     @property
     def label(self) -> str:

@@ -24,6 +24,8 @@ class GroupPool:
         self.timeout_s = timeout_s
         self.hangs: Counter[tuple[str, str]] = Counter()
         """How often a call timed out, by engine and layout."""
+        self.starting_s = 0.0
+        """Seconds that went into starting processes."""
         self._groups: dict[str, EngineGroup] = {}
 
     def start(
@@ -35,7 +37,10 @@ class GroupPool:
             self.discard(spec.name)
             group = EngineGroup(spec, config, timeout_s=self.timeout_s, threads_per_rank=1)
             self._groups[spec.name] = group
+            self.starting_s += group.starting_s
+        before = group.starting_s
         group.initialize(ft_spec, config)
+        self.starting_s += group.starting_s - before
         return group
 
     def discard(self, name: str) -> None:

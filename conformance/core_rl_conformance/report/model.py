@@ -105,6 +105,8 @@ class CaseRecord(Record):
     provisional: bool
     """It does not count against the engine yet."""
     seconds: float
+    starting_s: float = 0.0
+    """Seconds of ``seconds`` that went into starting ranks."""
     capabilities: tuple[str, ...]
     """Declared capabilities that this case certifies when it passes."""
     measurements: tuple[MeasurementRecord, ...] = ()

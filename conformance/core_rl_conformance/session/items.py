@@ -68,6 +68,7 @@ class CheckItem(pytest.Item):
 
     case: Case
     seconds: float
+    starting_s: float
     measurements: list[Measurement]
 
     @classmethod
@@ -77,7 +78,7 @@ class CheckItem(pytest.Item):
         # As text, which pytest reads back from its cache for --lf: it keeps the brackets apart from the name.
         item: CheckItem = cls.from_parent(parent, name=name, nodeid=f"{parent.nodeid}::{name}")
         item.case = case
-        item.seconds = 0.0
+        item.seconds = item.starting_s = 0.0
         item.measurements = []
         for waiver in case.target.profile.waivers:
             if waiver.covers(case.check.identifier, case.layout, case.family):
@@ -105,7 +106,7 @@ class CheckItem(pytest.Item):
         directory = bench.directory / "cases" / self.name.replace("/", "_")
         directory.mkdir(parents=True)
         subject = Subject(self.case, bench, directory)
-        started = time.monotonic()
+        started, starting_s = time.monotonic(), bench.groups.starting_s
         try:
             self.case.check.function(subject)
         except NotRun as reason:
@@ -120,6 +121,7 @@ class CheckItem(pytest.Item):
             raise
         finally:
             self.seconds = time.monotonic() - started
+            self.starting_s = bench.groups.starting_s - starting_s
             self.measurements = subject.measurements
             # Checkpoints add up over some hundred cases.
             shutil.rmtree(directory, ignore_errors=True)
@@ -142,6 +144,7 @@ class CheckItem(pytest.Item):
             outcome=outcome,
             provisional=case.check.provisional,
             seconds=self.seconds,
+            starting_s=self.starting_s,
             capabilities=tuple(sorted(case.capabilities)),
             measurements=tuple(self.measurements),
             reason=reason,

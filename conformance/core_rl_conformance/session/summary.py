@@ -130,7 +130,10 @@ class Summary:
     def _write_slowest(self, terminal: Terminal) -> None:
         slowest = sorted(self.results, key=lambda result: -result.seconds)[:SLOWEST]
         total = sum(result.seconds for result in self.results)
-        terminal.write_line(f"slowest of {len(self.results)} cases ({total:.1f} s in all):")
+        starting = sum(result.starting_s for result in self.results)
+        terminal.write_line(
+            f"slowest of {len(self.results)} cases ({total:.1f} s in all, {starting:.1f} s of it starting ranks):"
+        )
         for result in slowest:
             if result.seconds > 0:
                 place = f"{result.engine} {result.layout} {result.model} {result.dtype}"

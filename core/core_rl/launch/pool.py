@@ -33,6 +33,8 @@ class RankPool:
         self._ranks: list[RankProcess] = []
         self._busy = threading.Lock()
         self._ended: str | None = None
+        self.starting_s = 0.0
+        """Seconds that `grow` has taken."""
         # For a pool that is forgotten. `multiprocessing` joins its processes at exit, after these
         # finalizers: an `atexit` handler might come too late and leave it waiting for ever.
         util.Finalize(self, _kill_all, args=(self._ranks,), exitpriority=100)
@@ -59,11 +61,13 @@ class RankPool:
 
     def grow(self, count: int) -> None:
         """Have at least ``count`` ranks; raises `RankDied` or `RankTimeout` if one does not come up."""
+        started = time.monotonic()
         with self._exchange(START):
             first = len(self._ranks)
             for number in range(first, count):
                 self._ranks.append(RankProcess(number))
             self._collect(self._ranks[first:], START, START_TIMEOUT_S)
+        self.starting_s += time.monotonic() - started
 
     def call(
         self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], timeout_s: float

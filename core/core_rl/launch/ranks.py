@@ -161,6 +161,11 @@ class EngineRanks:
         """Process ids in rank order; ranks that a smaller layout leaves idle come last."""
         return self._pool.pids
 
+    @property
+    def starting_s(self) -> float:
+        """Seconds that went into starting the processes that are there."""
+        return self._pool.starting_s
+
     def _ready(self) -> list[remote.Place]:
         """The places of all ranks; raises `EngineStateError` before `initialize`."""
         if not self._places and self._pool.ended is None:
