@@ -116,12 +116,12 @@ def test_heads_that_the_degree_does_not_divide_are_refused(bench: Bench, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_session_certifies_tensor_parallelism(pytester: pytest.Pytester) -> None:
-    """Through the plugin: the profile is valid, its layouts run, and the capability counts as shown."""
+def test_a_session_runs_the_layouts_of_the_profile(pytester: pytest.Pytester) -> None:
+    """Through the plugin; a single check on a layout certifies nothing yet."""
     selection = ["--layout=tp2", "--model=qwen3", "-k", "I4.grad-norm"]
     with register_engine(SPEC):
         result = pytester.runpytest_inprocess(
             "-p", "no:cacheprovider", "-v", "--engine=toy-tp", *selection, "--pyargs", "core_rl_conformance"
         )
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*toy-tp-tp2-qwen3*PASSED*", "*tensor_parallel: certified*"])
+    result.stdout.fnmatch_lines(["*toy-tp-tp2-qwen3*PASSED*", "*tensor_parallel: uncertified (I1.*more were not selected)"])
