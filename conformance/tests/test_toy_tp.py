@@ -124,4 +124,6 @@ def test_a_session_runs_the_layouts_of_the_profile(pytester: pytest.Pytester) ->
             "-p", "no:cacheprovider", "-v", "--engine=toy-tp", *selection, "--pyargs", "core_rl_conformance"
         )
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*toy-tp-tp2-qwen3*PASSED*", "*tensor_parallel: uncertified (I1.*more were not selected)"])
+    result.stdout.fnmatch_lines(
+        ["*toy-tp-tp2-qwen3*PASSED*", "*tensor_parallel: uncertified (I1.*more were not selected)"]
+    )

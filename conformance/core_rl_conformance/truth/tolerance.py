@@ -107,12 +107,14 @@ def signed_mean(
 
     It may be 4 times the largest signed mean of the plain model's variants plus 4 standard errors over
     sequences. The deviation is the larger one of the engine's and the plain model's: an engine with
-    hardly any error must not be judged by its own luck.
+    hardly any error must not be judged by its own luck. ``floor`` is free for a single token; in a mean over
+    ``n`` tokens, roundings that are independent leave a part in ``sqrt(n)`` of it.
     """
     own, plain = _means(errors), [_means(variant) for variant in plain_errors]
     deviation = max(_deviation(own), *(_deviation(variant) for variant in plain))
     limit = FACTOR * max(abs(fmean(variant)) for variant in plain) + SIGMAS * deviation / math.sqrt(len(own))
-    return SignedMean(mean=fmean(own), limit=limit + floor)
+    count = max(1, sum(error.numel() for error in errors))
+    return SignedMean(mean=fmean(own), limit=limit + floor / math.sqrt(count))
 
 
 def _means(errors: Sequence[Tensor]) -> list[float]:
