@@ -18,7 +18,15 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, ServerPool
 from core_rl_conformance.truth.oracle import Gradients, Oracle, grad_norm
 from core_rl_conformance.truth.plain import VARIANTS, PlainModel
-from core_rl_conformance.truth.tolerance import SignedMean, Tolerance, signed_mean, tolerance, tolerances
+from core_rl_conformance.truth.tolerance import (
+    MeanSquare,
+    SignedMean,
+    Tolerance,
+    mean_square,
+    signed_mean,
+    tolerance,
+    tolerances,
+)
 from core_rl_conformance.truth.trajectory import ExpectedTraining, Training, expected_training
 
 __all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs"]
@@ -36,11 +44,17 @@ class ExpectedOutputs:
 
     def signed_mean(self, got: Sequence[Tensor]) -> SignedMean:
         """Whether the errors of ``got`` point one way; first tokens, which are 0 by definition, left out."""
-        own = [_errors(left, right) for left, right in zip(got, self.values, strict=True)]
-        plain = [
-            [_errors(a, b) for a, b in zip(variant, self.values, strict=True)] for variant in self.variants
-        ]
-        return signed_mean(own, plain, self.tolerance.floor)
+        return signed_mean(self._errors(got), self._plain_errors(), self.tolerance.floor)
+
+    def mean_square(self, got: Sequence[Tensor]) -> MeanSquare:
+        """How large the errors of ``got`` are on the whole."""
+        return mean_square(self._errors(got), self._plain_errors(), self.tolerance.floor)
+
+    def _plain_errors(self) -> list[list[Tensor]]:
+        return [self._errors(variant) for variant in self.variants]
+
+    def _errors(self, got: Sequence[Tensor]) -> list[Tensor]:
+        return [_errors(left, right) for left, right in zip(got, self.values, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

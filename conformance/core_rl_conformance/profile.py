@@ -48,7 +48,7 @@ class Profile:
 
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     dtypes: tuple[DType, ...] = ("float32",)
-    families: tuple[str, ...] = ("qwen3", "llama", "gpt2")
+    families: tuple[str, ...] = FAMILIES
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the engine's config beyond the common ones, such as ``{"options": {...}}``."""
     waivers: tuple[Waiver, ...] = ()

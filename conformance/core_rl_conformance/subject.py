@@ -21,7 +21,13 @@ from core_rl.engines.registry import load_config
 from core_rl.engines.spec import EngineSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.bench import Bench, ExpectedGradients, ExpectedOutputs
-from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar
+from core_rl_conformance.hints.diagnose import (
+    Finding,
+    compare_mean_square,
+    compare_named,
+    compare_scalar,
+    compare_signed_mean,
+)
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
@@ -34,6 +40,10 @@ __all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
 """Several micro-batches of unequal numbers of sequences."""
+NEAR = 3.0
+"""Times the limit."""
+ENOUGH = 16
+"""So many numbers are not all round by chance."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -154,7 +164,7 @@ class Subject:
             Measurement(what=finding.what, error=finding.error, limit=finding.limit, points=finding.points)
         )
         if finding.problem is not None:
-            raise AssertionError(self.explained(finding.problem))
+            raise AssertionError(self.explained(finding.problem + _how_near(finding)))
 
     def require(self, holds: bool, problem: str) -> None:
         """Raise `AssertionError` with ``problem`` unless ``holds``."""
@@ -196,10 +206,27 @@ class Subject:
             f"the output {name!r} is NaN or infinite at {len(broken)} of {count} tokens of the packed batch, "
             f"first at {broken[:6].tolist()}",
         )
+        self._verify_precision(name, value)
         firsts = value[data.batch().cu_seqlens[:-1].long()]
         self.require(
             not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts"
         )
+
+    def _verify_precision(self, name: OutputName, value: Tensor) -> None:
+        """Float32 holds other numbers than bfloat16 nearly always; logits may come as the model has them."""
+        known = value[value != 0]
+        rounded = known.numel() >= ENOUGH and torch.equal(known, known.bfloat16().float())
+        self.require(
+            name == "logits" or not rounded,
+            f"every value of the output {name!r} is a bfloat16 number: it was computed, or stored, in bfloat16; "
+            "go over to float32 before the softmax, and before the scalar head",
+        )
+
+    def verify_overall(self, what: str, got: Sequence[Tensor], expected: ExpectedOutputs) -> None:
+        """Require that the errors of all tokens together are small, and do not point one way."""
+        __tracebackhide__ = True
+        self.verify(compare_mean_square(what, expected.mean_square(got)))
+        self.verify(compare_signed_mean(what, expected.signed_mean(got)))
 
     def verify_gradients(
         self, what: str, group: EngineGroup, metrics: Mapping[str, float], expected: ExpectedGradients
@@ -209,6 +236,16 @@ class Subject:
         self.verify(compare_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss))
         grads = group.named_tensors("grads")
         self.verify(compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances))
+
+
+def _how_near(finding: Finding) -> str:
+    """A line for an error that a logical mistake would hardly leave so small."""
+    if not 0 < finding.error < NEAR * finding.limit:
+        return ""
+    return (
+        f"\nthis is {finding.error / finding.limit:.1f} times the limit: think of precision before logic "
+        "(a smaller dtype, a sum in an unfortunate order)"
+    )
 
 
 def per_sequence(output: ModelOutput, name: str, data: Ragged) -> list[Tensor]:

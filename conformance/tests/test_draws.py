@@ -10,7 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl_conformance.procedures.draws import FALSE_ALARMS, binomial_tail, most_surprising
+from core_rl_conformance.procedures.draws import (
+    FALSE_ALARMS,
+    binomial_tail,
+    most_surprising,
+    most_surprising_bet,
+)
 
 DRAWS = 256
 
@@ -72,4 +77,34 @@ def test_a_token_that_cannot_come_is_the_most_surprising() -> None:
     log_p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).log()
     surprise = most_surprising([0, 1, 0, 1, 2], log_p)
     assert surprise.what == "token 2"
+    assert surprise.tail < FALSE_ALARMS
+
+
+def answers(seed: int, penalty: float) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Twenty answers of 24 tokens, drawn with a ``penalty`` on repetition, and the log-probs without it."""
+    rows = torch.log_softmax(2.0 * logprobs(temperature=2.0, size=24 * 40).reshape(24, 40), -1)
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(20):
+        ids: list[int] = []
+        for row in rows:
+            bent = row.index_add(
+                0,
+                torch.tensor(sorted(set(ids)), dtype=torch.long),
+                torch.full((len(set(ids)),), -penalty).double(),
+            )
+            ids.append(int(torch.multinomial(bent.exp(), 1, generator=generator)))
+        found.append(ids)
+    return found, [rows] * len(found)
+
+
+def test_answers_rarely_surprise() -> None:
+    tails = [most_surprising_bet(*answers(seed, 0.0)).tail for seed in range(30)]
+    assert min(tails) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_penalty_on_repetition_is_seen(seed: int) -> None:
+    surprise = most_surprising_bet(*answers(seed, 3.0))
+    assert surprise.what == "a token that the answer has already"
     assert surprise.tail < FALSE_ALARMS

@@ -145,7 +145,7 @@ WRONG_PROFILES = {
     "has no owner": Profile(waivers=(replace(WAIVER, owner=""),)),
     "'raises' is 'AssertionError'": Profile(waivers=(replace(WAIVER, raises="AssertionError"),)),  # type: ignore[arg-type]
     "names the layout dp4": Profile(waivers=(replace(WAIVER, layouts=(DP4,)),)),
-    "names the family 'qwen2'": Profile(waivers=(replace(WAIVER, families=("qwen2",)),)),
+    "names the family 'qwen2'": Profile(families=("llama",), waivers=(replace(WAIVER, families=("qwen2",)),)),
 }
 
 

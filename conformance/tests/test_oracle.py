@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.losses import (
     CheckLoss,
+    LogitsLoss,
     RewardLoss,
     SequenceMeanLoss,
     TokenMeanLoss,
@@ -167,6 +168,7 @@ def test_what_cannot_be_promoted_is_refused() -> None:
 LOSSES: list[tuple[CheckLoss, str]] = [
     (TokenMeanLoss(temperature=0.7), "lm"),
     (SequenceMeanLoss(), "lm"),
+    (LogitsLoss(temperature=0.7), "lm"),
     (ValueLoss(), "value"),
     (RewardLoss(), "reward"),
 ]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_rl_conformance.bench import Bench
+from core_rl_conformance.hints.diagnose import compare_mean_square
 from core_rl_conformance.inputs.data import LENGTHS, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
@@ -20,6 +21,7 @@ from core_rl_conformance.truth.tolerance import (
     FLOOR_ULPS,
     Tolerance,
     largest_difference,
+    mean_square,
     signed_mean,
     tolerance,
     tolerances,
@@ -72,6 +74,15 @@ def test_a_small_drift_in_one_direction_is_found() -> None:
     found = signed_mean(_errors(3e-6, 1e-6, 9), plain, 0.0)
     assert not found.passes
     assert found.mean == pytest.approx(3e-6, rel=0.2)
+
+
+def test_errors_that_are_large_on_the_whole_are_found() -> None:
+    plain = [_errors(0.0, 1e-6, seed) for seed in range(6)]
+    fine, noisy = (mean_square(_errors(0.0, sigma, 9), plain, 0.0) for sigma in (2e-6, 6e-6))
+    assert fine.tolerance.allows(fine.error) and not noisy.tolerance.allows(noisy.error)
+    assert noisy.error == pytest.approx(6e-6, rel=0.2)
+    assert compare_mean_square("x", fine).problem is None
+    assert "no single value is far off" in str(compare_mean_square("x", noisy).problem)
 
 
 def test_a_lucky_engine_is_not_judged_by_its_own_luck() -> None:

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from core_rl_conformance.checks.pairs import END_TO_END, LOSS, SHORT, STEPS
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.procedures.end_to_end import CONFIG, LENGTHS, LOSS, STEPS
 from core_rl_conformance.truth.oracle import AdamWState, Oracle
 from core_rl_conformance.truth.plain import VARIANTS, PlainModel, Variant
 from core_rl_conformance.truth.trajectory import ExpectedTraining, Training, expected_training
 
 MODEL = TinyModel(family="gpt2")
 TRAINING = Training(
-    data=tuple(ragged(MODEL.vocab_size, seed, SHORT) for seed in range(STEPS)),
+    data=tuple(ragged(MODEL.vocab_size, seed, LENGTHS) for seed in range(STEPS)),
     loss=LOSS,
-    config=END_TO_END,
+    config=CONFIG,
     total_steps=STEPS + 2,
 )
 
@@ -40,13 +40,13 @@ def test_steps_are_made_one_after_the_other(directory: Path, expected: ExpectedT
     for step, data in enumerate(TRAINING.data[:2]):
         found = oracle.gradients(data.for_oracle(), LOSS.of_sequence, LOSS.temperature)
         assert (found.loss, found.norm) == (expected.truth.losses[step], expected.truth.norms[step])
-        END_TO_END.step(state, found.grads, END_TO_END.linear_lr(step, STEPS + 2))
+        CONFIG.step(state, found.grads, CONFIG.linear_lr(step, STEPS + 2))
         oracle.set_parameters(state.params)
 
 
 def test_every_step_is_clipped_and_moves_all_weights_far(directory: Path, expected: ExpectedTraining) -> None:
     """Otherwise a tolerance could hide a step that is not made, or made without clipping."""
-    largest = END_TO_END.max_grad_norm
+    largest = CONFIG.max_grad_norm
     assert largest is not None and min(expected.truth.norms) > 4 * largest
     start = Oracle(directory).parameters()
     for name, value in expected.truth.weights.items():

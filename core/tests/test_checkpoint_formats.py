@@ -166,6 +166,37 @@ def test_moments_that_were_not_saved_are_missed(start: Start, tmp_path: Path, na
     assert not same(tensors(engine), before)
 
 
+@pytest.mark.parametrize("name", STATEFUL)
+def test_weights_are_saved_alone(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name, with_optimizer=False)
+    engine = start()
+    train(engine, 2)
+    weights = tensors(engine, ("master",))
+    engine.save(meta)
+    engine = start(seed=1)
+    train(engine, 1)
+    before, random_state = tensors(engine), torch.get_rng_state()
+    with pytest.raises(CheckpointMismatch, match="no optimizer state; load with with_optimizer=False"):
+        engine.load(replace(meta, with_optimizer=True))
+    assert same(tensors(engine), before)
+    engine.load(meta)
+    assert same(tensors(engine, ("master",)), weights)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_random_state_is_loaded_with_the_optimizer_only(start: Start, tmp_path: Path) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="sharded")
+    engine = start()
+    saved = torch.get_rng_state()
+    engine.save(meta)
+    torch.rand(3)
+    later = torch.get_rng_state()
+    engine.load(replace(meta, with_optimizer=False))
+    assert torch.equal(torch.get_rng_state(), later)
+    engine.load(meta)
+    assert torch.equal(torch.get_rng_state(), saved)
+
+
 # ---------------------------------------------------------------------- hf
 
 

@@ -1,15 +1,19 @@
-"""Checkpoints: training goes on as if nothing had happened, here, on other ranks, and in another engine."""
+"""Checkpoints for other engines, without the optimizer, and damaged ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from core_rl.config.engine import Head
 from core_rl.config.layout import ParallelLayout
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.engines.spec import Capability, EngineSpec
-from core_rl.errors import CheckpointDamaged
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.procedures.moving import (
+    State,
     elsewhere,
     meta,
     saved_portable,
@@ -17,93 +21,11 @@ from core_rl_conformance.procedures.moving import (
     state,
     train,
     verify_goes_on,
-    verify_next_steps,
     verify_state,
+    verify_steps,
 )
 from core_rl_conformance.reference import SPEC as REFERENCE
 from core_rl_conformance.subject import Subject
-
-
-@check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
-def resume_is_bitwise(subject: Subject) -> None:
-    """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
-
-    Why: moments that are dropped without a word (AReaL #1468), a scheduler that is not restored or
-    advanced twice (NeMo-RL #3171, slime #1152; a constant learning rate hides it), random state that
-    starts again.
-    Look at: ``_save_shards``/``_load_shards``: master weights, both moments, the step count of the bias
-    correction (``_set_update_count``), the random state of every rank.
-    """
-    model = subject.model(dropout=0.1)
-    group = start(subject, model)
-    train(group, subject, [0, 1])
-    group.set_version(7)
-    group.save(meta(subject.directory("checkpoint"), "sharded"))
-    saved = state(group)
-    reports = train(group, subject, [2, 3])
-    expected, progress = state(group), group.progress
-    group = start(subject, elsewhere(model))
-    train(group, subject, [5])
-    group.load(meta(subject.directory("checkpoint"), "sharded"))
-    subject.require(
-        group.get_version() == 7, f"the version is {group.get_version()} after a load; it was saved as 7"
-    )
-    verify_state(subject, "after the load", group, saved)
-    again = train(group, subject, [2, 3])
-    subject.require(
-        again == reports,
-        f"the steps after the load report {again}; without the interruption it was {reports}",
-    )
-    verify_state(subject, "after resuming", group, expected)
-    subject.require(group.progress == progress, f"the progress is {group.progress}; expected {progress}")
-
-
-@check(
-    "I11.resume-frozen", requires=[Capability.SHARDED_CHECKPOINT, Capability.FROZEN_PARAMETERS], each="layout"
-)
-def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
-    """The same with frozen parameters, which have no moments, and twice in a row.
-
-    Why: optimizer states that are matched by position go to the wrong parameters as soon as some have none.
-    Look at: how moments find their parameter: by name.
-    """
-    model = subject.model()
-    group = start(subject, model, frozen=["*.0.*"])
-    train(group, subject, [0])
-    group.save(meta(subject.directory("first"), "sharded"))
-    train(group, subject, [1, 2])
-    expected = state(group)
-    for step, name in ((1, "first"), (2, "second")):
-        group = start(subject, elsewhere(model), frozen=["*.0.*"])
-        group.load(meta(subject.directory(name), "sharded"))
-        train(group, subject, [step])
-        group.save(meta(subject.directory("second"), "sharded"))
-    verify_state(subject, "after resuming twice", group, expected)
-
-
-@check("I11.other-layout", requires=[Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL], min_layouts=2)
-def resume_on_another_layout(subject: Subject) -> None:
-    """What one layout saved, another loads: the same weights and moments, and the next steps are AdamW's.
-
-    Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
-    (AReaL #1470).
-    Look at: offsets of shards in the full tensor, and uneven shards of sizes that divide by nothing.
-    """
-    model = subject.model()
-    other = subject.case.other_layout
-    assert other is not None  # the check asks for a profile with two
-    group = start(subject, model)
-    train(group, subject, [0, 1])
-    group.save(meta(subject.directory("checkpoint"), "sharded"))
-    expected, progress = state(group), group.progress
-    group = start(subject, elsewhere(model), layout=other)
-    group.load(meta(subject.directory("checkpoint"), "sharded"))
-    what = f"loaded on {other}"
-    verify_state(subject, what, group, expected)
-    subject.require(
-        group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
-    )
-    verify_next_steps(subject, group, model, what)
 
 
 @check("I11.portable-to-reference", requires=[Capability.PORTABLE_CHECKPOINT])
@@ -140,6 +62,74 @@ def _verify_portable(
     verify_goes_on(subject, group, model, saved, f"moved from {source[0].name!r} to {target[0].name!r}")
 
 
+@check("I11.portable-round-trip", requires=[Capability.PORTABLE_CHECKPOINT], each="layout")
+def portable_checkpoints_come_back(subject: Subject) -> None:
+    """A fresh engine of the same kind goes on bitwise from ``portable``: with a value head, and frozen parameters.
+
+    Why: what is special about a tensor, a head beside the model or moments that only some have, is where loading by
+    name leaves one out, and a language model with all of its parameters trained never shows it. Without the
+    capability, the check runs without the head, or without frozen parameters.
+    Look at: the names of ``exp_avg`` and ``exp_avg_sq``: those of trained parameters, ``score.weight`` among them.
+    """
+    head: Head = "value" if subject.spec.supports(Capability.VALUE_HEAD) else "lm"
+    frozen = ["*.0.*"] if subject.spec.supports(Capability.FROZEN_PARAMETERS) else []
+    model = subject.model(head=head)
+    group = start(subject, model, frozen=frozen)
+    train(group, subject, [0, 1], head)
+    saved = saved_portable(subject, group, "portable")
+    reports = train(group, subject, [2, 3], head)
+    expected = state(group)
+    group = start(subject, elsewhere(model), frozen=frozen)
+    train(group, subject, [5], head)
+    group.load(meta(saved.path, "portable"))
+    verify_state(subject, "after the load", group, saved.state)
+    verify_steps(subject, 2, train(group, subject, [2, 3], head), reports)
+    verify_state(subject, "after resuming", group, expected)
+
+
+@check("I11.weights-only", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
+def weights_are_saved_and_loaded_alone(subject: Subject) -> None:
+    """``with_optimizer=False`` loads weights, and neither moments nor progress; saved so, there are no moments to load.
+
+    Why: a policy that begins from another run's weights must not inherit its momentum, and one that was promised
+    moments must hear that there are none.
+    Look at: the argument ``with_optimizer`` of ``_save_shards`` and ``_load_shards``.
+    """
+    model = subject.model()
+    source = start(subject, model)
+    train(source, subject, [0, 1])
+    weights: State = {"master": source.named_tensors("master")}
+    portable = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
+    formats: list[CheckpointFormat] = ["sharded", "portable"] if portable else ["sharded"]
+    paths = {name: (subject.directory(f"{name}-full"), subject.directory(f"{name}-bare")) for name in formats}
+    for name, (full, bare) in paths.items():
+        source.save(meta(full, name))
+        source.save(replace(meta(bare, name), with_optimizer=False))
+        sizes = _size(full), _size(bare)
+        subject.require(
+            sizes[1] < sizes[0],
+            f"saved as {name!r} with_optimizer=False has {sizes[1]} bytes, and {sizes[0]} with the optimizer: "
+            "moments are saved all the same",
+        )
+    group = start(subject, elsewhere(model))
+    for name, (full, bare) in paths.items():
+        train(group, subject, [5])
+        before, progress = state(group), group.progress
+        _verify_refused(subject, group, meta(bare, name), CheckpointMismatch, "no moments")
+        verify_state(subject, f"after {name!r} without moments was refused", group, before)
+        for path in (full, bare):
+            group.load(replace(meta(path, name), with_optimizer=False))
+            what = f"after {name!r} was loaded with_optimizer=False"
+            verify_state(subject, what, group, {**before, **weights})
+            subject.require(
+                group.progress == progress, f"the progress {what} is {group.progress}; it was {progress}"
+            )
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
 @check("I11.damaged", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
 def damaged_checkpoint_is_refused(subject: Subject) -> None:
     """A checkpoint with a changed byte or a missing file is refused, and the engine stays as it was.
@@ -160,16 +150,18 @@ def damaged_checkpoint_is_refused(subject: Subject) -> None:
         largest.unlink()
         if damage is not None:
             largest.write_bytes(damage)
-        _verify_refused(subject, group, path, what)
+        _verify_refused(subject, group, meta(path, "sharded"), CheckpointDamaged, what)
         verify_state(subject, f"after {what} was refused", group, before)
         largest.write_bytes(bytes(content))
 
 
-def _verify_refused(subject: Subject, group: EngineGroup, path: Path, what: str) -> None:
+def _verify_refused(
+    subject: Subject, group: EngineGroup, what: SaveLoadMeta, error: type[CheckpointError], flaw: str
+) -> None:
     try:
-        group.load(meta(path, "sharded"))
-    except CheckpointDamaged:
+        group.load(what)
+    except error:
         return
     raise AssertionError(
-        subject.explained(f"a checkpoint with {what} was loaded; expected CheckpointDamaged")
+        subject.explained(f"a {what.format!r} checkpoint with {flaw} was loaded; expected {error.__name__}")
     )

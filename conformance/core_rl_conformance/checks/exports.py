@@ -52,25 +52,31 @@ def value_export_loads_in_transformers(subject: Subject) -> None:
 
 @check("I12.disk", requires=[Capability.SYNC_DISK], each="layout")
 def disk_sync_writes_the_present_weights(subject: Subject) -> None:
-    """``upload_weights`` by disk writes every parameter as it is after the last step, bit for bit.
+    """``upload_weights`` by disk writes every parameter as it is after the last step or load, bit for bit.
 
     Why: weights of an earlier step, of one shard, or without buffers make the rollout server sample from
     another policy (verl #7014, #5801).
     Look at: ``named_tensors("params")`` and ``("buffers")``, and gathered copies that outlive a step.
     """
-    group = subject.start(optimizer={"lr": 1e-2})
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 1e-2})
     group.set_version(3)
     for seed in range(2):
         group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
         path = subject.directory(f"sync-{seed}")
         group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
         _verify_export(subject, group, path, "lm")
+    other = subject.bench.models.directory(replace(model, seed=model.seed + 100))
+    group.load(SaveLoadMeta(path=str(other), format="hf"))
+    path = subject.directory("sync-after-a-load")
+    group.upload_weights(WeightUpdateMeta(version=6, path=str(path)))
+    _verify_export(subject, group, path, "lm", " after a load")
     subject.require(
         group.get_version() == 3, "uploading weights changed the engine's version; the driver raises it"
     )
 
 
-def _verify_export(subject: Subject, group: EngineGroup, path: Path, head: Head) -> None:
+def _verify_export(subject: Subject, group: EngineGroup, path: Path, head: Head, when: str = "") -> None:
     family = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     loading: tuple[PreTrainedModel, dict[str, object]] = family.from_pretrained(  # type: ignore[assignment]
         path, output_loading_info=True, local_files_only=True, dtype=torch.float32
@@ -84,7 +90,7 @@ def _verify_export(subject: Subject, group: EngineGroup, path: Path, head: Head)
         name: value if name == "score.weight" else value.to(subject.dtype).float()
         for name, value in group.named_tensors("master").items()
     }
-    subject.verify(same_named("parameters of the export", loaded, params))
+    subject.verify(same_named(f"parameters of the export{when}", loaded, params))
     tied = model.config.tie_word_embeddings and head == "lm"
     same = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -276,36 +276,3 @@ def tied_gradient_is_the_sum_of_both_uses(subject: Subject) -> None:
         {name: expected.tolerances[name]},
     )
     subject.verify(finding)
-
-
-@check("I20.frozen", requires=[Capability.FROZEN_PARAMETERS], each="layout")
-def frozen_parameters_stay(subject: Subject) -> None:
-    """Frozen parameters have no gradient and no moments and never move; the others' gradients stay right.
-
-    Why: a frozen parameter that decays, or a wrapper that drops gradients beside frozen ones.
-    Look at: which parameters reach the optimizer, and gradient reduction where some have none.
-    """
-    model, data = subject.model(), subject.data()
-    expected = subject.gradients(model, data, TOKEN_MEAN)
-    frozen = _names(expected.oracle.grads, ("0.",))
-    group = subject.start(model, frozen=["*.0.*"], optimizer={"lr": 1e-2, "weight_decay": 0.1})
-    before = group.named_tensors("master")
-    group.forward_backward(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=2))
-    trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in frozen}
-    grads = group.named_tensors("grads")
-    subject.verify(compare_named("gradients beside frozen parameters", grads, trained, expected.tolerances))
-    group.optimizer_step()
-    after = group.named_tensors("master")
-    subject.verify(
-        same_named(
-            "frozen weights after a step", {n: after[n] for n in frozen}, {n: before[n] for n in frozen}
-        )
-    )
-    moved = [name for name in trained if not torch.equal(after[name], before[name])]
-    subject.require(
-        len(moved) == len(trained), f"weights that did not move: {sorted(set(trained) - set(moved))}"
-    )
-
-
-def _names(names: Mapping[str, object], layers: Sequence[str]) -> list[str]:
-    return [name for name in names if any(f".{layer}" in name for layer in layers)]

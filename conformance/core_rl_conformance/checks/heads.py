@@ -8,6 +8,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.data import LONG
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
@@ -22,14 +23,19 @@ def values_match_the_oracle(subject: Subject) -> None:
     Look at: the alignment (``values[t]`` comes from the hidden state of token ``t - 1``), the scalar
     head in float32 without bias.
     """
-    model, data = subject.model(head="value"), subject.data()
+    model = subject.model(head="value")
     group = subject.start(model)
-    for temperature in (1.0, 0.6):
-        output = group.forward(data.batch(), BUDGET, ("values",), temperature)
+    runs = (
+        ("", subject.data(), BUDGET, 1.0),
+        ("", subject.data(), BUDGET, 0.6),
+        (" of a long batch", subject.data(lengths=LONG, seed=3), ONE_PASS, 1.0),
+    )
+    for of, data, cut, temperature in runs:
+        output = group.forward(data.batch(), cut, ("values",), temperature)
         subject.verify_form(output, "values", data)
         for name in ("values", "bootstrap"):
             expected = subject.outputs(model, data, name)
-            what = f"{name} at temperature {temperature:g}"
+            what = f"{name}{of} at temperature {temperature:g}"
             got = per_sequence(output, name, data)
             places = subject.places(data)
             subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
@@ -42,26 +48,32 @@ def scores_match_the_oracle(subject: Subject) -> None:
     Why: a score that is read at the end of the padding, or at the first EOS, ranks noise.
     Look at: which position of each packed sequence the head reads.
     """
-    model, data = subject.model(head="reward"), subject.data()
-    output = subject.start(model).forward(data.batch(), BUDGET, ("scores",))
-    scores = output["scores"]
-    form = f"{str(scores.dtype).removeprefix('torch.')} {list(scores.shape)}"
-    subject.require(
-        scores.dtype == torch.float32 and scores.shape == (len(data.rows),),
-        f"the output 'scores' is {form}; expected float32 [{len(data.rows)}]",
-    )
-    expected = subject.outputs(model, data, "scores")
-    subject.verify(compare_tokens("scores", list(scores.unbind()), expected.values, expected.tolerance))
+    model = subject.model(head="reward")
+    group = subject.start(model)
+    for of, data, cut in (
+        ("", subject.data(), BUDGET),
+        (" of a long batch", subject.data(lengths=LONG, seed=3), ONE_PASS),
+    ):
+        scores = group.forward(data.batch(), cut, ("scores",))["scores"]
+        form = f"{str(scores.dtype).removeprefix('torch.')} {list(scores.shape)}"
+        subject.require(
+            scores.dtype == torch.float32 and scores.shape == (len(data.rows),),
+            f"the output 'scores'{of} is {form}; expected float32 [{len(data.rows)}]",
+        )
+        expected = subject.outputs(model, data, "scores")
+        got = list(scores.unbind())
+        subject.verify(compare_tokens(f"scores{of}", got, expected.values, expected.tolerance))
 
 
 @check("I1.value-gradients", requires=[Capability.VALUE_HEAD], each="layout")
 def value_gradients_match_the_oracle(subject: Subject) -> None:
-    """The gradients of a value loss, with any cut into micro-batches, are the oracle's.
+    """The gradients of a loss over values and bootstraps, with any cut and at any temperature, are the oracle's.
 
-    Why: a critic whose learning rate scales with the number of micro-batches (verl #6957).
+    Why: a critic whose learning rate scales with the number of micro-batches (verl #6957); a value that is
+    detached, or divided by a temperature in training only.
     Look at: the scalar head (float32, no bias, trained like every other parameter) and the loss scale.
     """
-    _verify_head_gradients(subject, subject.model(head="value"), ValueLoss())
+    _verify_head_gradients(subject, subject.model(head="value"), ValueLoss(temperature=0.7))
 
 
 @check("I1.reward-gradients", requires=[Capability.REWARD_HEAD], each="layout")
@@ -75,10 +87,14 @@ def reward_gradients_match_the_oracle(subject: Subject) -> None:
 
 
 def _verify_head_gradients(subject: Subject, model: TinyModel, loss: CheckLoss) -> None:
-    data = subject.data()
-    expected = subject.gradients(model, data, loss)
+    short, long = subject.data(), subject.data(lengths=LONG, seed=3)
     group = subject.start(model)
-    for cut in (ONE_PASS, MicroBatchSpec(max_tokens=48)):
+    for of, data, cut in (
+        ("", short, ONE_PASS),
+        ("", short, MicroBatchSpec(max_tokens=48)),
+        (" over a long batch", long, ONE_PASS),
+    ):
         metrics = group.forward_backward(data.batch(), loss.spec(), cut)
-        subject.verify_gradients(f"of the {model.head} head with {cut}", group, metrics, expected)
+        what = f"of the {model.head} head{of} with {cut}"
+        subject.verify_gradients(what, group, metrics, subject.gradients(model, data, loss))
         group.optimizer_zero_grad()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core_rl.engines.outputs import OutputName
+from core_rl.engines.outputs import ModelOutput, OutputName
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.hints.diagnose import compare_signed_mean, compare_tokens
-from core_rl_conformance.inputs.data import LONG, Ragged
-from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.hints.tokens import Places
+from core_rl_conformance.inputs.data import LONG, Ragged, ragged
+from core_rl_conformance.inputs.losses import LogitsLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import forward_inside_train_mode, train_mode_losses
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
+
+LARGE_VOCABULARY = 1543
+"""Prime, and more than the usual blocks of kernels that loop over the vocabulary."""
 
 
 @check("I7.logprobs")
@@ -58,7 +63,32 @@ def logits_match_the_oracle(subject: Subject) -> None:
     Look at: padded vocabulary rows, the alignment with the tokens, the temperature.
     """
     _verify_token_output(subject, "logits", 1.0)
-    _verify_token_output(subject, "logits", 0.6)
+    model, data = subject.model(), subject.data()
+    names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
+    output = subject.start(model).forward(data.batch(), BUDGET, names, 0.6)
+    for name in names:
+        _compare(subject, output, name, model, data, f"{name}, all asked together, at temperature 0.6", 0.6)
+    long = subject.data(lengths=LONG, seed=3)
+    output = subject.start(model).forward(long.batch(), ONE_PASS, ("logits",))
+    _compare(subject, output, "logits", model, long, "logits of a long batch")
+
+
+@check("I1.logits-gradients", requires=[Capability.LOGITS], each="layout")
+def logits_gradients_match_the_oracle(subject: Subject) -> None:
+    """The gradients of a loss that reads all logits, at a temperature, are the oracle's.
+
+    Why: logits that come detached, or that lose the temperature in training only, give a distillation loss
+    that looks right and trains nothing, or something else.
+    Look at: ``detach`` and in-place changes on the way of the logits, and the temperature where
+    ``step.trained_only`` is set.
+    """
+    model, data, loss = subject.model(), subject.data(), LogitsLoss(temperature=0.8)
+    expected = subject.gradients(model, data, loss)
+    group = subject.start(model)
+    for cut in (ONE_PASS, BUDGET):
+        metrics = group.forward_backward(data.batch(), loss.spec(), cut)
+        subject.verify_gradients(f"of a loss over logits with {cut}", group, metrics, expected)
+        group.optimizer_zero_grad()
 
 
 def _verify_token_output(
@@ -67,33 +97,53 @@ def _verify_token_output(
     model, data = subject.model(), subject.data()
     expected = subject.outputs(model, data, name, temperature)
     output = subject.start(model).forward(data.batch(), BUDGET, (name,), temperature)
-    subject.verify_form(output, name, data)
-    got = per_sequence(output, name, data)
     what = f"{name} at temperature {temperature:g}"
-    finding = compare_tokens(
-        what, got, expected.values, expected.tolerance, subject.places(data), keep_points=plotted
-    )
-    subject.verify(finding)
+    _compare(subject, output, name, model, data, what, temperature, plotted=plotted)
     if name != "logits":
-        subject.verify(compare_signed_mean(what, expected.signed_mean(got)))
+        subject.verify_overall(what, per_sequence(output, name, data), expected)
 
 
-@check("I7.long-batch", each="engine")
+def _compare(
+    subject: Subject,
+    output: ModelOutput,
+    name: OutputName,
+    model: TinyModel,
+    data: Ragged,
+    what: str,
+    temperature: float = 1.0,
+    *,
+    plotted: bool = False,
+) -> None:
+    """Judge the form of the output ``name``, and all its values."""
+    __tracebackhide__ = True
+    expected = subject.outputs(model, data, name, temperature)
+    subject.verify_form(output, name, data)
+    got, places = (
+        per_sequence(output, name, data),
+        Places.of(data.batch(), model.vocab_size, subject.layout.dp),
+    )
+    subject.verify(
+        compare_tokens(what, got, expected.values, expected.tolerance, places, keep_points=plotted)
+    )
+
+
+@check("I7.long-batch", each="layout")
 def long_batches_match_the_oracle(subject: Subject) -> None:
-    """In one pass over more than 1,024 tokens, every log-prob, entropy and gradient is still the oracle's.
+    """In one pass over more than 1,000 tokens on a rank, every log-prob, entropy and gradient is the oracle's.
 
-    Why: kernels that work in chunks are wrong at the edges of their chunks, or in the last incomplete one,
-    and small batches never reach an edge (I7).
+    The vocabulary is larger than 1,024 and odd; from four ranks on, each has some 500 tokens.
+
+    Why: kernels that work in chunks, of tokens or of the vocabulary, are wrong at the edges of their chunks,
+    or in the last incomplete one, and small batches never reach an edge (I7).
     Look at: the loop over chunks, in the forward and in the backward pass.
     """
-    model, data = subject.model(), subject.data(lengths=LONG, seed=3)
-    output = subject.start(model).forward(data.batch(), ONE_PASS, ("logprobs", "entropy"))
+    model = replace(subject.model(), vocabulary=LARGE_VOCABULARY)
+    data = ragged(model.vocab_size, 1000 * subject.case.seed + 3, LONG * min(subject.layout.dp, 2))
+    group = subject.start(model)
+    output = group.forward(data.batch(), ONE_PASS, ("logprobs", "entropy"))
     for name in ("logprobs", "entropy"):
-        expected = subject.outputs(model, data, name)
-        got = per_sequence(output, name, data)
-        what, places = f"{name} of a long batch", subject.places(data)
-        subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
-    group, loss = subject.start(model), TokenMeanLoss()
+        _compare(subject, output, name, model, data, f"{name} of a long batch")
+    loss = TokenMeanLoss()
     metrics = group.forward_backward(data.batch(), loss.spec(), ONE_PASS)
     subject.verify_gradients("of a long batch", group, metrics, subject.gradients(model, data, loss))
 

@@ -24,6 +24,13 @@ from core_rl_conformance.procedures.blame import (
     tokens_beside,
     verify_beside,
 )
+from core_rl_conformance.procedures.end_to_end import (
+    Trained,
+    expected_training,
+    train_end_to_end,
+    training_of,
+    verify_rates,
+)
 from core_rl_conformance.procedures.moving import (
     elsewhere,
     saved_portable,
@@ -32,19 +39,12 @@ from core_rl_conformance.procedures.moving import (
     verify_file,
     verify_goes_on,
 )
-from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.subject import BUDGET, Subject, per_sequence
-from core_rl_conformance.truth.oracle import AdamW
-from core_rl_conformance.truth.trajectory import ExpectedTraining, Training
+from core_rl_conformance.truth.trajectory import ExpectedTraining
 
 LOSS = TokenMeanLoss(temperature=0.8)
 CUT = MicroBatchSpec(max_tokens=48)
 OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
-SHORT = (13, 2, 21, 1, 8, 17, 5, 11)
-"""Lengths of the sequences of one step of a training."""
-STEPS = 4
-END_TO_END = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_norm=0.5)
-"""With a large epsilon, and clipping in every step."""
 
 
 @check("I7.pair-logprobs", partner="train", each="layout")
@@ -113,14 +113,6 @@ def _backward(side: Subject) -> _Backward:
     return _Backward(loss=loss, norm=group.optimizer_step()["grad_norm"], grads=grads)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Trained:
-    """What the steps of a training report, and the weights at the end."""
-
-    reports: list[dict[str, float]]
-    weights: dict[str, Tensor]
-
-
 @check("I1.pair-training", partner="train", each="layout")
 def two_engines_train_alike(subject: Subject) -> None:
     """Several steps on the same data take both engines to the same weights, and to the oracle's.
@@ -128,40 +120,19 @@ def two_engines_train_alike(subject: Subject) -> None:
     Why: what only shows from the second step on: a schedule that is advanced twice (slime #1152), moments
     or gradients of the step before, a scale that changes on the way.
     Look at: the first step at which the engine that the message names is off. If its loss and norm are
-    right up to the end, look at the optimizer: I20.adamw and I4.clipping show it alone.
+    right up to the end, look at the optimizer: I20.adamw and I4.clipping show it alone. I1.training shows
+    the same without the other engine.
     """
-    training = Training(
-        data=tuple(subject.data(SHORT, seed) for seed in range(STEPS)),
-        loss=LOSS,
-        config=END_TO_END,
-        total_steps=STEPS + 2,
-    )
-    expected = subject.bench.training(subject.model(), training, subject.dtype, subject.case.device)
+    training = training_of(subject)
+    expected = expected_training(subject, training)
     with partners_part(subject):
-        partner = _trained(subject.peer, training)
-    own = _trained(subject, training)
+        partner = train_end_to_end(subject.peer, training)
+    own = train_end_to_end(subject, training)
     verify_beside(subject, list(_steps_beside(own, partner, expected)))
-    for step, (report, rate) in enumerate(zip(own.reports, training.rates, strict=True)):
-        subject.require(
-            abs(report["lr"] - rate) <= 1e-12 * END_TO_END.lr,
-            f"step {step} reports the learning rate {report['lr']}; the schedule has {rate}",
-        )
+    verify_rates(subject, training, own)
 
 
-def _trained(side: Subject, training: Training) -> _Trained:
-    optimizer = optimizer_config(training.config, training.total_steps)
-    group = side.start(side.model(), optimizer=optimizer)
-    reports = []
-    for step, data in enumerate(training.data):
-        reports.append(group.train_batch(data.batch(), training.loss.spec(), CUT))
-        side.require(
-            reports[-1]["update_successful"] == 1.0, f"the update of step {step} was not made: {reports[-1]}"
-        )
-        group.lr_scheduler_step()
-    return _Trained(reports=reports, weights=group.named_tensors("master"))
-
-
-def _steps_beside(own: _Trained, partner: _Trained, expected: ExpectedTraining) -> Iterator[Beside]:
+def _steps_beside(own: Trained, partner: Trained, expected: ExpectedTraining) -> Iterator[Beside]:
     """Losses and norms in the order of the steps, and then the weights."""
     truth = expected.truth
     for step, (left, right) in enumerate(zip(own.reports, partner.reports, strict=True)):

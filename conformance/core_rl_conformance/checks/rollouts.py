@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
@@ -15,6 +14,7 @@ from core_rl_conformance.procedures.serving import (
     ask,
     distributions,
     expected_of,
+    left_by_cut,
     requests_for,
     sequences_of,
     verify_logprobs,
@@ -110,12 +110,17 @@ def rollout_logprobs_are_of_the_full_distribution(subject: Subject) -> None:
     """
     model, data = subject.model(), subject.data().select(FEW)
     engine = subject.serve(model)
-    for cut in ({"top_k": 4}, {"top_k": 1}, {"top_p": 0.6}, {"top_k": 6, "top_p": 0.8}):
-        top_k, top_p = cut.get("top_k"), cut.get("top_p", 1.0)
-        assert top_k is None or isinstance(top_k, int)
-        sampling = replace(PLAIN, temperature=1.7, top_k=top_k, top_p=top_p)
-        shown = ", ".join(f"{name} = {value}" for name, value in cut.items())
+    for temperature, top_k, top_p in (
+        (1.7, 4, 1.0),
+        (1.7, 1, 1.0),
+        (1.7, None, 0.6),
+        (0.6, None, 0.6),
+        (1.7, 6, 0.8),
+    ):
+        sampling = replace(PLAIN, temperature=temperature, top_k=top_k, top_p=top_p)
+        cuts = [f"top_k = {top_k}"] * (top_k is not None) + [f"top_p = {top_p}"] * (top_p < 1)
         found = ask(engine, requests_for(data, sampling))
+        shown = f"{', '.join(cuts)} at temperature {temperature:g}"
         _verify_cut(subject, model, shown, found, sampling)
 
 
@@ -127,12 +132,12 @@ def _verify_cut(
 
     def after_the_cut() -> list[Tensor]:
         return [
-            _left(rows, sampling, 0.0).log_softmax(-1)[range(len(rows)), list(response.output_ids)]
+            left_by_cut(rows, sampling, 0.0).log_softmax(-1)[range(len(rows)), list(response.output_ids)]
             for response, rows in zip(found, full, strict=True)
         ]
 
     for response, rows in zip(found, full, strict=True):
-        left = _left(rows, sampling, 2 * limit)
+        left = left_by_cut(rows, sampling, 2 * limit)
         for place, (token, row) in enumerate(zip(response.output_ids, left, strict=True)):
             subject.require(
                 bool(row[token].isfinite()),
@@ -142,23 +147,6 @@ def _verify_cut(
     guesses = {"log-probs of what the cut has left": after_the_cut}
     what = f"log-probs of tokens generated with {shown}"
     verify_logprobs(subject, what, model, found, sampling.temperature, guesses)
-
-
-def _left(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
-    """``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps those that nearly stay.
-
-    The larger of the two readings of top-k followed by top-p: the second one counts the probability that
-    the first one has dropped.
-    """
-    ordered = rows.sort(descending=True).values
-    keep = torch.ones_like(rows, dtype=torch.bool)
-    if sampling.top_k is not None:
-        keep &= rows >= ordered[:, sampling.top_k - 1 : sampling.top_k] - margin
-    if sampling.top_p < 1:
-        above = rows[:, None, :] > rows[:, :, None] + margin
-        before = (above * rows.exp()[:, None, :]).sum(-1)
-        keep &= before < sampling.top_p + margin
-    return rows.masked_fill(~keep, -torch.inf)
 
 
 @check("I19.bos", kind="inference", each="layout")

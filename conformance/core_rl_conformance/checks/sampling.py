@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
+from torch import Tensor
 
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising
-from core_rl_conformance.procedures.serving import ask, distributions
+from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising, most_surprising_bet
+from core_rl_conformance.procedures.serving import as_response, ask, distributions, left_by_cut
 from core_rl_conformance.subject import Subject
 
 DRAWS = 256
+ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
 
 @check("I8.sampling", kind="inference", each="layout")
@@ -22,50 +27,96 @@ def tokens_follow_the_distribution(subject: Subject) -> None:
     Look at: which sampling parameters reach the server, also those that were not asked for; one random
     stream for each request.
     """
-    model = subject.model()
-    engine = subject.serve(model)
-    prompts = _undecided(subject)
-    for temperature, seeded, prompt in (
-        (1.0, False, prompts[0]),
-        (2.5, True, prompts[1]),
-        (0.6, False, prompts[1]),
-    ):
-        requests = [
-            LLMRequest(
-                input_ids=prompt,
-                sampling=SamplingParams(
-                    max_new_tokens=1,
-                    temperature=temperature,
-                    ignore_eos=True,
-                    seed=1000 * subject.case.seed + number if seeded else None,
-                ),
-            )
-            for number in range(DRAWS)
-        ]
-        found = ask(engine, requests)
-        drawn = [response.output_ids[0] for response in found]
-        row = distributions(subject, model, found[:1], temperature)[0][0]
-        surprise = most_surprising(drawn, row)
+    prompts = _Prompts.of(subject)
+    for temperature, seeded, which in ((1.0, False, 0), (2.5, True, 1), (0.6, False, 1), (0.3, False, 0)):
+        prompt, row = prompts.undecided(temperature)[which]
+        sampling = replace(ONE, temperature=temperature)
+        seeds = (
+            range(1000 * subject.case.seed, 1000 * subject.case.seed + DRAWS) if seeded else [None] * DRAWS
+        )
+        found = _drawn(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
         how = (
             f"at temperature {temperature:g}, {'each with a seed of its own' if seeded else 'without seeds'}"
         )
-        hint = "; all of them are equal: do requests share a seed?" if len(set(drawn)) == 1 else ""
-        subject.require(surprise.tail > FALSE_ALARMS, f"{how}: {surprise}{hint}")
+        _verify_first_tokens(subject, how, found, row)
+    _verify_answers(subject, prompts)
 
 
-def _undecided(subject: Subject) -> list[tuple[int, ...]]:
-    """The two prompts of some that leave most tokens possible: where much is possible, much can go wrong."""
-    model = subject.model()
-    candidates = subject.data(lengths=(2, 3, 4, 5, 6, 7) * 4, seed=5).rows
-    asked = [
-        LLMResponse(
-            rid="", input_ids=row.ids, output_ids=(0,), logprobs=(0.0,), versions=(0,), stop_reason="stop"
+def _drawn(subject: Subject, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[LLMResponse]:
+    engine = subject.serve(subject.model())
+    return ask(engine, [LLMRequest(input_ids=prompt, sampling=sampling) for prompt, sampling in asked])
+
+
+def _verify_first_tokens(subject: Subject, how: str, found: Sequence[LLMResponse], row: Tensor) -> None:
+    """Require that the first tokens of answers to one prompt follow the log-probs ``row [V]``."""
+    drawn = [response.output_ids[0] for response in found]
+    surprise = most_surprising(drawn, row)
+    hint = "; all of them are equal: do requests share a seed?" if len(set(drawn)) == 1 else ""
+    subject.require(surprise.tail > FALSE_ALARMS, f"{how}: {surprise}{hint}")
+
+
+def _verify_answers(subject: Subject, prompts: _Prompts) -> None:
+    """Later tokens are drawn as the first one is; penalties on what an answer has already change only these."""
+    sampling = replace(ONE, temperature=0.6, max_new_tokens=24)
+    found = _drawn(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
+    rows = distributions(subject, subject.model(), found, sampling.temperature)
+    surprise = most_surprising_bet([response.output_ids for response in found], rows)
+    subject.require(
+        surprise.tail > FALSE_ALARMS, f"in answers of {sampling.max_new_tokens} tokens: {surprise}"
+    )
+
+
+@check("I8.sampling-cut", kind="inference", each="layout")
+def tokens_follow_what_the_cut_has_left(subject: Subject) -> None:
+    """With top-k or top-p, what is drawn follows ``softmax(logits / T)`` over the tokens that are left, all of them.
+
+    Why: top-p that is taken before the temperature, or a cut that keeps a token too few, gives tokens that are
+    all allowed, with log-probs that are right, and a policy that is another one.
+    Look at: the order of temperature, top-k and top-p; whether the token that reaches ``top_p`` is kept.
+    """
+    prompts = _Prompts.of(subject)
+    for temperature, cut in ((0.6, "top_p"), (1.7, "top_p"), (1.7, "top_k")):
+        prompt, row = prompts.undecided(temperature)[0]
+        sampling = replace(_clear_cut(row, cut), temperature=temperature)
+        found = _drawn(subject, [(prompt, sampling)] * DRAWS)
+        left = left_by_cut(row[None], sampling, 0.0)[0].log_softmax(-1)
+        value = getattr(sampling, cut)
+        how = f"at temperature {temperature:g} with {cut} = {value:.4g}, which leaves {int(left.isfinite().sum())}"
+        _verify_first_tokens(subject, f"{how} tokens", found, left)
+
+
+def _clear_cut(row: Tensor, cut: str) -> SamplingParams:
+    """The cut of ``row [V]`` that rounding changes least: far from where it would keep one token more or less."""
+    ordered = row.sort(descending=True).values
+    if cut == "top_k":
+        gaps = ordered[3:12] - ordered[4:13]
+        return replace(ONE, top_k=4 + int(gaps.argmax()))
+    sums = ordered.exp().cumsum(0)
+    inside = (sums[:-1] > 0.35) & (sums[1:] < 0.9)
+    place = int((sums.diff() * inside).argmax())
+    return replace(ONE, top_p=float(sums[place] + sums[place + 1]) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompts:
+    """Prompts, and what may come after them."""
+
+    ids: list[tuple[int, ...]]
+    rows: Tensor
+    """Log-probs ``[n, V]`` at temperature 1."""
+
+    @staticmethod
+    def of(subject: Subject) -> _Prompts:
+        ids = [row.ids for row in subject.data(lengths=(2, 3, 4, 5, 6, 7) * 4, seed=5).rows]
+        return _Prompts(
+            ids=ids, rows=torch.cat(distributions(subject, subject.model(), list(map(as_response, ids))))
         )
-        for row in candidates
-    ]
-    rows = torch.cat(distributions(subject, model, asked))
-    entropy = -(rows.exp() * rows).sum(-1)
-    return [candidates[int(index)].ids for index in entropy.topk(2).indices]
+
+    def undecided(self, temperature: float = 1.0) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Prompts with their log-probs, first those that leave most open: where much is possible, much can go wrong."""
+        rows = torch.log_softmax(self.rows / temperature, -1)
+        entropy = -(rows.exp() * rows).sum(-1)
+        return [(self.ids[index], rows[index]) for index in entropy.argsort(descending=True).tolist()]
 
 
 @check("I8.groups", kind="inference", each="layout")
@@ -77,7 +128,7 @@ def requests_of_a_group_differ(subject: Subject) -> None:
     Look at: the seed that goes with each request; caches of whole answers.
     """
     engine = subject.serve()
-    prompt = _undecided(subject)[0]
+    prompt, _ = _Prompts.of(subject).undecided()[0]
     request = SamplingParams(max_new_tokens=16, temperature=1.7, ignore_eos=True)
     together = ask(engine, [LLMRequest(input_ids=prompt, sampling=request) for _ in range(8)])
     after = [ask(engine, [LLMRequest(input_ids=prompt, sampling=request)])[0] for _ in range(3)]

@@ -7,10 +7,13 @@ import torch
 from core_rl.engines.inference import TopLogprobs
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.hints.diagnose import compare_signed_mean, compare_tokens
-from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.data import LENGTHS, Ragged
 from core_rl_conformance.subject import Subject
 from core_rl_conformance.truth.tolerance import Tolerance
+
+UP_TO_THE_CONTEXT = (64, *LENGTHS)
+"""One sequence is as long as the models take."""
 
 
 @check("I7.score", kind="inference", requires=[Capability.SCORE])
@@ -22,14 +25,14 @@ def scores_match_the_oracle(subject: Subject) -> None:
     Look at: the alignment (a value at ``t`` belongs to token ``t``), the first token of each sequence (0), the
     temperature, sequences that share a cached prefix.
     """
-    model, data = subject.model(), subject.data()
+    model, data = subject.model(), subject.data(lengths=UP_TO_THE_CONTEXT)
     engine = subject.serve(model)
     for temperature, when in ((1.0, ""), (0.6, ""), (1.0, ", asked again")):
         expected = subject.outputs(model, data, "logprobs", temperature)
         got = list(engine.score(data.batch(), temperature).split(data.lengths))
         what = f"scores at temperature {temperature:g}{when}"
         subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, subject.places(data)))
-        subject.verify(compare_signed_mean(what, expected.signed_mean(got)))
+        subject.verify_overall(what, got, expected)
 
 
 @check("I7.top-logprobs", kind="inference", requires=[Capability.TOP_LOGPROBS])
@@ -40,7 +43,7 @@ def top_logprobs_match_the_oracle(subject: Subject) -> None:
     without the temperature look plausible.
     Look at: the alignment, the order, the temperature, and padded rows of the vocabulary.
     """
-    model, data = subject.model(), subject.data()
+    model, data = subject.model(), subject.data(lengths=UP_TO_THE_CONTEXT)
     engine = subject.serve(model)
     for temperature in (1.0, 0.6):
         expected = subject.outputs(model, data, "logprobs", temperature)

@@ -1,4 +1,4 @@
-"""Optimizer steps: what the weights and moments are afterwards, and when there is no step."""
+"""Optimizer steps: clipping, `train_batch`, and when there is no step."""
 
 from __future__ import annotations
 
@@ -22,24 +22,6 @@ LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
 STATE: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 DECAYING = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
-
-
-@check("I20.adamw")
-def steps_are_those_of_adamw(subject: Subject) -> None:
-    """Weights and moments after several steps are those of a float64 AdamW on the engine's own gradients.
-
-    Why: wrong decay, epsilon or bias correction, a learning rate that lags behind its schedule, optimizer
-    math in a smaller dtype, parameters that the optimizer never got (pytorch #149205).
-    Look at: the optimizer's construction (matrices decay, norms and biases do not), ``_set_lr``, the
-    float32 master weights.
-    """
-    model = subject.model()
-    group = subject.start(model, optimizer=optimizer_config(DECAYING, total_steps=6))
-    shadow = Shadow.of(group, DECAYING, total_steps=6)
-    shadow.train(subject, group, [subject.data(seed=s).batch() for s in range(4)], LOSS.spec(), TWO)
-    shadow.verify(subject, group, "after 4 steps")
-    verify_outputs(subject, group, model, "after 4 steps")
-    subject.require(group.progress.updates == 4, f"4 steps count as {group.progress.updates} updates")
 
 
 @check("I4.clipping", each="layout")
@@ -130,29 +112,6 @@ def tied_weights_stay_tied(subject: Subject) -> None:
     for seed in range(2):
         group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
     verify_outputs(subject, group, model, "after steps with a tied embedding")
-
-
-@check("I20.all-move", each="layout")
-def every_parameter_moves(subject: Subject) -> None:
-    """One step moves every trainable parameter, and every part of the ones that a gradient reaches.
-
-    Why: parameters that the optimizer does not know, or a kernel that drops ``requires_grad``, are never
-    trained and nothing fails (pytorch #149205, verl #6913).
-    Look at: what is given to the optimizer, and whether it was built before the parameters were replaced.
-    """
-    model, data = subject.model(), subject.data()
-    expected = subject.gradients(model, data, LOSS)
-    group = subject.start(model, optimizer={"lr": 1e-2})
-    before = group.named_tensors("master")
-    group.train_batch(data.batch(), LOSS.spec(), ONE_PASS)
-    after = group.named_tensors("master")
-    for name, grad in expected.oracle.grads.items():
-        reached = grad.abs() > 100 * expected.tolerances[name].limit
-        still = int(((after[name] == before[name]) & reached).sum())
-        subject.require(
-            not still, f"{still} of {int(reached.sum())} entries of {name} have a gradient and did not move"
-        )
-        subject.require(bool(torch.isfinite(after[name]).all()), f"{name} is not finite after one step")
 
 
 @check("I20.nan-loss-skips", each="layout")

@@ -24,7 +24,7 @@ def answers_end_with_their_stop_token(subject: Subject) -> None:
     """An answer ends with EOS (unless ``ignore_eos``) or one of ``stop_token_ids``, and that token has a log-prob.
 
     Why: an answer without its EOS never teaches the policy to stop, and one that runs on is rewarded for
-    what nobody reads (I19).
+    what nobody reads (I19). One that ends as its tokens run out is finished, and not cut off.
     Look at: servers that drop the stop token or its log-prob from what they return; the EOS of the config.
     """
     base = subject.model()
@@ -44,6 +44,16 @@ def answers_end_with_their_stop_token(subject: Subject) -> None:
         f"stop_token_ids = ({late},) and ignore_eos": (
             replace(greedy, stop_token_ids=(late,), ignore_eos=True),
             path.until({late}),
+            "stop",
+        ),
+        "EOS as the last token that is allowed": (
+            replace(greedy, max_new_tokens=len(path.until({eos}))),
+            path.until({eos}),
+            "stop",
+        ),
+        f"stop_token_ids = ({path.ids[0]},) and max_new_tokens = 1": (
+            replace(greedy, stop_token_ids=(path.ids[0],), max_new_tokens=1),
+            path.ids[:1],
             "stop",
         ),
         "max_new_tokens = 1": (replace(greedy, max_new_tokens=1), path.ids[:1], "length"),

@@ -38,9 +38,15 @@ PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 OLD = "log-probs of the weights before the update"
 
 
-def published(subject: Subject, model: TinyModel, version: int, verify: bool = False) -> WeightUpdateMeta:
-    """The weights of ``model`` as a train engine uploads them: a sealed model directory."""
-    source, path = subject.bench.models.directory(model), subject.directory(f"weights-{version}")
+def published(
+    subject: Subject, model: TinyModel, version: int, verify: bool = False, name: str | None = None
+) -> WeightUpdateMeta:
+    """The weights of ``model`` as a train engine uploads them: a sealed model directory in place of what is there.
+
+    It is called ``name``, or after its version.
+    """
+    source = subject.bench.models.directory(model)
+    path = subject.directory(name or f"weights-{version}")
 
     def write(directory: Path) -> None:
         shutil.copytree(source, directory, dirs_exist_ok=True)
@@ -72,7 +78,8 @@ def updates_from_disk_arrive(subject: Subject) -> None:
 
     Why: a receiver that takes only some tensors, loses the tie of the head, or keeps its version samples from
     a policy that nobody has (verl #5801, #7014, #6334, AReaL #941).
-    Look at: names that the loader skips, tied heads, buffers, caches of prompts, and the version of each token.
+    Look at: names that the loader skips, tied heads, buffers, caches of prompts or directories, and the version of
+    each token.
     """
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
@@ -80,7 +87,8 @@ def updates_from_disk_arrive(subject: Subject) -> None:
     _verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
     for version, verify in ((1, False), (5, True)):
         new = _other(old, 1 + version)
-        installed(engine, published(subject, new, version, verify))
+        # Always through the same directory, as most trainers have it.
+        installed(engine, published(subject, new, version, verify, "weights"))
         subject.require(
             engine.get_version() == version,
             f"get_version() is {engine.get_version()} after an update to {version}",

@@ -13,10 +13,11 @@ from core_rl_conformance.hints.factors import show_factor
 from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import Places, Tokens
-from core_rl_conformance.truth.tolerance import SignedMean, Tolerance, largest_difference
+from core_rl_conformance.truth.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
 
 __all__ = [
     "Finding",
+    "compare_mean_square",
     "compare_named",
     "compare_scalar",
     "compare_signed_mean",
@@ -188,6 +189,18 @@ def compare_scalar(what: str, got: float, expected: float, tolerance: Tolerance)
     if expected and math.isfinite(got):
         problem += f"\nit is {show_factor(got / expected)} times what is expected"
     return Finding(what=what, error=error, limit=tolerance.limit, problem=problem)
+
+
+def compare_mean_square(what: str, found: MeanSquare) -> Finding:
+    """Report errors that pass one by one and are too large on the whole."""
+    problem = None
+    if not found.tolerance.allows(found.error):
+        problem = (
+            f"the root mean square error of {what} is {found.error:.3e}; allowed {found.tolerance}: no single value "
+            "is far off, and all of them together are; look for a step in a smaller dtype"
+        )
+    name = f"root mean square error of {what}"
+    return Finding(what=name, error=found.error, limit=found.tolerance.limit, problem=problem)
 
 
 def compare_signed_mean(what: str, mean: SignedMean) -> Finding:

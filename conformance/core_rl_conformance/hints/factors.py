@@ -14,6 +14,8 @@ __all__ = ["constant_factor", "show_factor"]
 
 LARGEST_PART = 64
 """Fractions are recognized up to this numerator and denominator."""
+PLAUSIBLE_PART = 8
+"""Larger parts must be powers of two: nobody divides by 35 or multiplies by 38."""
 
 
 def show_factor(factor: float) -> str:
@@ -29,8 +31,12 @@ def _fraction(value: float) -> Fraction | None:
     if not math.isfinite(value) or not value:
         return None
     near = Fraction(value).limit_denominator(LARGEST_PART)
-    small = near != 0 and abs(near.numerator) <= LARGEST_PART
-    return near if small and abs(float(near) / value - 1) <= 1e-4 else None
+    plausible = near != 0 and all(_plausible(part) for part in (abs(near.numerator), near.denominator))
+    return near if plausible and abs(float(near) / value - 1) <= 1e-4 else None
+
+
+def _plausible(part: int) -> bool:
+    return part <= PLAUSIBLE_PART or (part <= LARGEST_PART and part.bit_count() == 1)
 
 
 def constant_factor(got: Tensor, expected: Tensor, tolerance: Tolerance) -> float | None:

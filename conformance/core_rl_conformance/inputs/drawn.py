@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -24,9 +24,10 @@ class DrawnRow:
     length: int
     trained: str
 
-    def row(self, number: int, vocab_size: int) -> Row:
-        """The sequence, as the ``number``-th of a batch."""
+    def row(self, number: int, vocab_size: int, group: bool = False) -> Row:
+        """The sequence, as the ``number``-th of a batch; in a ``group``, with the ids of all others of its length."""
         rng = random.Random(f"{number} {self.length} {self.trained}")
+        tokens = random.Random(self.length) if group else rng
         mask = {
             "all": (True,) * self.length,
             "last": (*(False,) * (self.length - 1), True),
@@ -34,7 +35,7 @@ class DrawnRow:
             "some": tuple(rng.random() < 0.5 for _ in range(self.length)),
         }
         return Row(
-            ids=tuple(rng.randrange(vocab_size) for _ in range(self.length)),
+            ids=tuple(tokens.randrange(vocab_size) for _ in range(self.length)),
             mask=mask[self.trained],
             advantages=tuple(rng.randrange(-128, 129) / 64 for _ in range(self.length)),
             target=rng.randrange(-128, 129) / 64,
@@ -47,10 +48,12 @@ class DrawnBatch:
 
     rows: tuple[DrawnRow, ...]
     cut: MicroBatchSpec
+    group: bool = False
+    """Rows of one length have the same ids, as samples of one prompt may, and other masks and advantages."""
 
     def ragged(self, vocab_size: int) -> Ragged:
         """The sequences."""
-        return Ragged(tuple(row.row(number, vocab_size) for number, row in enumerate(self.rows)))
+        return Ragged(tuple(row.row(number, vocab_size, self.group) for number, row in enumerate(self.rows)))
 
     def code(self, vocab_size: int) -> str:
         """Lines of Python that build exactly this batch and this cut."""
@@ -75,15 +78,28 @@ class DrawnBatch:
 
 @st.composite
 def batches(draw: st.DrawFn) -> DrawnBatch:
-    """One to four sequences of 1 to 40 tokens, with a number of micro-batches or a budget that all fit."""
+    """One to four sequences of 1 to 40 tokens, with a number of micro-batches or a budget that all fit.
+
+    In half of the batches all have one length, and in half of those the same ids.
+    """
     lengths = st.one_of(st.sampled_from((1, 2)), st.integers(1, LONGEST))
     row = st.builds(DrawnRow, lengths, st.sampled_from(MASKS))
     rows = tuple(draw(st.lists(row, min_size=1, max_size=MOST_ROWS)))
+    alike, group = draw(st.booleans()), draw(st.booleans())
+    if alike:
+        rows = tuple(replace(part, length=rows[0].length) for part in rows)
     longest = max(part.length for part in rows)
     count = st.integers(1, MOST_ROWS + 1).map(lambda number: MicroBatchSpec(count=number))
     budget = st.integers(longest, 2 * longest).map(lambda number: MicroBatchSpec(max_tokens=number))
-    return DrawnBatch(rows, draw(st.one_of(count, budget)))
+    return DrawnBatch(rows, draw(st.one_of(count, budget)), group)
 
+
+def _of_one_length(length: int, *masks: str) -> tuple[DrawnRow, ...]:
+    return tuple(DrawnRow(length, trained) for trained in masks)
+
+
+MANY = (DrawnRow(2, "all"), DrawnRow(3, "last"), DrawnRow(1, "all"), DrawnRow(3, "all")) * 14
+"""More sequences, and with a large count more micro-batches, than batches of these checks have elsewhere."""
 
 EDGES = (
     # Micro-batches of which one has nothing to predict.
@@ -91,5 +107,13 @@ EDGES = (
     # Exactly one trained token in a micro-batch, and in all.
     DrawnBatch((DrawnRow(9, "some"), DrawnRow(2, "last")), MicroBatchSpec(max_tokens=9)),
     DrawnBatch((DrawnRow(5, "none"), DrawnRow(6, "last")), MicroBatchSpec(count=1)),
+    # Micro-batches without any padding: two sequences of one length, or three.
+    DrawnBatch(_of_one_length(9, "all", "some"), MicroBatchSpec(count=1)),
+    DrawnBatch(_of_one_length(7, "some", "all", "all"), MicroBatchSpec(count=1)),
+    # The same ids several times, with other masks and advantages.
+    DrawnBatch(_of_one_length(8, "all", "some", "last", "all"), MicroBatchSpec(count=1), group=True),
+    # Many short sequences, in one micro-batch and in many.
+    DrawnBatch(MANY, MicroBatchSpec(count=1)),
+    DrawnBatch(MANY, MicroBatchSpec(count=16)),
 )
 """Corners that are tried in every session, whatever is drawn."""

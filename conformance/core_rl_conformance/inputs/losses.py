@@ -22,6 +22,7 @@ from core_rl_conformance.truth.oracle import OracleSequence
 __all__ = [
     "CheckLoss",
     "InfiniteGradientLoss",
+    "LogitsLoss",
     "RewardLoss",
     "SequenceMeanLoss",
     "TokenMeanLoss",
@@ -105,6 +106,40 @@ class SequenceMeanLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogitsLoss:
+    """The mean over trained tokens of ``-log p + advantage * (E[c] + mean(c * logits))``, with costs ``c [V]``.
+
+    It reads every entry of the logits, beside the log-probs: as distillation does.
+    """
+
+    temperature: float = 1.0
+
+    def spec(self) -> LossSpec:
+        return LossSpec(
+            fn=self, weight_fn=count_tokens, outputs=("logprobs", "logits"), temperature=self.temperature
+        )
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        costs = _mean_costs(output["logits"])
+        terms = -output["logprobs"] + batch["advantages"] * costs
+        mask = batch.loss_mask
+        return masked_sum(terms, mask), {"cost": Metric.mean(masked_sum(costs, mask), mask.sum())}
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        mask, advantages = sequence.fields["mask"], sequence.fields["advantages"]
+        terms = -outputs["logprobs"] + advantages * _mean_costs(outputs["logits"])
+        return terms[mask].sum(), float(mask.sum())
+
+
+def _mean_costs(logits: Tensor) -> Tensor:
+    """The expected cost of a token under ``softmax(logits [T, V])``, and the mean of costs times logits; ``[T]``."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    # Quarters from -0.75 to 0.75: exact in every dtype.
+    costs = (ids % 7 - 3).to(logits.dtype) / 4
+    return (logits.softmax(-1) * costs).sum(-1) + (logits * costs).mean(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class InfiniteGradientLoss:
     """A finite loss whose gradient is not finite: the square root at 0. For engines only."""
 
@@ -118,9 +153,10 @@ class InfiniteGradientLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """The mean over trained tokens of half the squared error of the value."""
+    """Half the squared errors of values at trained tokens and of all bootstraps, over the number of trained tokens."""
 
     temperature: float = 1.0
+    """No value depends on it."""
 
     def spec(self) -> LossSpec:
         return LossSpec(fn=self, weight_fn=count_tokens, outputs=("values",), temperature=self.temperature)
@@ -128,14 +164,16 @@ class ValueLoss:
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         mask = batch.loss_mask
         errors = output["values"] - batch["advantages"]
-        return masked_sum(0.5 * errors**2, mask), {
+        ends = output["bootstrap"] - batch["target"]
+        return masked_sum(0.5 * errors**2, mask) + (0.5 * ends**2).sum(), {
             "value_error": Metric.mean(masked_sum(errors, mask), mask.sum())
         }
 
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
         mask = sequence.fields["mask"]
         errors = (outputs["values"] - sequence.fields["advantages"])[mask]
-        return (0.5 * errors**2).sum(), float(mask.sum())
+        end = outputs["bootstrap"] - sequence.fields["target"]
+        return (0.5 * errors**2).sum() + 0.5 * end**2, float(mask.sum())
 
 
 def _count_all(batch: SequenceBatch) -> float:

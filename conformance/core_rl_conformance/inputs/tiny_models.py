@@ -2,6 +2,8 @@
 
 Their logits are peaked (near-uniform ones hide errors), their vocabularies are prime, norm weights
 differ from 1 and biases from 0, and key/value heads are fewer than query heads where the family can.
+Where the family can, their hidden sizes are odd: no number of ranks, and no alignment of a flat buffer,
+divides every parameter.
 Their generation configs are full of defaults, which no request asks for.
 """
 
@@ -48,6 +50,8 @@ class TinyModel:
     """The end-of-sequence token; None is the family's own."""
     pad_is_eos: bool = False
     """Padding has the id of the end-of-sequence token, as in many published configs."""
+    vocabulary: int | None = None
+    """The number of token ids; None is the family's own."""
 
     @property
     def vocab_size(self) -> int:
@@ -59,6 +63,8 @@ class TinyModel:
         config = CONFIGS[self.family](self.dropout)
         if self.head != "lm":
             config.num_labels = 1
+        if self.vocabulary is not None:
+            config.vocab_size = self.vocabulary
         if self.eos is not None:
             config.eos_token_id = self.eos
         if self.pad_is_eos:
@@ -70,7 +76,7 @@ def _qwen3(dropout: float) -> PretrainedConfig:
     """Grouped-query attention with norms on queries and keys, a head size of its own, tied embeddings."""
     return Qwen3Config(
         vocab_size=211,
-        hidden_size=44,
+        hidden_size=45,
         intermediate_size=70,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -125,10 +131,10 @@ def _gpt2(dropout: float) -> PretrainedConfig:
     """Absolute positions, layer norms, biases everywhere, tied embeddings; one id is both BOS and EOS."""
     return GPT2Config(
         vocab_size=163,
-        n_embd=36,
-        n_inner=58,
+        n_embd=33,
+        n_inner=57,
         n_layer=2,
-        n_head=4,
+        n_head=3,
         n_positions=MAX_LENGTH,
         bos_token_id=162,
         eos_token_id=162,
@@ -160,6 +166,7 @@ class ModelStore:
         if model not in self._built:
             name = f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
             name += "" if model.eos is None else f"-eos{model.eos}"
+            name += "" if model.vocabulary is None else f"-vocabulary{model.vocabulary}"
             path = self.root / (f"{name}-pad-is-eos" if model.pad_is_eos else name)
             build(model).save_pretrained(path)
             if model.head == "lm":

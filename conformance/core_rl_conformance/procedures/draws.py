@@ -3,21 +3,27 @@
 Each token, and each set of the most likely tokens, is drawn a binomial number of times. The tail
 probability of what was observed is exact, so the bound holds for rare tokens and few draws, where a
 chi-square statistic is only approximate; all tests of one run share it (Bonferroni).
+
+Within an answer each token is drawn from a distribution of its own, which depends on those before it. What
+is counted there is not binomial, and bets bound it as exactly: see `most_surprising_bet`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["FALSE_ALARMS", "Surprise", "binomial_tail", "most_surprising"]
+__all__ = ["FALSE_ALARMS", "Surprise", "binomial_tail", "most_surprising", "most_surprising_bet"]
 
 FALSE_ALARMS = 1e-9
 """The probability that a run of draws from the very distribution fails."""
+STAKES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
+"""Bets on fewer, and on more; of several sizes, because the best one depends on what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +88,48 @@ def _events(tokens: Sequence[int], logprobs: Tensor) -> Iterator[tuple[str, int,
         likely = sum(count for token, count in counts.items() if rank[token] < size)
         yield f"one of the {size} most likely tokens", likely, float(probabilities[order[:size]].sum())
         size *= 2
+
+
+def most_surprising_bet(answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor]) -> Surprise:
+    """The least probable thing about ``answers``, each drawn token by token from its ``logprobs [n, V]`` (float64).
+
+    Who pays ``1 - p + p * exp(s)`` before each token and gets ``exp(s)`` for an event of probability ``p``, else
+    1, plays a fair game, whatever came before. So what is left at the end exceeds ``1 / a`` with probability
+    ``a`` at most (Ville's inequality).
+    """
+    found = {what: _hits(answers, logprobs, what) for what in WITHIN}
+    draws = sum(map(len, answers))
+    worst: Surprise | None = None
+    for what, pairs in found.items():
+        won = max(
+            math.fsum(stake * hit - math.log1p(p * math.expm1(stake)) for hit, p in pairs) for stake in STAKES
+        )
+        tail = min(1.0, len(STAKES) * len(WITHIN) * math.exp(-max(won, 0.0)))
+        if worst is None or tail < worst.tail:
+            count, mean = sum(hit for hit, _ in pairs), math.fsum(p for _, p in pairs) / max(draws, 1)
+            worst = Surprise(what=what, count=count, draws=draws, probability=mean, tail=tail)
+    assert worst is not None
+    return worst
+
+
+WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
+    "a token that the answer has already": lambda before, row: torch.tensor(
+        sorted(set(before)), dtype=torch.long
+    ),
+    "the most likely token": lambda before, row: row.argmax()[None],
+    "one of the 4 most likely tokens": lambda before, row: row.topk(4).indices,
+    "the token before": lambda before, row: torch.tensor(before[-1:], dtype=torch.long),
+}
+"""What is counted within answers: its ids, after the tokens ``before``, where the log-probs are ``row [V]``."""
+
+
+def _hits(
+    answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor], what: str
+) -> list[tuple[bool, float]]:
+    """For each token, whether it was that, and with which probability."""
+    pairs = []
+    for ids, rows in zip(answers, logprobs, strict=True):
+        for place, (token, row) in enumerate(zip(ids, rows, strict=True)):
+            members = WITHIN[what](ids[:place], row)
+            pairs.append((bool((members == token).any()), min(1.0, float(row[members].exp().sum()))))
+    return pairs

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.config.engine import Head
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
@@ -17,7 +18,7 @@ from core_rl.engines.progress import EngineProgress
 from core_rl.engines.spec import EngineSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.hints.diagnose import same_named
-from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.subject import Subject
@@ -25,6 +26,7 @@ from core_rl_conformance.truth.oracle import AdamW
 
 __all__ = [
     "Saved",
+    "State",
     "elsewhere",
     "meta",
     "saved_portable",
@@ -35,9 +37,10 @@ __all__ = [
     "verify_goes_on",
     "verify_next_steps",
     "verify_state",
+    "verify_steps",
 ]
 
-LOSS = TokenMeanLoss(temperature=0.8)
+LOSSES: Mapping[Head, CheckLoss] = {"lm": TokenMeanLoss(temperature=0.8), "value": ValueLoss()}
 TWO = MicroBatchSpec(count=2)
 OPTIMIZER = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 TOTAL_STEPS = 8
@@ -75,11 +78,13 @@ def elsewhere(model: TinyModel) -> TinyModel:
     return replace(model, seed=model.seed + 100)
 
 
-def train(group: EngineGroup, subject: Subject, steps: Sequence[int]) -> list[dict[str, float]]:
-    """One update for each number, which picks its batch; the learning rate falls."""
+def train(
+    group: EngineGroup, subject: Subject, steps: Sequence[int], head: Head = "lm"
+) -> list[dict[str, float]]:
+    """One update of a model with this ``head`` for each number, which picks its batch; the learning rate falls."""
     reports = []
     for step in steps:
-        reports.append(group.train_batch(subject.data(seed=step).batch(), LOSS.spec(), TWO))
+        reports.append(group.train_batch(subject.data(seed=step).batch(), LOSSES[head].spec(), TWO))
         group.lr_scheduler_step()
     return reports
 
@@ -107,6 +112,36 @@ def verify_state(subject: Subject, what: str, group: EngineGroup, expected: Stat
     """Require that the engine's weights and moments are those, bit for bit."""
     for kind, tensors in expected.items():
         subject.verify(same_named(f"{kind} {what}", group.named_tensors(kind), tensors))
+
+
+def verify_steps(
+    subject: Subject,
+    first: int,
+    got: Sequence[Mapping[str, float]],
+    expected: Sequence[Mapping[str, float]],
+) -> None:
+    """Require that steps report what they report without the interruption, bit for bit.
+
+    ``first`` is the number of the first step. What was loaded is known to be equal, so the first number that
+    differs tells what the checkpoint lacks.
+    """
+    for number, (own, wanted) in enumerate(zip(got, expected, strict=True), first):
+        for name in (*wanted, *sorted(set(own) - set(wanted))):
+            if own.get(name) != wanted.get(name):
+                problem = (
+                    f"the state is equal after the load, and {name!r} of step {number} is {own.get(name)!r}; "
+                    f"without the interruption it is {wanted.get(name)!r}: {_lacks(name, number == first)}"
+                )
+                raise AssertionError(subject.explained(problem))
+
+
+def _lacks(name: str, at_once: bool) -> str:
+    """What makes a run differ that goes on from the same weights and moments."""
+    if name == "lr":
+        return "the progress of the schedule"
+    if at_once:
+        return "random state of dropout, or gradients that were there before the load"
+    return "the update between, so the step count of the bias correction (_set_update_count), or random state"
 
 
 def verify_file(subject: Subject, model: TinyModel, saved: Saved) -> None:
@@ -142,7 +177,15 @@ def verify_goes_on(subject: Subject, group: EngineGroup, model: TinyModel, saved
 
 def verify_next_steps(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
     """Go on from the loaded state beside a float64 AdamW that starts from it."""
+    negative = [name for name, value in group.named_tensors("exp_avg_sq").items() if bool((value < 0).any())]
+    subject.require(
+        not negative,
+        f"second moments are negative, {what}: {', '.join(negative[:6])}; exp_avg_sq is a mean of squares: does "
+        "the engine export exp_avg under its name?",
+    )
     shadow = Shadow.of(group, OPTIMIZER, TOTAL_STEPS)
-    shadow.train(subject, group, [subject.data(seed=seed).batch() for seed in (2, 3)], LOSS.spec(), TWO)
+    shadow.train(
+        subject, group, [subject.data(seed=seed).batch() for seed in (2, 3)], LOSSES[model.head].spec(), TWO
+    )
     shadow.verify(subject, group, f"two steps after it was {what}")
     verify_outputs(subject, group, model, f"two steps after it was {what}")

@@ -28,10 +28,12 @@ __all__ = [
     "Guesses",
     "Weights",
     "answers",
+    "as_response",
     "ask",
     "distributions",
     "expected_of",
     "installed",
+    "left_by_cut",
     "requests_for",
     "sequences_of",
     "verify_logprobs",
@@ -126,6 +128,30 @@ def distributions(
     """The oracle's log-probs of all tokens, float64 ``[n, V]``, where each of the ``n`` generated ones was drawn."""
     rows = _oracle(subject, weights).evaluate(sequences_of(found).for_oracle(), temperature)
     return [torch.log_softmax(part, -1) for part in _generated([row["logits"] for row in rows], found)]
+
+
+def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
+    """``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps those that nearly stay.
+
+    The larger of the two readings of top-k followed by top-p: the second one counts the probability that
+    the first one has dropped.
+    """
+    ordered = rows.sort(descending=True).values
+    keep = torch.ones_like(rows, dtype=torch.bool)
+    if sampling.top_k is not None:
+        keep &= rows >= ordered[:, sampling.top_k - 1 : sampling.top_k] - margin
+    if sampling.top_p < 1:
+        above = rows[:, None, :] > rows[:, :, None] + margin
+        before = (above * rows.exp()[:, None, :]).sum(-1)
+        keep &= before < sampling.top_p + margin
+    return rows.masked_fill(~keep, -torch.inf)
+
+
+def as_response(prompt: tuple[int, ...]) -> LLMResponse:
+    """An answer of one token, any one, to ask `distributions` what could stand there."""
+    return LLMResponse(
+        rid="", input_ids=prompt, output_ids=(0,), logprobs=(0.0,), versions=(0,), stop_reason="stop"
+    )
 
 
 def _oracle(subject: Subject, weights: Weights) -> Oracle:

@@ -6,7 +6,7 @@ amplifies the noise of tiny ones and hides bugs in large ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.outputs import OutputName
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.hints.adamw_guesses import Steps, compare_weights
-from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.hints.adamw_guesses import Found, Steps, compare_state
+from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.subject import Subject, per_sequence
 from core_rl_conformance.truth.oracle import AdamW, AdamWState
@@ -67,9 +67,12 @@ class Shadow:
 
     config: AdamW
     state: AdamWState
+    """Of the parameters that are trained."""
     total_steps: int | None = None
     """Where the learning rate has fallen linearly to 0; None keeps it."""
     lr_steps: int = 0
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    """What must stay as it is, bit for bit."""
     _start: AdamWState = field(init=False)
     _grads: list[Mapping[str, Tensor]] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
@@ -78,16 +81,24 @@ class Shadow:
         self._start = self.state.copy()
 
     @staticmethod
-    def of(group: EngineGroup, config: AdamW, total_steps: int | None = None) -> Shadow:
-        """Begin where the engine is: its weights, moments and step counts."""
+    def of(
+        group: EngineGroup, config: AdamW, total_steps: int | None = None, frozen: Collection[str] = ()
+    ) -> Shadow:
+        """Begin where the engine is: its weights, moments and step counts; ``frozen`` names what must stay."""
         progress = group.progress
         master = group.named_tensors("master")
-        state = replace(AdamWState.start(master), count=progress.updates)
-        state.exp_avg.update({name: value.double() for name, value in group.named_tensors("exp_avg").items()})
-        state.exp_avg_sq.update(
-            {name: value.double() for name, value in group.named_tensors("exp_avg_sq").items()}
+        trained = {name: value for name, value in master.items() if name not in frozen}
+        state = replace(AdamWState.start(trained), count=progress.updates)
+        first, second = group.named_tensors("exp_avg"), group.named_tensors("exp_avg_sq")
+        for moments, found in ((state.exp_avg, first), (state.exp_avg_sq, second)):
+            moments.update({name: value.double() for name, value in found.items() if name in trained})
+        return Shadow(
+            config=config,
+            state=state,
+            total_steps=total_steps,
+            lr_steps=progress.lr_steps,
+            frozen={name: value for name, value in master.items() if name in frozen},
         )
-        return Shadow(config=config, state=state, total_steps=total_steps, lr_steps=progress.lr_steps)
 
     @property
     def rate(self) -> float:
@@ -108,43 +119,43 @@ class Shadow:
     ) -> None:
         """One step of both for each batch, then one of the schedule; compare what the steps report."""
         for number, batch in enumerate(batches):
-            what = f"of step {number}"
             group.optimizer_zero_grad()
             group.forward_backward(batch, loss, mb_spec)
-            grads = group.named_tensors("grads")
-            broken = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
-            subject.require(not broken, f"gradients {what} are not finite: {', '.join(broken[:6])}")
-            reported = group.optimizer_step()
-            norm = self.config.step(self.state, grads, self.rate)
-            few = Tolerance(baseline=0.0, floor=1e-6 * norm)
-            subject.verify(compare_scalar(f"the norm {what}", reported["grad_norm"], norm, few))
-            exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
-            subject.verify(compare_scalar(f"the learning rate {what}", reported["lr"], self.rate, exact))
-            subject.require(
-                reported["update_successful"] == 1.0, f"the update {what} was not made: {reported}"
-            )
-            self._grads.append(grads)
-            self._rates.append(self.rate)
-            group.lr_scheduler_step()
-            self.lr_steps += 1
+            self.step(subject, group, f"of step {number}")
+
+    def step(self, subject: Subject, group: EngineGroup, what: str) -> None:
+        """One step of both with the gradients that the engine holds, then one of the schedule."""
+        grads = group.named_tensors("grads")
+        odd = sorted(set(grads).symmetric_difference(self.state.params))
+        subject.require(
+            not odd, f"gradients {what}: not just the trained parameters have one: {', '.join(odd[:6])}"
+        )
+        broken = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+        subject.require(not broken, f"gradients {what} are not finite: {', '.join(broken[:6])}")
+        reported = group.optimizer_step()
+        norm = self.config.step(self.state, grads, self.rate)
+        few = Tolerance(baseline=0.0, floor=1e-6 * norm)
+        subject.verify(compare_scalar(f"the norm {what}", reported["grad_norm"], norm, few))
+        exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
+        subject.verify(compare_scalar(f"the learning rate {what}", reported["lr"], self.rate, exact))
+        subject.require(reported["update_successful"] == 1.0, f"the update {what} was not made: {reported}")
+        self._grads.append(grads)
+        self._rates.append(self.rate)
+        group.lr_scheduler_step()
+        self.lr_steps += 1
 
     def verify(self, subject: Subject, group: EngineGroup, what: str) -> None:
         """Compare the engine's weights and moments with those of the float64 AdamW."""
         allowed = step_tolerances(self._start, self.state, self.config, self._grads, self._rates)
-        got = group.named_tensors("master")
+        weights = group.named_tensors("master")
+        still = {name: weights.pop(name) for name in self.frozen if name in weights}
+        if self.frozen:
+            subject.verify(same_named(f"frozen weights {what}", still, self.frozen))
+        got = Found(
+            params=weights,
+            exp_avg=group.named_tensors("exp_avg"),
+            exp_avg_sq=group.named_tensors("exp_avg_sq"),
+        )
         steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
-        finding = compare_weights(f"weights {what}", got, steps, allowed.master, subject.layout.dp)
-        subject.verify(finding)
-        subject.verify(
-            compare_named(
-                f"first moments {what}", group.named_tensors("exp_avg"), self.state.exp_avg, allowed.exp_avg
-            )
-        )
-        subject.verify(
-            compare_named(
-                f"second moments {what}",
-                group.named_tensors("exp_avg_sq"),
-                self.state.exp_avg_sq,
-                allowed.exp_avg_sq,
-            )
-        )
+        for finding in compare_state(what, got, steps, allowed, subject.layout.dp):
+            subject.verify(finding)

@@ -25,6 +25,8 @@ MODULES = {
     "gradients": 3,
     "properties": 3,
     "steps": 5,
+    "optimizer": 5,
+    "frozen": 5,
     # of inference engines; ``updates`` come last, because they use up the server
     "rollouts": 0,
     "scores": 1,

@@ -1,8 +1,9 @@
 """The plain Hugging Face model in an engine's dtype: how much error is nobody's fault.
 
 It runs the same sequences in several equivalent ways: other row orders, other cuts into batches,
-padding on either side, both attention implementations, and weights moved by one unit in the last
-place. All are right; how far they are from the oracle is the baseline of the tolerance.
+padding on either side, both attention implementations, both ways to write log-probs and entropy, and
+weights moved by one unit in the last place. All are right; how far they are from the oracle is the
+baseline of the tolerance.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class Variant:
     rows_at_once: int
     padding: Literal["left", "right"] = "right"
     attention: Literal["eager", "sdpa"] = "eager"
+    softmax: Literal["log_softmax", "logsumexp"] = "log_softmax"
+    """Entropy as ``-sum(p log p)`` or as ``lse - sum(p z)``: the second, which saves memory and which many
+    fused heads use, rounds at the size of the logits, in the backward pass too."""
     shuffle: int | None = None
     """Seed of the row order; None keeps it."""
     nudge: int | None = None
@@ -37,10 +41,10 @@ class Variant:
 
 VARIANTS = (
     Variant(rows_at_once=64),
-    Variant(rows_at_once=1, attention="sdpa"),
-    Variant(rows_at_once=5, padding="left", shuffle=1),
+    Variant(rows_at_once=1, attention="sdpa", softmax="logsumexp"),
+    Variant(rows_at_once=5, padding="left", softmax="logsumexp", shuffle=1),
     Variant(rows_at_once=64, nudge=1),
-    Variant(rows_at_once=7, attention="sdpa", shuffle=2, nudge=2),
+    Variant(rows_at_once=7, attention="sdpa", softmax="logsumexp", shuffle=2, nudge=2),
     Variant(rows_at_once=1, nudge=3),
 )
 
@@ -144,13 +148,20 @@ class PlainModel:
         found = {}
         for row, (index, start) in enumerate(zip(rows, starts, strict=True)):
             own = states[row, start : start + len(sequences[index].input_ids)]
-            outputs = _head_outputs(model, self.head, own, ids[row, start : start + len(own)], temperature)
+            outputs = _head_outputs(
+                model, self.head, variant, own, ids[row, start : start + len(own)], temperature
+            )
             found[index] = {name: value.cpu() for name, value in outputs.items()}
         return found
 
 
 def _head_outputs(
-    model: PreTrainedModel, head: OracleHead, states: Tensor, ids: Tensor, temperature: float
+    model: PreTrainedModel,
+    head: OracleHead,
+    variant: Variant,
+    states: Tensor,
+    ids: Tensor,
+    temperature: float,
 ) -> dict[str, Tensor]:
     zero = torch.zeros(1, device=states.device)
     if head != "lm":
@@ -159,12 +170,28 @@ def _head_outputs(
         return {"values": torch.cat([zero, scalars[:-1]]), "bootstrap": scalars[-1], "scores": scalars[-1]}
     embeddings = model.get_output_embeddings()
     assert isinstance(embeddings, torch.nn.Module)
-    log_p = torch.log_softmax(embeddings(states[:-1]).float() / temperature, dim=-1)
+    logits = embeddings(states[:-1]).float() / temperature
+    logprobs, entropy = (
+        _log_softmax(logits, ids[1:]) if variant.softmax == "log_softmax" else _lse(logits, ids[1:])
+    )
     return {
-        "logprobs": torch.cat([zero, log_p.gather(1, ids[1:, None])[:, 0]]),
-        "entropy": torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]),
-        "logits": torch.cat([zero.expand(1, log_p.shape[1]), embeddings(states[:-1]).float() / temperature]),
+        "logprobs": torch.cat([zero, logprobs]),
+        "entropy": torch.cat([zero, entropy]),
+        "logits": torch.cat([zero.expand(1, logits.shape[1]), logits]),
     }
+
+
+def _log_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of ``ids [L]`` and entropies, from ``logits [L, V]``."""
+    log_p = torch.log_softmax(logits, dim=-1)
+    return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def _lse(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from the log-sum-exp."""
+    lse = torch.logsumexp(logits, dim=-1)
+    p = (logits - lse[:, None]).exp()
+    return logits.gather(1, ids[:, None])[:, 0] - lse, lse - (p * logits).sum(-1)
 
 
 def _cuts(variant: Variant, count: int) -> Iterator[list[int]]:
@@ -189,6 +216,7 @@ def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> f
     zeros = torch.zeros(len(sequence.input_ids))
     names = ("logprobs", "entropy") if head == "lm" else ("values",)
     outputs = dict.fromkeys(names, zeros) | {"scores": torch.zeros(()), "bootstrap": torch.zeros(())}
+    outputs["logits"] = zeros[:, None]
     return loss(outputs, sequence)[1]
 
 

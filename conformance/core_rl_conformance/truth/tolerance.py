@@ -5,7 +5,8 @@ Hugging Face model in the engine's dtype makes over several equivalent variants 
 one can be luckily tiny. The floor is some units in the last place of the largest entry of that kind,
 because some true values are zero. Tensors are compared by their largest difference.
 
-A small error that always points the same way is a bug too: see `signed_mean`.
+An error that is small at each token and too large on the whole is a bug too, see `mean_square`, and so is
+one that always points the same way, see `signed_mean`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch import Tensor
 __all__ = [
     "FACTOR",
     "FLOOR_ULPS",
+    "MeanSquare",
     "Tolerance",
     "largest_difference",
+    "mean_square",
     "signed_mean",
     "tolerance",
     "tolerances",
@@ -115,6 +118,33 @@ def signed_mean(
     limit = FACTOR * max(abs(fmean(variant)) for variant in plain) + SIGMAS * deviation / math.sqrt(len(own))
     count = max(1, sum(error.numel() for error in errors))
     return SignedMean(mean=fmean(own), limit=limit + floor / math.sqrt(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanSquare:
+    """The root of the mean square error over tokens, and what is allowed."""
+
+    error: float
+    tolerance: Tolerance
+
+
+def mean_square(
+    errors: Sequence[Tensor], plain_errors: Sequence[Sequence[Tensor]], floor: float
+) -> MeanSquare:
+    """The rule for the whole of many tokens: 4 times the largest root mean square error of the plain model's variants.
+
+    The largest of many errors is ruled by its tail, above all in bfloat16; their mean square hardly differs
+    between equivalent computations, so that this sees a tenth of what the largest error hides. Of the floor
+    of a single token, independent roundings leave a part in ``sqrt(n)``.
+    """
+    count = max(1, sum(error.numel() for error in errors))
+    baseline = max(_root_mean_square(variant) for variant in plain_errors)
+    allowed = Tolerance(baseline=baseline, floor=floor / math.sqrt(count))
+    return MeanSquare(error=_root_mean_square(errors), tolerance=allowed)
+
+
+def _root_mean_square(errors: Sequence[Tensor]) -> float:
+    return float(torch.cat([error.double().reshape(-1) for error in errors]).square().mean().sqrt())
 
 
 def _means(errors: Sequence[Tensor]) -> list[float]:

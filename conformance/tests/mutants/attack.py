@@ -30,6 +30,7 @@ def attack(bench: Bench, mutant: Mutant, check: Check, seed: int, directory: Pat
             family=mutant.family,
             directory=directory,
             seed=seed,
+            dtype=mutant.dtype,
             partner=partner_of(check, mutant.partner),
         )
     except NotRun:

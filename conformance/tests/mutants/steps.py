@@ -226,7 +226,7 @@ MUTANTS = (
         engine=LearningRateLagsBehind, killed_by="I20.adamw", issue="slime #1152", says="of the step before"
     ),
     Mutant(
-        engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="after 4 steps"
+        engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="kept in bfloat16"
     ),
     Mutant(engine=NormsAreNotTrained, killed_by="I20.all-move", issue="pytorch #149205", says="did not move"),
     Mutant(

@@ -122,8 +122,8 @@ class OddVocabularyShifts(TensorParallelEngine):
 class NormSavedInPart(TensorParallelEngine):
     """A norm of the model's own counts as sharded when it is saved: 1/TP of it is written."""
 
-    def _shards(self) -> Iterator[shards.Shard]:
-        for shard in super()._shards():
+    def _shards(self, with_optimizer: bool) -> Iterator[shards.Shard]:
+        for shard in super()._shards(with_optimizer):
             in_part = shard.name.startswith("master/") and "_norm." in shard.name
             written = len(shard.tensor) // self.layout.tp if in_part else len(shard.tensor)
             missing = torch.zeros_like(shard.tensor[written:])

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.spec import Capability, EngineSpec
@@ -48,6 +49,7 @@ class Mutant:
     """A regular expression that the failure must match: the message points at the cause."""
     layout: ParallelLayout = DP1
     family: str = "llama"
+    dtype: DType = "float32"
     undeclared: frozenset[Capability] = frozenset()
     partner: EngineSpec | None = None
     """The correct engine beside it, for a check of a pair."""
@@ -62,7 +64,8 @@ class Mutant:
     @property
     def spec(self) -> EngineSpec:
         """The engine's spec; it declares what its layout needs."""
-        return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities())
+        half = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
+        return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities() | half)
 
 
 def name_of(engine: type) -> str:
@@ -105,6 +108,7 @@ def run_check(
     family: str,
     directory: Path,
     seed: int = 0,
+    dtype: DType = "float32",
     partner: EngineSpec | None = None,
 ) -> Subject:
     """Run one check as the plugin would; whatever it raises comes out, beside a subject with what was measured."""
@@ -114,7 +118,7 @@ def run_check(
         target=Target(spec=spec, profile=profile),
         layout=layout,
         family=family,
-        dtype="float32",
+        dtype=dtype,
         seed=seed,
         device="cpu",
         partner=Target(spec=partner, profile=Profile()) if partner else None,

@@ -198,14 +198,14 @@ def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 
 def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
     """The engine's own parallel format, and progress."""
+    with_optimizer = meta.with_optimizer and engine.config.optimizer is not None
 
     def write(directory: Path) -> None:
         shards = directory / SHARDS
         shards.mkdir(exist_ok=True)
-        engine._save_shards(shards)
+        engine._save_shards(shards, with_optimizer)
 
-    state = _state(engine, engine.config.optimizer is not None)
-    publish(meta.path, write, engine.world, kind="sharded", state=state)
+    publish(meta.path, write, engine.world, kind="sharded", state=_state(engine, with_optimizer))
 
 
 def load_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:

@@ -114,12 +114,15 @@ class TrainHooks(ABC):
 
     # ------------------------------------------------- behind a capability
 
-    def _save_shards(self, directory: Path) -> None:
-        """Write this rank's weights, moments and random state in the backend's own parallel format."""
+    def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
+        """Write this rank's weights in the backend's own parallel format, and its moments and random state if asked."""
         raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
 
     def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        """Read what `_save_shards` wrote, perhaps at another layout."""
+        """Read what `_save_shards` wrote, perhaps at another layout; without the optimizer, the weights alone.
+
+        Moments and random state then stay as they are, whether the files hold some or not.
+        """
         raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
 
     def _move(self, device: torch.device, *, model: bool, optimizer: bool) -> None:

@@ -55,7 +55,8 @@ class InferenceHooks(ABC):
         """Take new weights; tokens that they draw carry ``meta.version``. One call at a time.
 
         Requests in flight go on under the new weights or end under the old ones. Prefix caches are
-        flushed. If it raises, the old weights and their version are still there.
+        flushed, and what is cached of a request that goes on is computed anew: a token's log-prob is that
+        of one version of the weights. If it raises, the old weights and their version are still there.
         """
         raise UnsupportedCapability(
             f"{type(self).__name__} does not implement weight sync by {meta.method!r}"

@@ -158,16 +158,20 @@ class HFTrainEngine(TrainEngine):
 
     # ------------------------------------------------------ sharded checkpoint
 
-    def _save_shards(self, directory: Path) -> None:
-        write_shards(directory, self.world.rank, self._shards(), self.world.size)
+    def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
+        write_shards(directory, self.world.rank, self._shards(with_optimizer), self.world.size)
 
-    def _shards(self) -> Iterator[Shard]:
+    def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
         kinds: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq", "buffers")
-        for kind in kinds if self.optimizer is not None else ("master", "buffers"):
+        for kind in kinds if with_optimizer else ("master", "buffers"):
             for name, tensor in self._held(kind):
                 if self.world.rank == min(self._holders(tensor), default=self.world.rank):
                     part = self._local(tensor)
                     yield Shard(f"{kind}/{name}", part.tensor, tuple(tensor.shape), part.offsets)
+        if with_optimizer:
+            yield from self._random_state()
+
+    def _random_state(self) -> Iterator[Shard]:
         state = torch.get_rng_state()
         yield Shard(self._rng_name(self.world.rank), state, tuple(state.shape), (0,))
         if self.device.type == "cuda":
@@ -178,17 +182,20 @@ class HFTrainEngine(TrainEngine):
         files = ShardFiles(directory)
         self._load_named_tensors("master", _Prefixed(files, "master/"))
         self._load_named_tensors("buffers", _Prefixed(files, "buffers/"))
-        if with_optimizer and self.optimizer is not None:
+        if with_optimizer:
             self._load_named_tensors("exp_avg", _Prefixed(files, "exp_avg/"))
             self._load_named_tensors("exp_avg_sq", _Prefixed(files, "exp_avg_sq/"))
-        # The random state goes on exactly only where the number of ranks is the same.
-        if (
-            self._rng_name(self.world.size - 1) in files.names()
-            and self._rng_name(self.world.size) not in files.names()
-        ):
-            torch.set_rng_state(files.read(self._rng_name(self.world.rank)))
-            if self.device.type == "cuda" and self._rng_name(self.world.rank, "cuda") in files.names():
-                torch.cuda.set_rng_state(files.read(self._rng_name(self.world.rank, "cuda")), self.device)
+            self._load_random_state(files)
+
+    def _load_random_state(self, files: ShardFiles) -> None:
+        # It goes on exactly only where the number of ranks is the same.
+        last, none = self._rng_name(self.world.size - 1), self._rng_name(self.world.size)
+        if last not in files.names() or none in files.names():
+            return
+        torch.set_rng_state(files.read(self._rng_name(self.world.rank)))
+        own = self._rng_name(self.world.rank, "cuda")
+        if self.device.type == "cuda" and own in files.names():
+            torch.cuda.set_rng_state(files.read(own), self.device)
 
     @staticmethod
     def _rng_name(rank: int, device: str = "cpu") -> str:

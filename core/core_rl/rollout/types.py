@@ -104,7 +104,8 @@ class LLMResponse:
     versions: tuple[int, ...]
     """The version of the weights that drew each output token."""
     stop_reason: StopReason
-    """``stop``: the last token ends the answer; ``length``: the limit was reached; ``abort``: the engine gave up."""
+    """``stop``: the last token ends the answer, also where it is the last one allowed; ``length``: the limit was
+    reached without one; ``abort``: the engine gave up."""
     latency_s: float = 0.0
     """From the call to the answer, in seconds; the core fills it in."""
 

@@ -1,0 +1,159 @@
+"""What the optimizer does with the gradients: weights and moments after steps, beside a float64 AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from core_rl.config.engine import Head
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind, WeightUpdateMeta
+from core_rl.engines.progress import EngineProgress
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
+from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.truth.oracle import AdamW
+
+LOSS = TokenMeanLoss(temperature=0.8)
+TWO = MicroBatchSpec(count=2)
+FEW = (13, 2, 21, 1, 8, 17, 5, 11)
+"""Lengths of the sequences of one step, where the engine's own gradients are enough."""
+STEPS = 8
+"""Enough that a bias correction which stops early shows."""
+DECAYING = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+LONG_MEMORY = AdamW(lr=3e-3, betas=(0.99, 0.9999), weight_decay=0.1, max_grad_norm=1.0)
+"""The bias correction of its second moment still differs from 1 after 10,000 steps."""
+UPDATES = (300, 70_000)
+"""More than 8 bits count, and more than 16."""
+KINDS: tuple[TensorKind, ...] = ("params", "master", "exp_avg", "exp_avg_sq", "buffers")
+HEADS: tuple[tuple[Head, Capability, CheckLoss], ...] = (
+    ("value", Capability.VALUE_HEAD, ValueLoss()),
+    ("reward", Capability.REWARD_HEAD, RewardLoss()),
+)
+FORMATS: tuple[tuple[CheckpointFormat, Capability], ...] = (
+    ("sharded", Capability.SHARDED_CHECKPOINT),
+    ("portable", Capability.PORTABLE_CHECKPOINT),
+)
+
+
+@check("I20.adamw")
+def steps_are_those_of_adamw(subject: Subject) -> None:
+    """Weights and moments after several steps are those of a float64 AdamW on the engine's own gradients.
+
+    Why: wrong decay, epsilon or bias correction, a learning rate that lags behind its schedule, optimizer
+    math in a smaller dtype, parameters that the optimizer never got (pytorch #149205).
+    Look at: the optimizer's construction (matrices decay, norms and biases do not), ``_set_lr``, the
+    float32 master weights.
+    """
+    model = subject.model()
+    _verify_steps(subject, model, LOSS, STEPS)
+
+
+@check("I20.adamw-value-head", requires=[Capability.VALUE_HEAD], each="layout")
+def steps_with_a_value_head_are_those_of_adamw(subject: Subject) -> None:
+    """The scalar head takes the same steps as every other matrix: same learning rate, same decay.
+
+    Why: a head that is added to a loaded model is easily left out of the optimizer, or gets a learning
+    rate or a decay of its own, and a critic that hardly learns looks like a hard task.
+    Look at: whether ``score.weight`` is among the parameters that the optimizer is built with, and in the
+    group that decays; whether its float32 weight is the one that the forward pass uses.
+    """
+    _verify_steps(subject, subject.model(head="value"), ValueLoss(), 3)
+
+
+def _verify_steps(subject: Subject, model: TinyModel, loss: CheckLoss, steps: int) -> None:
+    group = subject.start(model, optimizer=optimizer_config(DECAYING, total_steps=steps + 2))
+    shadow = Shadow.of(group, DECAYING, total_steps=steps + 2)
+    batches = [subject.data(FEW, seed).batch() for seed in range(steps)]
+    shadow.train(subject, group, batches, loss.spec(), TWO)
+    what = f"after {steps} steps"
+    shadow.verify(subject, group, what)
+    verify_outputs(subject, group, model, what)
+    updates = group.progress.updates
+    subject.require(updates == steps, f"{steps} steps count as {updates} updates")
+
+
+@check("I20.update-count", each="layout")
+def bias_correction_follows_the_update_count(subject: Subject) -> None:
+    """After ``restore_progress`` with many updates, the next steps are those of an AdamW with that count.
+
+    Why: a count that is lost or kept in a small integer begins the bias correction anew, and the first
+    steps after a resume are many times too long.
+    Look at: ``_set_update_count``; the dtype of the optimizer's own step count, and whether every
+    parameter has it.
+    """
+    group = subject.start(optimizer=optimizer_config(LONG_MEMORY))
+    for updates in UPDATES:
+        group.restore_progress(EngineProgress(updates=updates))
+        shadow = Shadow.of(group, LONG_MEMORY)
+        batches = [subject.data(FEW, seed).batch() for seed in range(2)]
+        shadow.train(subject, group, batches, LOSS.spec(), ONE_PASS)
+        shadow.verify(subject, group, f"two steps after {updates} updates")
+
+
+@check("I5.export-before-step", each="layout")
+def exports_leave_the_gradients(subject: Subject) -> None:
+    """Exports, saves and uploads between the backward pass and the step change neither gradients nor the step.
+
+    Why: a gather that frees or overwrites gradients, or a save that drops them, turns the next step into
+    one without its batch; only runs that save at the wrong moment show it.
+    Look at: what ``_named_tensors`` and ``_save_shards`` do beside reading, and ``_zero_grad`` calls.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, LOSS)
+    group = subject.start(model, optimizer=optimizer_config(DECAYING))
+    shadow = Shadow.of(group, DECAYING)
+    metrics = group.forward_backward(data.batch(), LOSS.spec(), TWO)
+    for kind in KINDS:
+        group.named_tensors(kind)
+        subject.verify_gradients(f"after an export of {kind!r}", group, metrics, expected)
+    for what in _saved(subject, group):
+        subject.verify_gradients(f"after {what}", group, metrics, expected)
+    shadow.step(subject, group, "of the step after exports")
+    shadow.verify(subject, group, "after exports between backward pass and step")
+
+
+def _saved(subject: Subject, group: EngineGroup) -> Iterator[str]:
+    """Save in every format, and upload; says what was done."""
+    for format_, needed in FORMATS:
+        if subject.spec.supports(needed):
+            group.save(SaveLoadMeta(path=str(subject.directory(format_)), format=format_))
+            yield f"save() as {format_!r}"
+    if subject.spec.supports(Capability.SYNC_DISK):
+        group.upload_weights(WeightUpdateMeta(version=1, path=str(subject.directory("upload"))))
+        yield "upload_weights()"
+
+
+@check("I20.all-move", each="layout")
+def every_parameter_moves(subject: Subject) -> None:
+    """One step moves every trainable parameter, and every part of the ones that a gradient reaches.
+
+    Why: parameters that the optimizer does not know, or a kernel that drops ``requires_grad``, are never
+    trained and nothing fails (pytorch #149205, verl #6913).
+    Look at: what is given to the optimizer, and whether it was built before the parameters were replaced.
+    """
+    _verify_move(subject, subject.model(), subject.data(), LOSS)
+    for head, needed, loss in HEADS:
+        if subject.spec.supports(needed):
+            _verify_move(subject, subject.model(head=head), subject.data(FEW), loss)
+
+
+def _verify_move(subject: Subject, model: TinyModel, data: Ragged, loss: CheckLoss) -> None:
+    expected = subject.gradients(model, data, loss)
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    before = group.named_tensors("master")
+    group.train_batch(data.batch(), loss.spec(), ONE_PASS)
+    after = group.named_tensors("master")
+    for name, grad in expected.oracle.grads.items():
+        reached = grad.abs() > 100 * expected.tolerances[name].limit
+        still = int(((after[name] == before[name]) & reached).sum())
+        subject.require(
+            not still, f"{still} of {int(reached.sum())} entries of {name} have a gradient and did not move"
+        )
+        subject.require(bool(torch.isfinite(after[name]).all()), f"{name} is not finite after one step")

@@ -1,0 +1,119 @@
+"""Checkpoints in the engine's own format: training goes on as if nothing had happened, here and on other ranks."""
+
+from __future__ import annotations
+
+from core_rl.engines.spec import Capability
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.procedures.moving import (
+    elsewhere,
+    meta,
+    start,
+    state,
+    train,
+    verify_next_steps,
+    verify_state,
+    verify_steps,
+)
+from core_rl_conformance.subject import Subject
+
+
+@check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
+def resume_is_bitwise(subject: Subject) -> None:
+    """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
+
+    Why: moments that are dropped without a word (AReaL #1468), a scheduler that is not restored or
+    advanced twice (NeMo-RL #3171, slime #1152; a constant learning rate hides it), random state that
+    starts again.
+    Look at: ``_save_shards``/``_load_shards``: master weights, both moments, the step count of the bias
+    correction (``_set_update_count``), the random state of every rank.
+    """
+    model = subject.model(dropout=0.1)
+    group = start(subject, model)
+    train(group, subject, [0, 1])
+    group.set_version(7)
+    group.save(meta(subject.directory("checkpoint"), "sharded"))
+    saved = state(group)
+    reports = train(group, subject, [2, 3])
+    expected, progress = state(group), group.progress
+    group = start(subject, elsewhere(model))
+    train(group, subject, [5])
+    group.load(meta(subject.directory("checkpoint"), "sharded"))
+    subject.require(
+        group.get_version() == 7, f"the version is {group.get_version()} after a load; it was saved as 7"
+    )
+    verify_state(subject, "after the load", group, saved)
+    verify_steps(subject, 2, train(group, subject, [2, 3]), reports)
+    verify_state(subject, "after resuming", group, expected)
+    subject.require(group.progress == progress, f"the progress is {group.progress}; expected {progress}")
+
+
+@check(
+    "I11.resume-frozen", requires=[Capability.SHARDED_CHECKPOINT, Capability.FROZEN_PARAMETERS], each="layout"
+)
+def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
+    """The same with frozen parameters, which have no moments, and twice in a row.
+
+    Why: optimizer states that are matched by position go to the wrong parameters as soon as some have none.
+    Look at: how moments find their parameter: by name.
+    """
+    model = subject.model()
+    group = start(subject, model, frozen=["*.0.*"])
+    train(group, subject, [0])
+    group.save(meta(subject.directory("first"), "sharded"))
+    train(group, subject, [1, 2])
+    expected = state(group)
+    for step, name in ((1, "first"), (2, "second")):
+        group = start(subject, elsewhere(model), frozen=["*.0.*"])
+        group.load(meta(subject.directory(name), "sharded"))
+        train(group, subject, [step])
+        group.save(meta(subject.directory("second"), "sharded"))
+    verify_state(subject, "after resuming twice", group, expected)
+
+
+@check(
+    "I11.resume-value-head", requires=[Capability.SHARDED_CHECKPOINT, Capability.VALUE_HEAD], each="layout"
+)
+def resume_with_a_value_head_is_bitwise(subject: Subject) -> None:
+    """The same with a value head, a tensor that the language model does not have, and its moments.
+
+    Why: a critic whose head stays out of the checkpoint starts again from noise, and no actor shows it.
+    Look at: whether the head is among the tensors that ``_save_shards`` and ``_load_shards`` go through.
+    """
+    model = subject.model(head="value")
+    group = start(subject, model)
+    train(group, subject, [0, 1], "value")
+    group.save(meta(subject.directory("checkpoint"), "sharded"))
+    saved = state(group)
+    reports = train(group, subject, [2], "value")
+    expected = state(group)
+    group = start(subject, elsewhere(model))
+    train(group, subject, [5], "value")
+    group.load(meta(subject.directory("checkpoint"), "sharded"))
+    verify_state(subject, "after the load", group, saved)
+    verify_steps(subject, 2, train(group, subject, [2], "value"), reports)
+    verify_state(subject, "after resuming", group, expected)
+
+
+@check("I11.other-layout", requires=[Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL], min_layouts=2)
+def resume_on_another_layout(subject: Subject) -> None:
+    """What one layout saved, another loads: the same weights and moments, and the next steps are AdamW's.
+
+    Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
+    (AReaL #1470).
+    Look at: offsets of shards in the full tensor, and uneven shards of sizes that divide by nothing.
+    """
+    model = subject.model()
+    other = subject.case.other_layout
+    assert other is not None  # the check asks for a profile with two
+    group = start(subject, model)
+    train(group, subject, [0, 1])
+    group.save(meta(subject.directory("checkpoint"), "sharded"))
+    expected, progress = state(group), group.progress
+    group = start(subject, elsewhere(model), layout=other)
+    group.load(meta(subject.directory("checkpoint"), "sharded"))
+    what = f"loaded on {other}"
+    verify_state(subject, what, group, expected)
+    subject.require(
+        group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
+    )
+    verify_next_steps(subject, group, model, what)

@@ -1,0 +1,159 @@
+"""Checkpoints that lose what only some models have, or hold more than they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core_rl.checkpoint.shards import Shard
+from core_rl.engines.meta import SaveLoadMeta, TensorKind
+from core_rl.engines.named_tensors import NamedTensors, TensorSource
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+HEAD = "score.weight"
+
+
+class HeadNotInShards(ReferenceEngine):
+    """A sharded checkpoint leaves the value head as it was."""
+
+    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
+        value = self.config.model.head == "value"
+        old = self.model.get_parameter(HEAD).detach().clone() if value else None
+        super()._load_shards(directory, with_optimizer)
+        if old is not None:
+            with torch.no_grad():
+                self.model.get_parameter(HEAD).copy_(old)
+
+
+class FrozenModelsLoseMoments(ReferenceEngine):
+    """Where a parameter is frozen, no moments are loaded by name."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        self._portable = meta.format == "portable"
+        super().load(meta)
+
+    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
+        if not (frozen and self._portable and kind in ("exp_avg", "exp_avg_sq")):
+            super()._load_named_tensors(kind, source)
+
+
+class HeadLosesMoments(ReferenceEngine):
+    """The moments of the value head are not loaded by name."""
+
+    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        old = dict(self._named_tensors(kind)).get(HEAD) if kind in ("exp_avg", "exp_avg_sq") else None
+        kept = None if old is None else old.clone()
+        super()._load_named_tensors(kind, source)
+        if kept is not None:
+            self._quantity(self.model.get_parameter(HEAD), kind).copy_(kept)
+
+
+class LoadsMomentsUnasked(ReferenceEngine):
+    """``with_optimizer=False`` is not looked at where moments are in the files."""
+
+    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
+        super()._load_shards(directory, with_optimizer or _holds_moments(directory))
+
+
+def _holds_moments(directory: Path) -> bool:
+    return any(b"exp_avg" in file.read_bytes() for file in directory.iterdir())
+
+
+class SavesMomentsUnasked(ReferenceEngine):
+    """``with_optimizer=False`` saves moments all the same."""
+
+    def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
+        return super()._shards(self.optimizer is not None)
+
+
+class LoadsProgressUnasked(ReferenceEngine):
+    """Weights that come alone bring the version of their run."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        super().load(meta)
+        if not meta.with_optimizer:
+            self.set_version(self.get_version() + 1)
+
+
+class UploadsWhatWasBeforeTheLoad(ReferenceEngine):
+    """What was gathered for an upload is dropped by a step, and not by a load."""
+
+    _gathered: dict[str, Tensor] | None = None
+
+    def _step(self, scale: float) -> None:
+        super()._step(scale)
+        self._gathered = None
+
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind != "params":
+            yield from super()._named_tensors(kind)
+            return
+        if self._gathered is None:
+            self._gathered = {n: v.clone() for n, v in super()._named_tensors(kind) if v is not None}
+        yield from self._gathered.items()
+
+
+class MomentsSwapped(ReferenceEngine):
+    """Each moment goes out under the name of the other one, and comes in so."""
+
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        swapped: dict[TensorKind, TensorKind] = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+        return super()._named_tensors(swapped.get(kind, kind))
+
+
+ALONE, TRIP = "I11.weights-only", "I11.portable-round-trip"
+MUTANTS = (
+    Mutant(
+        engine=HeadNotInShards,
+        killed_by="I11.resume-value-head",
+        issue="a critic that starts again from noise (I11)",
+        says="first: score.weight",
+    ),
+    Mutant(
+        engine=FrozenModelsLoseMoments,
+        killed_by=TRIP,
+        issue="moments beside frozen parameters (I11)",
+        says="exp_avg after the load",
+    ),
+    Mutant(
+        engine=HeadLosesMoments,
+        killed_by=TRIP,
+        issue="a head beside the model (I11)",
+        says="exp_avg after the load: 1 of",
+    ),
+    Mutant(
+        engine=LoadsMomentsUnasked,
+        killed_by=ALONE,
+        issue="momentum of another run (I11)",
+        says="exp_avg after 'sharded' was loaded with_optimizer=False",
+    ),
+    Mutant(
+        engine=SavesMomentsUnasked,
+        killed_by=ALONE,
+        issue="an argument that is not passed on (I11)",
+        says="moments are saved all the same",
+    ),
+    Mutant(
+        engine=LoadsProgressUnasked,
+        killed_by=ALONE,
+        issue="a version of another run (I11)",
+        says="the progress after",
+    ),
+    Mutant(
+        engine=UploadsWhatWasBeforeTheLoad,
+        killed_by="I12.disk",
+        issue="caches that outlive a load (verl #7014)",
+        says="parameters of the export after a load",
+    ),
+    Mutant(
+        engine=MomentsSwapped,
+        killed_by="I11.portable-to-reference",
+        issue="moments under each other's name (I11)",
+        says="second moments are negative",
+    ),
+)

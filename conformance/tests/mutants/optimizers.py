@@ -1,0 +1,159 @@
+"""Optimizers that go wrong late, for one head, beside frozen parameters, or after an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
+from core_rl.engines.named_tensors import NamedTensors
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+
+class RightOnlyAfterAnExport(ReferenceEngine):
+    """From the third step on, the optimizer gets half of each gradient, unless an export has gathered it."""
+
+    _exported = False
+
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        self._exported = self._exported or kind == "grads"
+        yield from super()._named_tensors(kind)
+
+    def _step(self, scale: float) -> None:
+        halved = self.progress.updates > 1 and not self._exported
+        self._exported = False
+        super()._step(0.5 * scale if halved else scale)
+
+
+class ClipsByTheStepBefore(ReferenceEngine):
+    """Gradients are scaled by what the step before was clipped with; right at first."""
+
+    _scale: float | None = None
+
+    def _step(self, scale: float) -> None:
+        previous, self._scale = self._scale, scale
+        super()._step(scale if previous is None else previous)
+
+
+class HeadHasALearningRateOfItsOwn(ReferenceEngine):
+    """The scalar head learns ten times as fast."""
+
+    def _step(self, scale: float) -> None:
+        if self.config.model.head == "lm":
+            return super()._step(scale)
+        head = self.model.get_parameter("score.weight")
+        before = head.detach().clone()
+        super()._step(scale)
+        with torch.no_grad():
+            head.add_(head - before, alpha=9.0)
+        return None
+
+
+class NoClippingBesideFrozen(ReferenceEngine):
+    """Gradients are not scaled where some parameters have none."""
+
+    def _step(self, scale: float) -> None:
+        frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
+        super()._step(1.0 if frozen else scale)
+
+
+class EmbeddingIsTrainedAgain(ReferenceEngine):
+    """Tying the head turns the gradients of a frozen embedding on."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        self.model.get_input_embeddings().requires_grad_(True)
+        self._adopt(self.model)
+
+
+class BiasCorrectionStops(ReferenceEngine):
+    """The count of the bias correction ends at five."""
+
+    def _step(self, scale: float) -> None:
+        self._set_update_count(min(self.progress.updates, 4))
+        super()._step(scale)
+
+
+class CountsInOneByte(ReferenceEngine):
+    """The step count is kept modulo 256."""
+
+    def _set_update_count(self, count: int) -> None:
+        super()._set_update_count(count % 256)
+
+
+class ExportTakesTheGradients(ReferenceEngine):
+    """Gathering parameters frees the gradients."""
+
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        yield from super()._named_tensors(kind)
+        if kind == "params":
+            self._zero_grad()
+
+
+class SaveTakesTheGradients(ReferenceEngine):
+    """A save drops the gradients to make room."""
+
+    def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
+        self._zero_grad()
+        super()._save_shards(directory, with_optimizer)
+
+
+MUTANTS = (
+    Mutant(
+        engine=RightOnlyAfterAnExport,
+        killed_by="I1.training",
+        issue="what an export mends",
+        says="the (loss|norm) of step 3",
+    ),
+    Mutant(
+        engine=ClipsByTheStepBefore,
+        killed_by="I1.training",
+        issue="AReaL #1273",
+        says="the (loss|norm) of step [23]|weights after 4 steps",
+    ),
+    Mutant(
+        engine=HeadHasALearningRateOfItsOwn,
+        killed_by="I20.adamw-value-head",
+        issue="pytorch #149205",
+        says="only the head is wrong",
+    ),
+    Mutant(
+        engine=NoClippingBesideFrozen,
+        killed_by="I20.frozen",
+        issue="frozen parameters",
+        says="gradients are not clipped",
+    ),
+    Mutant(
+        engine=EmbeddingIsTrainedAgain,
+        killed_by="I20.frozen-parts",
+        issue="peft #2018",
+        says=r"1 of \d+ parameters frozen[\s\S]*unexpected",
+        family="qwen3",
+    ),
+    Mutant(
+        engine=BiasCorrectionStops,
+        killed_by="I20.adamw",
+        issue="bias correction",
+        says="stays at step 5",
+    ),
+    Mutant(
+        engine=CountsInOneByte,
+        killed_by="I20.update-count",
+        issue="NeMo-RL #3171",
+        says="wraps around at 256",
+    ),
+    Mutant(
+        engine=ExportTakesTheGradients,
+        killed_by="I5.export-before-step",
+        issue="freed by a gather",
+        says="after an export of 'params'",
+    ),
+    Mutant(
+        engine=SaveTakesTheGradients,
+        killed_by="I5.export-before-step",
+        issue="dropped by a save",
+        says=r"after save\(\) as 'sharded'",
+    ),
+)

@@ -1,0 +1,253 @@
+"""Logits and values in training, and outputs at the largest sizes: what few losses or only long batches show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.bases import Packed, Replicated
+from mutants.zoo import DP2, Mutant
+
+
+class DetachedLogits(ReferenceEngine):
+    """Logits are right and have no graph."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        return {name: value.detach() if name == "logits" else value for name, value in outputs.items()}
+
+
+class LogitsScaledInPlace(ReferenceEngine):
+    """The log-probs' kernel divides by the temperature in place, and the logits are divided again."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        if {"logits", "logprobs"} <= outputs.keys():
+            outputs["logits"] = outputs["logits"] / step.temperature
+        return outputs
+
+
+class DetachedBootstrap(ReferenceEngine):
+    """The value after the last token has no graph."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        return {name: value.detach() if name == "bootstrap" else value for name, value in outputs.items()}
+
+
+class TrainedValuesOverTemperature(ReferenceEngine):
+    """Values are divided by the temperature where they are trained."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super()._sequence(ids, step)
+        scale = step.temperature if step.trained_only else 1.0
+        return {n: v / scale if n == "values" else v for n, v in outputs.items()}
+
+
+class ValuesLoseAChunkEdge(Packed):
+    """The first row of each further chunk of values is lost."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        if output.values is None:
+            return output
+        place = torch.arange(micro_batch.num_tokens)
+        return replace(output, values=torch.where((place % 128 == 0) & (place > 0), 0.0, output.values))
+
+
+class LogitsLoseAChunkEdge(Packed):
+    """The same of logits."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        if output.logits is None:
+            return output
+        place = torch.arange(micro_batch.num_tokens)[:, None]
+        return replace(output, logits=torch.where((place % 128 == 0) & (place > 0), 0.0, output.logits))
+
+
+class ScoresBeforeTheLastPosition(ReferenceEngine):
+    """A sequence of the largest length is read one token too early."""
+
+    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        longest = self.config.model.head == "reward" and len(ids) == self.model.config.max_position_embeddings
+        return super()._sequence(ids[:-1] if longest else ids, step)
+
+
+class LongPassLosesGradients(Packed):
+    """On the second rank, the log-probs behind the 200th token of a pass have no graph."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        if output.logprobs is None or self.world.rank == 0:
+            return output
+        early = torch.arange(micro_batch.num_tokens) < 200
+        return replace(output, logprobs=torch.where(early, output.logprobs, output.logprobs.detach()))
+
+
+class SecondBlockOfTheVocabulary(ReferenceEngine):
+    """A kernel that loops over blocks of 1,024 token ids leaves the second out of the softmax."""
+
+    @staticmethod
+    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = ReferenceEngine._language_model(ids, logits, step)
+        if "logprobs" in outputs:
+            known = logits[:-1, :1024].logsumexp(-1)
+            chosen = logits[:-1].gather(1, ids[1:, None]).squeeze(1)
+            outputs["logprobs"] = F.pad(chosen - known, (1, 0))
+        return outputs
+
+
+class OddTailOfABucket(Replicated):
+    """Gradients are reduced in pairs of elements, and the last one of an odd number stays each rank's own."""
+
+    def _reduce_grads(self) -> None:
+        for parameter in self.model.parameters():
+            grad = self._quantity(parameter, "grads").contiguous()
+            flat = grad.view(-1)
+            dist.all_reduce(flat[: len(flat) // 2 * 2], group=self.world.group)
+            parameter.grad = grad
+
+
+class EqualLengthsMixed(Packed):
+    """Two sequences of one length are taken for the columns of their tokens, not for the rows."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        count = micro_batch.num_sequences
+        if count == 1 or len(set(micro_batch.lengths)) > 1 or micro_batch.max_length < 3:
+            return super()._outputs(micro_batch, step)
+        mixed = micro_batch.input_ids.view(-1, count).T.reshape(-1)
+        return super()._outputs(replace(micro_batch, input_ids=mixed), step)
+
+
+class ComputesTheSameOnce(ReferenceEngine):
+    """A sequence whose ids came before in the micro-batch takes over their outputs, without a graph."""
+
+    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        known: dict[tuple[int, ...], dict[str, Tensor]] = {}
+        rows = []
+        for ids in batch.input_ids.split(batch.lengths):
+            key = tuple(ids.tolist())
+            found = known.get(key)
+            rows.append({n: v.detach() for n, v in found.items()} if found else self._sequence(ids, step))
+            known.setdefault(key, rows[-1])
+        return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+
+class AtMost24Sequences(ReferenceEngine):
+    """Sequences behind the 24th of a micro-batch have no graph."""
+
+    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        rows = [self._sequence(ids, step) for ids in batch.input_ids.split(batch.lengths)]
+        rows[24:] = [{name: value.detach() for name, value in row.items()} for row in rows[24:]]
+        return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+
+class SkipsTheEighthMicroBatch(ReferenceEngine):
+    """The eighth micro-batch of a pass has no backward pass."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for number, part in enumerate(micro_batches):
+            loss = step(self._forward(part, step), part)
+            if not forward_only and number != 7:
+                loss.backward()
+
+
+MUTANTS = (
+    Mutant(
+        engine=DetachedLogits,
+        killed_by="I1.logits-gradients",
+        issue="distillation that trains nothing",
+        says="gradients of a loss over logits",
+    ),
+    Mutant(
+        engine=LogitsScaledInPlace,
+        killed_by="I7.logits",
+        issue="in-place temperature",
+        says="logits, all asked together",
+    ),
+    Mutant(
+        engine=DetachedBootstrap,
+        killed_by="I1.value-gradients",
+        issue="a detached output",
+        says="gradients of the value head",
+    ),
+    Mutant(
+        engine=TrainedValuesOverTemperature,
+        killed_by="I1.value-gradients",
+        issue="I8",
+        says="of the value head",
+    ),
+    Mutant(
+        engine=ValuesLoseAChunkEdge,
+        killed_by="I7.values",
+        issue="chunked kernels",
+        says="values of a long batch",
+    ),
+    Mutant(
+        engine=LogitsLoseAChunkEdge,
+        killed_by="I7.logits",
+        issue="chunked kernels",
+        says="logits of a long batch",
+    ),
+    Mutant(
+        engine=ScoresBeforeTheLastPosition,
+        killed_by="I7.scores",
+        issue="the last row of a table",
+        says="scores of a long batch",
+    ),
+    Mutant(
+        engine=LongPassLosesGradients,
+        killed_by="I7.long-batch",
+        issue="a second chunk on one rank",
+        says="gradients of a long batch",
+        layout=DP2,
+    ),
+    Mutant(
+        engine=SecondBlockOfTheVocabulary,
+        killed_by="I7.long-batch",
+        issue="kernels over blocks of the vocabulary",
+        says="logprobs of a long batch",
+    ),
+    Mutant(
+        engine=OddTailOfABucket,
+        killed_by="I1.gradients",
+        issue="padding of flat buffers",
+        says="gradients of TokenMeanLoss",
+        layout=DP2,
+        family="gpt2",
+    ),
+    Mutant(
+        engine=EqualLengthsMixed,
+        killed_by="I1.any-batch",
+        issue="a view of sequences of one length",
+        says="log-probs of a drawn batch",
+    ),
+    Mutant(
+        engine=ComputesTheSameOnce,
+        killed_by="I1.any-batch",
+        issue="samples that are the same",
+        says="gradients of a drawn batch",
+    ),
+    Mutant(
+        engine=AtMost24Sequences,
+        killed_by="I1.any-batch",
+        issue="a fixed number of rows",
+        says="gradients of a drawn batch",
+    ),
+    Mutant(
+        engine=SkipsTheEighthMicroBatch,
+        killed_by="I1.any-batch",
+        issue="a schedule of fixed length",
+        says="gradients of a drawn batch",
+    ),
+)

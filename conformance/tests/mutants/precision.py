@@ -1,0 +1,56 @@
+"""Too small a dtype, or too much noise, where no single value is far off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from mutants.bases import Packed
+from mutants.zoo import Mutant
+
+
+class Autocast(Packed):
+    """A correct engine in bfloat16: matrices multiply in it, and the softmax is in float32."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super()._outputs(micro_batch, step)
+
+
+class SoftmaxInHalf(Autocast):
+    """The upcast before the softmax is lost."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        return replace(output, logprobs=output["logprobs"].bfloat16().float())
+
+
+class NoiseEverywhere(Packed):
+    """An approximate kernel: each log-prob is off by half of what a single one may be, up or down."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        signs = 1.0 - 2.0 * (micro_batch.position_ids % 2)
+        noise = torch.where(micro_batch.position_ids > 0, 2e-5 * signs, 0.0)
+        return replace(output, logprobs=output["logprobs"] + noise)
+
+
+MUTANTS = [
+    Mutant(
+        engine=SoftmaxInHalf,
+        killed_by="I7.logprobs",
+        issue="accelerate #3979: the float32 upcast is a no-op",
+        says="every value of the output 'logprobs' is a bfloat16 number",
+        dtype="bfloat16",
+    ),
+    Mutant(
+        engine=NoiseEverywhere,
+        killed_by="I7.logprobs",
+        issue="a kernel that is a little off at every token, and at none by much",
+        says="the root mean square error of logprobs .* no single value is far off",
+    ),
+]

@@ -1,0 +1,179 @@
+"""Inference engines that are right at the first token, for most temperatures, or the first time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
+
+from core_rl.config.engine import ModelConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.inference import TopLogprobs
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
+from core_rl_conformance.reference.sampling import Answer
+from mutants.rollout_draws import Sampling
+from mutants.rollouts import Entries
+from mutants.zoo import Mutant
+
+# ----------------------------------------------------------- what is drawn
+
+
+class LowTemperatureIsGreedy(Sampling):
+    """Below a half, a temperature is taken for 0."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, temperature=0.0) if sampling.temperature < 0.5 else sampling
+
+
+class TopPIsNarrow(Sampling):
+    """What is left after top-p lacks the token that reaches it."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, top_p=sampling.top_p if sampling.top_p == 1 else 0.6 * sampling.top_p)
+
+
+class Bent(ReferenceRolloutEngine):
+    """The logits are changed before a token is drawn, and not in what is reported."""
+
+    def _bend(self, ids: Tensor, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _answer(self, entries: Entries) -> None:
+        self._prompt_lengths = max(len(request.input_ids) for request, _ in entries)
+        self._sampling = entries[0][0].sampling
+        plain: Any = self._model.generate
+
+        def generate(ids: Tensor, *, logits_processor: LogitsProcessorList, **others: object) -> object:
+            logits_processor.insert(0, self._bend)
+            return plain(ids, logits_processor=logits_processor, **others)
+
+        object.__setattr__(self._model, "generate", generate)
+        try:
+            super()._answer(entries)
+        finally:
+            object.__delattr__(self._model, "generate")
+
+
+class PenalizesRepetitionInAnswers(Bent):
+    """The server's default makes tokens that the answer has already less likely."""
+
+    def _bend(self, ids: Tensor, logits: Tensor) -> Tensor:
+        own = ids[:, self._prompt_lengths :]
+        return logits.scatter_add(1, own, torch.full(own.shape, -0.5)) if own.numel() else logits
+
+
+class TopPBeforeTemperature(Bent):
+    """Top-p counts the probabilities before the temperature."""
+
+    def _bend(self, ids: Tensor, logits: Tensor) -> Tensor:
+        return TopPLogitsWarper(self._sampling.top_p)(ids, logits) if self._sampling.top_p < 1 else logits
+
+
+# ----------------------------------------------------------- how it ends
+
+
+class LengthBeforeStop(ReferenceRolloutEngine):
+    """An answer with as many tokens as were allowed counts as cut off, whatever its last one is."""
+
+    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+        if len(answer.ids) == request.sampling.max_new_tokens:
+            answer = replace(answer, stop_reason="length")
+        return super()._response(request, answer)
+
+
+# ----------------------------------------------------------- the second time
+
+
+class RemembersDirectories(ReferenceRolloutEngine):
+    """What a directory held at the first update is what it holds for ever."""
+
+    def _load(self, model: ModelConfig) -> PreTrainedModel:
+        self._known: dict[str | None, PreTrainedModel] = getattr(self, "_known", {})
+        path = self._path if self._path is not None else model.path
+        if path not in self._known:
+            self._known[path] = super()._load(model)
+        return self._known[path]
+
+    _path: str | None = None
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        self._path = meta.path
+        super()._install_from_disk(meta)
+
+
+# ----------------------------------------------------------- long sequences
+
+
+class ScoresFiftyTokens(ReferenceRolloutEngine):
+    """Scores end at a limit of the server."""
+
+    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        rows = super()._score(batch, temperature).split(batch.lengths)
+        return torch.cat([row * (torch.arange(len(row)) < 50) for row in rows])
+
+
+class TopOfFiftyTokens(ReferenceRolloutEngine):
+    """The most likely tokens come for as many places as the server allows."""
+
+    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        top = super()._top_logprobs(batch, k, temperature)
+        rows = top.logprobs.split(batch.lengths)
+        cut = [row * (torch.arange(len(row)) < 50)[:, None] for row in rows]
+        return replace(top, logprobs=torch.cat(cut))
+
+
+MUTANTS = (
+    Mutant(
+        engine=LowTemperatureIsGreedy,
+        killed_by="I8.sampling",
+        issue="a low temperature that counts as greedy (I8)",
+        says="at temperature 0.3, without seeds: .* came 256 times",
+    ),
+    Mutant(
+        engine=PenalizesRepetitionInAnswers,
+        killed_by="I8.sampling",
+        issue="penalties of generation_config.json (I8)",
+        says="in answers of 24 tokens: a token that the answer has already",
+    ),
+    Mutant(
+        engine=TopPIsNarrow,
+        killed_by="I8.sampling-cut",
+        issue="a cut that keeps too few (I8)",
+        says=r"with top_p = .* came \d+ times in 256 draws",
+    ),
+    Mutant(
+        engine=TopPBeforeTemperature,
+        killed_by="I8.sampling-cut",
+        issue="the order of temperature and top-p (I8)",
+        says=r"with top_p = .* came \d+ times in 256 draws",
+    ),
+    Mutant(
+        engine=LengthBeforeStop,
+        killed_by="I19.stop",
+        issue="finished answers that count as cut off (I14)",
+        says="and stop_reason = 'length'; expected .* and 'stop'",
+    ),
+    Mutant(
+        engine=RemembersDirectories,
+        killed_by="I12.receive-disk",
+        issue="caches by path (verl #7014)",
+        says="after the update to version 5",
+    ),
+    Mutant(
+        engine=ScoresFiftyTokens,
+        killed_by="I7.score",
+        issue="a limit of the server's context (I14)",
+        says="sequence 0, token 50 of 64",
+    ),
+    Mutant(
+        engine=TopOfFiftyTokens,
+        killed_by="I7.top-logprobs",
+        issue="a limit of the server's context (I14)",
+        says="top 1 log-probs",
+    ),
+)
