@@ -28,7 +28,7 @@ def test_every_check_has_a_heading_where_its_failure_points(name: str) -> None:
 
 
 def test_names_choose_by_their_beginning_in_natural_order() -> None:
-    found = [check.identifier for check in chosen(CHECKS, ["I1.", "I20.frozen"])]
+    found = [check.identifier for check in chosen(CHECKS, ["I1.", "I20.adamw"])]
     assert found[-2:] == ["I20.adamw", "I20.adamw-value-head"] and len(found) > 3
     assert all(name.startswith("I1.") for name in found[:-2])
     assert found == sorted(found, key=natural_order)
