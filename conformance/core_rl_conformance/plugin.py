@@ -51,6 +51,13 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         metavar="FAMILY",
         help="only this tiny model, such as qwen3; may be given several times",
     )
+    group.addoption(
+        "--check",
+        action="append",
+        dest="core_rl_checks",
+        metavar="NAME",
+        help="only checks whose names match, such as I1.* (see core-rl checks); may be given several times",
+    )
     group.addoption("--dtype", dest="core_rl_dtype", choices=("float32", "bfloat16"), help="only this dtype")
     group.addoption(
         "--device", dest="core_rl_device", choices=("cpu", "cuda"), default="cpu", help="default: cpu"

@@ -107,6 +107,7 @@ def test_help_names_the_option(pytester: pytest.Pytester) -> None:
     ("arguments", "message"),
     [
         (["--engine=referense"], "*no installed engine is called 'referense'*Did you mean 'reference'*"),
+        (["--engine=reference", "--check=I99.*"], "*--check=I99.*: no check is called so*"),
         (["--engine=reference", "--layout=dp9"], "*--layout=dp9: the profiles have dp1*"),
         (["--engine=reference", "--model=gpt5"], "*--model=gpt5*qwen3*"),
         (["--engine=reference", "--dtype=bfloat16"], "*--dtype=bfloat16: the profiles have float32*"),

@@ -75,6 +75,14 @@ def test_all_layouts_and_models_are_run() -> None:
     assert len({case.name for case in found}) == len(found)
 
 
+def test_checks_are_chosen_by_patterns_of_their_names() -> None:
+    some = Selection(checks=("I1.*", "I20.adamw"))
+    wanted = {name for name in CHECKS if some.wants(name)}
+    assert {"I1.gradients", "I20.adamw"} <= wanted
+    assert not {"I10.export", "I20.adamw-value-head"} & wanted
+    assert some.narrowed and all(map(Selection().wants, CHECKS))
+
+
 def test_models_take_turns_over_layouts() -> None:
     found = cases(CHECKS["I4.clipping"], WIDE, Selection())
     assert [str(case.layout) for case in found] == ["dp1", "dp2", "dp4"]
@@ -130,7 +138,7 @@ def test_cases_certify_capabilities_of_their_layout_and_check() -> None:
 )
 def test_unknown_selections_are_refused(selection: Selection, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        select([WIDE], selection)
+        select([WIDE], selection, CHECKS)
 
 
 # -------------------------------------------------------------------- profile

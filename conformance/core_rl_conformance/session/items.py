@@ -53,7 +53,9 @@ class CheckFile(pytest.File):
         module = importlib.import_module(f"core_rl_conformance.checks.{self.path.stem}")
         for value in vars(module).values():
             check = check_of(value)
-            if check is not None and check.function.__module__ == module.__name__:
+            if check is None or not plan.selection.wants(check.identifier):
+                continue
+            if check.function.__module__ == module.__name__:
                 for case in self._cases(check, plan):
                     yield CheckItem.build(self, case)
 

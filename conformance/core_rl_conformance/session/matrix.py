@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
@@ -31,6 +32,8 @@ class Selection:
 
     layouts: tuple[str, ...] | None = None
     families: tuple[str, ...] | None = None
+    checks: tuple[str, ...] | None = None
+    """Patterns of identifiers, as ``I1.*``."""
     dtype: DType | None = None
     seed: int = 0
     quick: bool = False
@@ -39,7 +42,12 @@ class Selection:
     @property
     def narrowed(self) -> bool:
         """Whether it leaves something out that the profile names."""
-        return self.quick or any(part is not None for part in (self.layouts, self.families, self.dtype))
+        parts = (self.layouts, self.families, self.checks, self.dtype)
+        return self.quick or any(part is not None for part in parts)
+
+    def wants(self, identifier: str) -> bool:
+        """Whether the check ``identifier`` is selected."""
+        return self.checks is None or any(fnmatchcase(identifier, pattern) for pattern in self.checks)
 
     def of(self, profile: Profile) -> tuple[list[ParallelLayout], list[str], list[DType]]:
         """The layouts, models and dtypes of ``profile`` that are selected."""
@@ -116,7 +124,7 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     return Target(spec=spec, profile=found)
 
 
-def select(targets: Sequence[Target], selection: Selection) -> None:
+def select(targets: Sequence[Target], selection: Selection, known_checks: Collection[str]) -> None:
     """Raise `ConfigError` for a selection that is empty or unknown for every engine."""
     layouts = {str(layout) for target in targets for layout in target.profile.layouts}
     families = {family for target in targets for family in target.profile.families}
@@ -130,6 +138,11 @@ def select(targets: Sequence[Target], selection: Selection) -> None:
         f"--model={name}: the profiles have {_listed(families)}; the suite builds {', '.join(FAMILIES)}"
         for name in selection.families or ()
         if name not in families
+    ]
+    problems += [
+        f"--check={pattern}: no check is called so; `core-rl checks` lists them"
+        for pattern in selection.checks or ()
+        if not any(fnmatchcase(identifier, pattern) for identifier in known_checks)
     ]
     if selection.dtype is not None and selection.dtype not in dtypes:
         problems.append(f"--dtype={selection.dtype}: the profiles have {_listed(dtypes)}")

@@ -162,6 +162,7 @@ def _plan(config: pytest.Config) -> Plan:
     selection = Selection(
         layouts=tuple(layouts) if layouts else None,
         families=tuple(families) if families else None,
+        checks=tuple(names) if (names := config.getoption("core_rl_checks")) else None,
         dtype=config.getoption("core_rl_dtype"),
         seed=config.getoption("core_rl_seed"),
         quick=config.getoption("core_rl_quick"),
@@ -169,9 +170,9 @@ def _plan(config: pytest.Config) -> Plan:
     )
     try:
         checks = load_checks()
-        names = dict.fromkeys(config.getoption("core_rl_engines"))
-        targets = [load_target(name, checks) for name in names]
-        select(targets, selection)
+        engines = dict.fromkeys(config.getoption("core_rl_engines"))
+        targets = [load_target(name, checks) for name in engines]
+        select(targets, selection, checks)
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
     return Plan(targets, selection)
