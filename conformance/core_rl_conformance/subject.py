@@ -225,8 +225,8 @@ class Subject:
     def verify_overall(self, what: str, got: Sequence[Tensor], expected: ExpectedOutputs) -> None:
         """Require that the errors of all tokens together are small, and do not point one way."""
         __tracebackhide__ = True
-        self.verify(compare_mean_square(what, expected.mean_square(got)))
         self.verify(compare_signed_mean(what, expected.signed_mean(got)))
+        self.verify(compare_mean_square(what, expected.mean_square(got)))
 
     def verify_gradients(
         self, what: str, group: EngineGroup, metrics: Mapping[str, float], expected: ExpectedGradients

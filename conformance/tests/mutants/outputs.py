@@ -46,7 +46,7 @@ class SmallDrift(ReferenceEngine):
     def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         outputs = super()._sequence(ids, step)
         if "logprobs" in outputs:
-            outputs["logprobs"] = torch.cat([outputs["logprobs"][:1], outputs["logprobs"][1:] + 2e-5])
+            outputs["logprobs"] = torch.cat([outputs["logprobs"][:1], outputs["logprobs"][1:] + 7e-6])
         return outputs
 
 
