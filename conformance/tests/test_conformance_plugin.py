@@ -336,7 +336,7 @@ def test_last_failed_and_workers(pytester: pytest.Pytester, installed: str) -> N
         "core_rl_conformance",
         "--model=llama",
         "-k",
-        "I7.entropy or I7.logprobs or I7.logits",
+        "I7.entropy or I7.logprobs or I7.values",
     ]
     first = pytester.runpytest_subprocess(*command, "-n", "2")
     first.assert_outcomes(passed=2, failed=1)

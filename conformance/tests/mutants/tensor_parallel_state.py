@@ -156,7 +156,7 @@ MUTANTS = (
         engine=ReplicasDriftApart,
         killed_by="I20.adamw",
         issue="replicas that drift apart",
-        says="logprobs after 4 steps",
+        says="logprobs after 8 steps",
         layout=TP2,
     ),
     Mutant(
