@@ -47,6 +47,7 @@ class Profile:
     """What the suite runs for one engine."""
 
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
+    """The most telling ones first: on the first two every model and dtype is run, on others models take turns."""
     dtypes: tuple[DType, ...] = ("float32",)
     families: tuple[str, ...] = FAMILIES
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -69,9 +69,11 @@ def _places(found: list[Case]) -> list[tuple[str, str]]:
     return [(str(case.layout), case.family) for case in found]
 
 
-def test_all_layouts_and_models_are_run() -> None:
+def test_all_models_are_run_on_the_first_two_layouts_and_take_turns_on_others() -> None:
     found = cases(CHECKS["I7.logprobs"], WIDE, Selection())
-    assert set(_places(found)) == {(d, f) for d in ("dp1", "dp2", "dp4") for f in ("qwen3", "llama")}
+    everything = {(d, f) for d in ("dp1", "dp2") for f in ("qwen3", "llama")}
+    assert everything < set(_places(found)) and len(found) == len(everything) + 1
+    assert [str(case.layout) for case in found].count("dp4") == 1
     assert len({case.name for case in found}) == len(found)
 
 
@@ -102,7 +104,8 @@ def test_further_dtypes_are_run_with_fewer_models() -> None:
     target = Target(spec=spec, profile=replace(WIDE.profile, dtypes=("float32", "bfloat16")))
     found = cases(CHECKS["I7.logprobs"], target, Selection())
     halves = [case for case in found if case.dtype == "bfloat16"]
-    assert len(found) - len(halves) == 6 and len(halves) == 3
+    assert len(found) - len(halves) == 5
+    assert [str(case.layout) for case in halves] == ["dp1", "dp2"]
     assert all(Capability.BFLOAT16 in case.capabilities for case in halves)
 
 

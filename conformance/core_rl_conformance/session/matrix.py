@@ -18,6 +18,10 @@ from core_rl_conformance.profile import FAMILIES, Profile
 __all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "select"]
 
 
+FULL = 2
+"""On so many layouts of a profile everything is run: one and several ranks differ most."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """An engine under check, with its profile."""
@@ -211,7 +215,10 @@ def places_of(
     dtypes: Sequence[DType],
     quick: bool,
 ) -> Iterator[tuple[ParallelLayout, str, DType]]:
-    """Where to run. Models take turns where not all are asked for: in a quick session, and in further dtypes."""
+    """Where to run: on the first two layouts with every model; on further ones models take turns.
+
+    They do so in a quick session too, and in further dtypes, which stay on the first two layouts.
+    """
     if check.each == "engine":
         yield layouts[0], families[0], dtypes[0]
         return
@@ -220,7 +227,7 @@ def places_of(
     # Checks begin at different models, so that a session sees all of them even on a single layout.
     first = sum(map(ord, check.identifier))
     for number, dtype in enumerate(dtypes):
-        for turn, layout in enumerate(layouts, start=first + number):
-            everything = check.each == "layout and model" and number == 0 and not quick
-            chosen = families if everything else [families[turn % len(families)]]
+        for place, layout in enumerate(layouts if number == 0 else layouts[:FULL]):
+            everything = check.each == "layout and model" and number == 0 and place < FULL and not quick
+            chosen = families if everything else [families[(first + number + place) % len(families)]]
             yield from ((layout, family, dtype) for family in chosen)
