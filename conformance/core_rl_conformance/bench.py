@@ -85,6 +85,11 @@ class Bench:
     ) -> None:
         self.close()
 
+    def discard(self, name: str) -> None:
+        """End all processes of the engine ``name``: they may be gone, or in a state that nobody knows."""
+        self.groups.discard(name)
+        self.servers.discard(name)
+
     def close(self) -> None:
         """End all processes of the groups, and all inference engines."""
         try:

@@ -130,9 +130,7 @@ def partners_part(subject: Subject) -> Iterator[None]:
     except AssertionError as error:
         raise NotRun(f"the partner {_partner(subject)!r} is wrong: {_gist(error)}") from error
     except CoreRLError as error:
-        # Its processes may be gone, or in a state that nobody knows.
-        subject.bench.groups.discard(_partner(subject))
-        subject.bench.servers.discard(_partner(subject))
+        subject.bench.discard(_partner(subject))
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise NotRun(f"the partner {_partner(subject)!r} failed: {reason}") from error
 

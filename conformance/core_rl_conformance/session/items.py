@@ -116,10 +116,8 @@ class CheckItem(pytest.Item):
         except CoreRLError as error:
             if isinstance(error, RankTimeout):
                 bench.groups.hangs[self._place] += 1
-            # Its processes may be gone, or in a state that nobody knows.
             for target in filter(None, (self.case.target, self.case.partner)):
-                bench.groups.discard(target.spec.name)
-                bench.servers.discard(target.spec.name)
+                bench.discard(target.spec.name)
             raise
         finally:
             self.seconds = time.monotonic() - started

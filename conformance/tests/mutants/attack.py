@@ -38,8 +38,7 @@ def attack(bench: Bench, mutant: Mutant, check: Check, seed: int, directory: Pat
     except (AssertionError, CoreRLError) as error:
         return str(error)
     finally:
-        bench.groups.discard(spec.name)
-        bench.servers.discard(spec.name)
+        bench.discard(spec.name)
     return None
 
 
