@@ -16,7 +16,7 @@ from toy_tp.engine import TensorParallelEngine
 from core_rl.checkpoint import shards
 from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl.models.hf_engine import LocalPart
+from core_rl.models.gather import LocalPart
 from mutants.zoo import TP2, Mutant
 
 
@@ -109,11 +109,18 @@ class ShardsExportedInTheWrongOrder(TensorParallelEngine):
 
 
 class OddVocabularyShifts(TensorParallelEngine):
-    """The second part of an odd vocabulary is taken to begin at half of it, rounded down."""
+    """When it loads, the second part of an odd vocabulary is taken to begin at half of it, rounded down."""
+
+    _loads = False
+
+    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        self._loads = True
+        super()._load_named_tensors(kind, source)
+        self._loads = False
 
     def _local(self, tensor: Tensor) -> LocalPart:
         part = super()._local(tensor)
-        if isinstance(tensor, DTensor) and tensor.placements[0] == Shard(0):
+        if self._loads and isinstance(tensor, DTensor) and tensor.placements[0] == Shard(0):
             first = tensor.shape[0] // self.layout.tp * self.tensor_parallel_rank
             return replace(part, offsets=(first, *part.offsets[1:]))
         return part

@@ -26,7 +26,8 @@ from core_rl.engines.steps import MicroBatchStep
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.models.build import build_model
-from core_rl.models.hf_engine import HFTrainEngine, LocalPart
+from core_rl.models.gather import LocalPart
+from core_rl.models.hf_engine import HFTrainEngine
 from toy_tp.collectives import add_up, enter
 from toy_tp.vocabulary import Vocabulary
 
@@ -222,8 +223,8 @@ class TensorParallelEngine(HFTrainEngine):
             offsets[place.dim] = -(-tensor.shape[place.dim] // self.layout.tp) * self.tensor_parallel_rank
         return LocalPart(local, tuple(offsets))
 
-    def _full(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _copy_world(self) -> World:
+        return World(self.tensor_parallel_group)
 
     def _holders(self, tensor: Tensor) -> tuple[int, ...]:
         if isinstance(tensor, DTensor) and isinstance(tensor.placements[0], Shard):

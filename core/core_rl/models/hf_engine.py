@@ -1,13 +1,12 @@
 """`HFTrainEngine`: the hooks that all engines over one Hugging Face module and one AdamW share.
 
 It is written for replicated tensors. A sharded engine overrides the three methods that say how a
-tensor is spread: `_local`, `_full` and `_holders`.
+tensor is spread: `_local`, `_copy_world` and `_holders`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,26 +14,15 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.checkpoint.shards import Shard, ShardFiles, write_shards
+from core_rl.engines.collectives import World
 from core_rl.engines.grad_norm import GradShard
 from core_rl.engines.meta import TensorKind
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.train import TrainEngine
+from core_rl.models.gather import LocalPart, ShardGather
 from core_rl.models.optimizer import build_adamw, moment, set_moment, set_step_count
 
 __all__ = ["HFTrainEngine", "LocalPart"]
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """The part of a tensor that this rank holds, and where it begins in the full one."""
-
-    tensor: Tensor
-    offsets: tuple[int, ...]
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        """The part as slices of the full tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
 
 
 class HFTrainEngine(TrainEngine):
@@ -52,6 +40,9 @@ class HFTrainEngine(TrainEngine):
         config = self.config.optimizer
         trainable = any(parameter.requires_grad for parameter in model.parameters())
         self.optimizer = build_adamw(model.named_parameters(), config) if config and trainable else None
+        if self._copy_world().size > 1:
+            held = {name: self._local(tensor) for name, tensor in self._held("master")}
+            self._gather = ShardGather(self._copy_world(), held, self._tensor_shapes("master"))
 
     # ------------------------------------------------- how a tensor is spread
 
@@ -59,9 +50,9 @@ class HFTrainEngine(TrainEngine):
         """What this rank holds of a parameter-shaped ``tensor``; by default all of it."""
         return LocalPart(tensor, (0,) * tensor.dim())
 
-    def _full(self, tensor: Tensor) -> Tensor:
-        """The full tensor, on every rank; collective."""
-        return tensor
+    def _copy_world(self) -> World:
+        """The ranks that hold one copy of all tensors between them; by default this one alone."""
+        return World()
 
     def _holders(self, tensor: Tensor) -> tuple[int, ...]:
         """The ranks that hold the same part of ``tensor`` as this one; by default all ranks."""
@@ -101,12 +92,27 @@ class HFTrainEngine(TrainEngine):
         }
 
     def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        compute = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
-        for name, tensor in self._held(kind):
-            full = self._full(tensor)
-            if kind != "buffers":
-                full = full.to(compute if kind == "params" and not _is_float32_head(name) else torch.float32)
+        stream: Iterable[tuple[str, Tensor]] = self._held(kind)
+        if kind != "buffers":
+            stream = self._full_tensors(kind)
+        for name, full in stream:
             yield name, full if self.is_output_rank else None
+
+    def _full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, in the dtype in which ``kind`` is exported."""
+        compute = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        parts = (
+            (
+                name,
+                self._local(tensor).tensor.to(
+                    compute if kind == "params" and not _is_float32_head(name) else torch.float32
+                ),
+            )
+            for name, tensor in self._held(kind)
+        )
+        if self._copy_world().size == 1:
+            return parts
+        return self._gather.stream(parts)
 
     @torch.no_grad()
     def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:

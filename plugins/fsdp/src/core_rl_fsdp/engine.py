@@ -14,13 +14,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.engines.collectives import World
 from core_rl.engines.meta import FinetuneSpec, RankAddress
 from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
 from core_rl.errors import ConfigError
 from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.models.build import build_model
-from core_rl.models.hf_engine import HFTrainEngine, LocalPart
+from core_rl.models.gather import LocalPart
+from core_rl.models.hf_engine import HFTrainEngine
 from core_rl.models.packed import PackedModel
 from core_rl_fsdp.config import FSDPConfig
 
@@ -85,8 +87,8 @@ class FSDPEngine(HFTrainEngine):
         )
         return LocalPart(tensor.to_local(), tuple(offsets))
 
-    def _full(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _copy_world(self) -> World:
+        return self.world
 
     def _holders(self, tensor: Tensor) -> tuple[int, ...]:
         return (self.world.rank,) if isinstance(tensor, DTensor) else super()._holders(tensor)

@@ -1,0 +1,109 @@
+"""Full tensors out of the parts that ranks hold, several of them with each collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core_rl.engines.collectives import World
+from core_rl.errors import EngineContractError, raise_all
+
+__all__ = ["BUCKET_BYTES", "LocalPart", "ShardGather"]
+
+BUCKET_BYTES = 64 * 2**20
+"""Full tensors are gathered together up to this size, in bytes; a larger tensor goes alone."""
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """The part of a tensor that this rank holds, and where it begins in the full one."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The part as slices of the full tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+
+
+class ShardGather:
+    """Gathers tensors over the ranks of ``world``, which hold one copy of each between them.
+
+    ``parts`` are this rank's, by name, of any kind: all kinds of a name lie in the same places. Their
+    full shapes are ``shapes``. Making one is collective: the ranks tell each other what they hold.
+
+    Raises `EngineContractError` where the parts of all ranks do not make up a tensor.
+    """
+
+    def __init__(
+        self, world: World, parts: Mapping[str, LocalPart], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._world = world
+        self._shapes = dict(shapes)
+        self._regions = world.gather({name: part.region for name, part in parts.items()})
+        problems = [problem for name in shapes if (problem := self._problem(name)) is not None]
+        raise_all(EngineContractError, "the parts that the ranks hold", problems)
+
+    def _problem(self, name: str) -> str | None:
+        distinct = {
+            tuple((s.start, s.stop) for s in regions[name]): regions[name] for regions in self._regions
+        }
+        held, whole = sum(map(_count, distinct.values())), math.prod(self._shapes[name])
+        inside = all(
+            part.stop <= size
+            for region in distinct.values()
+            for part, size in zip(region, self._shapes[name], strict=True)
+        )
+        if held == whole and inside:
+            return None
+        return f"{name!r} {list(self._shapes[name])}: {held} of {whole} elements, at {sorted(distinct)}"
+
+    def stream(
+        self,
+        parts: Iterable[tuple[str, Tensor]],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, in the order of ``parts``, on every rank; collective, in that same order.
+
+        Args:
+            parts: names and what this rank holds of them, on the device of ``world``.
+            bucket_bytes: how much is gathered at once.
+        """
+        bucket: list[tuple[str, Tensor]] = []
+        filled = 0
+        for name, part in parts:
+            size = math.prod(self._shapes[name]) * part.element_size()
+            if bucket and (filled + size > bucket_bytes or part.dtype != bucket[0][1].dtype):
+                yield from self._gathered(bucket)
+                bucket, filled = [], 0
+            bucket.append((name, part))
+            filled += size
+        if bucket:
+            yield from self._gathered(bucket)
+
+    def _gathered(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        names = [name for name, _ in bucket]
+        sizes = [sum(_count(regions[name]) for name in names) for regions in self._regions]
+        own = torch.cat([part.detach().reshape(-1) for _, part in bucket])
+        padded = torch.cat([own, own.new_empty(max(sizes) - len(own))])
+        everything = own.new_empty(self._world.size * len(padded))
+        dist.all_gather_into_tensor(everything, padded, group=self._world.group)
+        starts = [rank * len(padded) for rank in range(self._world.size)]
+        for name in names:
+            full = own.new_empty(self._shapes[name])
+            for rank, regions in enumerate(self._regions):
+                region, count = regions[name], _count(regions[name])
+                piece = everything[starts[rank] : starts[rank] + count]
+                full[region] = piece.view([part.stop - part.start for part in region])
+                starts[rank] += count
+            yield name, full
+
+
+def _count(region: tuple[slice, ...]) -> int:
+    return math.prod(part.stop - part.start for part in region)
