@@ -76,11 +76,11 @@ def test_correct_engine_passes(bench: Bench, case: Case, tmp_path: Path) -> None
 def _differing_replicas(engine: TrainEngine) -> list[str]:
     """Replicated parameters that are not the same bits on all ranks, and gradients of them likewise."""
     assert isinstance(engine, TensorParallelEngine)
-    held = [(name, tensor) for kind in ("master", "grads") for name, tensor in engine._held(kind)]
+    held = [(name, part.tensor) for kind in ("master", "grads") for name, part in engine._held(kind)]
     own = {
-        f"{name} {number}": engine._local(tensor).tensor
+        f"{name} {number}": tensor
         for number, (name, tensor) in enumerate(held)
-        if len(engine._holders(tensor)) == engine.world.size
+        if len(engine._holders[name]) == engine.world.size
     }
     ranks = engine.world.gather(own)
     assert len(ranks) == engine.world.size > 1 and all(own)

@@ -22,9 +22,9 @@ class Replicated(ReferenceEngine):
     def _reduce_grads(self) -> None:
         if self.world.size == 1:
             return
-        for parameter in self.model.parameters():
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                grad = self._quantity(parameter, "grads")
+                grad = self._quantity(name, parameter, "grads")
                 dist.all_reduce(grad, group=self.world.group)
                 parameter.grad = grad
 

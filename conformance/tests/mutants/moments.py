@@ -50,7 +50,7 @@ class HeadLosesMoments(ReferenceEngine):
         kept = None if old is None else old.clone()
         super()._load_named_tensors(kind, source)
         if kept is not None:
-            self._quantity(self.model.get_parameter(HEAD), kind).copy_(kept)
+            self._quantity(HEAD, self.model.get_parameter(HEAD), kind).copy_(kept)
 
 
 class LoadsMomentsUnasked(ReferenceEngine):

@@ -111,8 +111,8 @@ class OddTailOfABucket(Replicated):
     """Gradients are reduced in pairs of elements, and the last one of an odd number stays each rank's own."""
 
     def _reduce_grads(self) -> None:
-        for parameter in self.model.parameters():
-            grad = self._quantity(parameter, "grads").contiguous()
+        for name, parameter in self.model.named_parameters():
+            grad = self._quantity(name, parameter, "grads").contiguous()
             flat = grad.view(-1)
             dist.all_reduce(flat[: len(flat) // 2 * 2], group=self.world.group)
             parameter.grad = grad

@@ -203,9 +203,9 @@ class TensorParallelEngine(HFTrainEngine):
     def _reduce_grads(self) -> None:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                grad = self._quantity(parameter, "grads")
-                self._reduce(name, self._local(grad).tensor)
-                parameter.grad = grad
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._reduce(name, self._local(parameter.grad).tensor)
 
     def _reduce(self, name: str, grad: Tensor) -> None:
         if partial_gradient(name):
@@ -225,11 +225,6 @@ class TensorParallelEngine(HFTrainEngine):
 
     def _copy_world(self) -> World:
         return World(self.tensor_parallel_group)
-
-    def _holders(self, tensor: Tensor) -> tuple[int, ...]:
-        if isinstance(tensor, DTensor) and isinstance(tensor.placements[0], Shard):
-            return tuple(range(self.tensor_parallel_rank, self.world.size, self.layout.tp))
-        return super()._holders(tensor)
 
 
 def _local(module: nn.Module | Tensor | None) -> Tensor:

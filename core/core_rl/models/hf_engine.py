@@ -1,7 +1,7 @@
 """`HFTrainEngine`: the hooks that all engines over one Hugging Face module and one AdamW share.
 
-It is written for replicated tensors. A sharded engine overrides the three methods that say how a
-tensor is spread: `_local`, `_copy_world` and `_holders`.
+It is written for replicated tensors. A sharded engine overrides the two methods that say how a
+tensor is spread: `_local` and `_copy_world`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,38 @@ __all__ = ["HFTrainEngine", "LocalPart"]
 class HFTrainEngine(TrainEngine):
     """A `TrainEngine` over ``self.model`` and ``self.optimizer``.
 
-    A subclass writes ``_build`` (which calls `_adopt`), ``_run`` and ``_reduce_grads``.
+    A subclass writes ``_build`` (which calls `_adopt`), ``_run`` and ``_reduce_grads``. The optimizer
+    works on this rank's parts as plain tensors, whatever type the module's parameters have.
     """
 
     model: PreTrainedModel
     optimizer: torch.optim.AdamW | None
 
     def _adopt(self, model: PreTrainedModel) -> None:
-        """Take a model whose parameters are final (sharded, on their device) and build its optimizer."""
+        """Take a model whose parameters are final (sharded, on their device) and build its optimizer.
+
+        Collective: the ranks tell each other what they hold.
+        """
         self.model = model
+        held = dict(self._held("master"))
+        self._owned = {name: self._owned_parameter(p) for name, p in model.named_parameters()}
         config = self.config.optimizer
-        trainable = any(parameter.requires_grad for parameter in model.parameters())
-        self.optimizer = build_adamw(model.named_parameters(), config) if config and trainable else None
+        trainable = any(parameter.requires_grad for parameter in self._owned.values())
+        self.optimizer = build_adamw(self._owned.values(), config) if config and trainable else None
+        ranks = self.world.gather({name: part.region for name, part in held.items()})
+        self._holders = {
+            name: tuple(rank for rank, regions in enumerate(ranks) if regions[name] == part.region)
+            for name, part in held.items()
+        }
         if self._copy_world().size > 1:
-            held = {name: self._local(tensor) for name, tensor in self._held("master")}
             self._gather = ShardGather(self._copy_world(), held, self._tensor_shapes("master"))
+
+    def _owned_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's part as a parameter for the optimizer, in the same memory."""
+        part = self._local(parameter.detach()).tensor
+        if part.shape == parameter.shape and type(parameter) is nn.Parameter:
+            return parameter
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     # ------------------------------------------------- how a tensor is spread
 
@@ -54,37 +71,40 @@ class HFTrainEngine(TrainEngine):
         """The ranks that hold one copy of all tensors between them; by default this one alone."""
         return World()
 
-    def _holders(self, tensor: Tensor) -> tuple[int, ...]:
-        """The ranks that hold the same part of ``tensor`` as this one; by default all ranks."""
-        return tuple(range(self.world.size))
-
     # ----------------------------------------------------------------- hooks
 
     def _hf_config(self) -> PretrainedConfig:
         return self.model.config
 
-    def _held(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
-        """Names and this rank's tensors of ``kind``; a tied parameter comes once."""
+    def _held(self, kind: TensorKind) -> Iterator[tuple[str, LocalPart]]:
+        """Names and this rank's parts of ``kind``; a tied parameter comes once."""
         if kind == "buffers":
             written = self.model.state_dict().keys()
-            yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in written)
+            for name, buffer in self.model.named_buffers():
+                if name in written:
+                    yield name, LocalPart(buffer, (0,) * buffer.dim())
             return
         for name, parameter in self.model.named_parameters():
+            part = self._local(parameter.detach())
             if kind in ("params", "master"):
-                yield name, parameter.detach()
+                yield name, part
             elif parameter.requires_grad:
-                yield name, self._quantity(parameter, kind)
+                yield name, LocalPart(self._quantity(name, parameter, kind), part.offsets)
 
-    def _quantity(self, parameter: nn.Parameter, kind: TensorKind) -> Tensor:
+    def _quantity(self, name: str, parameter: nn.Parameter, kind: TensorKind) -> Tensor:
+        """This rank's part of the gradient or a moment of ``parameter``."""
+        owned = self._owned[name]
         if kind == "exp_avg" or kind == "exp_avg_sq":
             if self.optimizer is None:
-                return torch.zeros_like(parameter, requires_grad=False)
-            return moment(self.optimizer, parameter, kind)
-        return torch.zeros_like(parameter, requires_grad=False) if parameter.grad is None else parameter.grad
+                return torch.zeros_like(owned, requires_grad=False)
+            return moment(self.optimizer, owned, kind)
+        if parameter.grad is None:
+            return torch.zeros_like(owned, requires_grad=False)
+        return self._local(parameter.grad).tensor
 
     def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
         if kind == "buffers":
-            return {name: tuple(buffer.shape) for name, buffer in self._held("buffers")}
+            return {name: tuple(part.tensor.shape) for name, part in self._held("buffers")}
         return {
             name: tuple(parameter.shape)
             for name, parameter in self.model.named_parameters()
@@ -92,71 +112,62 @@ class HFTrainEngine(TrainEngine):
         }
 
     def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        stream: Iterable[tuple[str, Tensor]] = self._held(kind)
-        if kind != "buffers":
-            stream = self._full_tensors(kind)
-        for name, full in stream:
+        for name, full in self._full_tensors(kind):
             yield name, full if self.is_output_rank else None
 
     def _full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, in the dtype in which ``kind`` is exported."""
-        compute = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
-        parts = (
-            (
-                name,
-                self._local(tensor).tensor.to(
-                    compute if kind == "params" and not _is_float32_head(name) else torch.float32
-                ),
-            )
-            for name, tensor in self._held(kind)
-        )
-        if self._copy_world().size == 1:
+        """Full tensors in the dtype in which ``kind`` is exported, on every rank."""
+        parts = ((name, self._in_export_dtype(kind, name, part.tensor)) for name, part in self._held(kind))
+        if kind == "buffers" or self._copy_world().size == 1:
             return parts
         return self._gather.stream(parts)
 
+    def _in_export_dtype(self, kind: TensorKind, name: str, tensor: Tensor) -> Tensor:
+        if kind == "buffers":
+            return tensor
+        half = kind == "params" and self.config.dtype == "bfloat16" and not _is_float32_head(name)
+        return tensor.to(torch.bfloat16 if half else torch.float32)
+
     @torch.no_grad()
     def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        parameters = dict(self.model.named_parameters())
-        for name, tensor in self._held(kind):
-            part = self._local(tensor)
+        for name, part in self._held(kind):
             value = source.read(name, part.region)
             if kind == "exp_avg" or kind == "exp_avg_sq":
                 if self.optimizer is not None:
-                    set_moment(self.optimizer, parameters[name], kind, self._like(tensor, value))
+                    set_moment(self.optimizer, self._owned[name], kind, value)
             else:
                 part.tensor.copy_(value)
-
-    def _like(self, tensor: Tensor, local: Tensor) -> Tensor:
-        """A tensor spread as ``tensor`` is, with this rank's part set to ``local``."""
-        result = torch.empty_like(tensor)
-        self._local(result).tensor.copy_(local)
-        return result
 
     def _set_training(self, training: bool) -> None:
         self.model.train(training)
 
     def _zero_grad(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in (*self.model.parameters(), *self._owned.values()):
             parameter.grad = None
 
     def _grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and this rank's parts of the gradients that there are."""
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, parameter.grad
+                yield name, self._local(parameter.grad).tensor
 
     def _grad_shards(self) -> Iterable[GradShard]:
         for name, grad in self._grads():
-            yield GradShard(name, self._local(grad).tensor, self._holders(grad))
+            yield GradShard(name, grad, self._holders[name])
 
     def _set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["lr"] = lr
 
     def _step(self, scale: float) -> None:
+        grads = dict(self._grads())
         if scale != 1.0:
-            torch._foreach_mul_([self._local(grad).tensor for _, grad in self._grads()], scale)
-        if self.optimizer is not None:
-            self.optimizer.step()
+            torch._foreach_mul_(list(grads.values()), scale)
+        if self.optimizer is None:
+            return
+        for name, owned in self._owned.items():
+            owned.grad = grads.get(name)
+        self.optimizer.step()
 
     def _set_update_count(self, count: int) -> None:
         if self.optimizer is not None:
@@ -170,10 +181,10 @@ class HFTrainEngine(TrainEngine):
     def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
         kinds: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq", "buffers")
         for kind in kinds if with_optimizer else ("master", "buffers"):
-            for name, tensor in self._held(kind):
-                if self.world.rank == min(self._holders(tensor), default=self.world.rank):
-                    part = self._local(tensor)
-                    yield Shard(f"{kind}/{name}", part.tensor, tuple(tensor.shape), part.offsets)
+            shapes = self._tensor_shapes(kind)
+            for name, part in self._held(kind):
+                if self.world.rank == (0 if kind == "buffers" else min(self._holders[name])):
+                    yield Shard(f"{kind}/{name}", part.tensor, shapes[name], part.offsets)
         if with_optimizer:
             yield from self._random_state()
 

@@ -16,12 +16,12 @@ __all__ = ["build_adamw", "moment", "set_moment", "set_step_count"]
 Moment = Literal["exp_avg", "exp_avg_sq"]
 
 
-def build_adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable ``parameters``; matrices decay, the rest does not.
 
-    A parameter's ``shape`` must be its full one (a DTensor's is).
+    A parameter may be a part of the full one, with as many dimensions.
     """
-    trainable = [parameter for _, parameter in parameters if parameter.requires_grad]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if decays(tuple(p.shape))], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if not decays(tuple(p.shape))], "weight_decay": 0.0},

@@ -90,9 +90,6 @@ class FSDPEngine(HFTrainEngine):
     def _copy_world(self) -> World:
         return self.world
 
-    def _holders(self, tensor: Tensor) -> tuple[int, ...]:
-        return (self.world.rank,) if isinstance(tensor, DTensor) else super()._holders(tensor)
-
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The transformer blocks, by the class names that transformers says not to split."""
