@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from core_rl.engines.collectives import World
 from core_rl.errors import UnsupportedCapability
+from core_rl.models.collectives import swap
+from core_rl.models.ulysses import spread_heads
 
 __all__ = ["PACKED_ATTENTION", "packed_attention", "register_packed_attention"]
 
@@ -22,7 +26,7 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
-def packed_attention(
+def packed_attention(  # noqa: PLR0913  the signature is transformers'
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -30,6 +34,7 @@ def packed_attention(
     attention_mask: Tensor | None,  # noqa: ARG001  transformers passes it by position
     *,
     segments: tuple[int, ...],
+    context: World | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -43,6 +48,8 @@ def packed_attention(
         query: ``[1, heads, T, D]``; ``key`` and ``value`` are ``[1, kv_heads, T, D]``.
         attention_mask: ignored; segments tell everything.
         segments: the boundaries ``cu_seqlens`` as ``B + 1`` integers.
+        context: the ranks over which the ``T`` tokens of the whole batch are spread: here are ``T / size`` of
+            them with all heads. Inside, each rank has all tokens and some heads.
         scaling: of the scores, by default ``D ** -0.5``.
         dropout: probability of dropping an attention weight.
         sliding_window: tokens that a query sees, itself included.
@@ -57,48 +64,51 @@ def packed_attention(
         )
     longest = max(end - start for start, end in zip(segments[:-1], segments[1:], strict=True))
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    if (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and softcap is None
-        and dropout == 0.0
-    ):
-        return _varlen(query, key, value, segments, longest, scaling, window), None
+    scores = _Scores(scaling, dropout, window, softcap)
+    if context is None or context.size == 1:
+        return _attend(query, key, value, segments, longest, scores), None
+    query, key, value = spread_heads(query, key, value, context)
+    return swap(_attend(query, key, value, segments, longest, scores), context, split=1, join=2), None
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """How scores become weights; see `packed_attention`. ``window`` is None where it hides nothing."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[int, ...], longest: int, scores: _Scores
+) -> Tensor:
+    """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``."""
+    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if half and scores.softcap is None and scores.dropout == 0.0:
+        return _varlen(query, key, value, segments, longest, scores)
     pieces = [
-        _segment(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            scaling,
-            dropout,
-            window,
-            softcap,
-        )
+        _segment(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scores)
         for start, end in zip(segments[:-1], segments[1:], strict=True)
     ]
-    return torch.cat(pieces, dim=2).transpose(1, 2), None
+    return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
-def _segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _segment(query: Tensor, key: Tensor, value: Tensor, scores: _Scores) -> Tensor:
     """One sequence, ``[1, heads, L, D]``."""
-    grouped = query.shape[1] != key.shape[1]
-    if softcap is not None:
-        return _softcapped(query, key, value, scaling, dropout, window, softcap)
-    if window is None or query.shape[2] <= window:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-        )
-    mask = _causal_mask(query.shape[2], window, query.device)
+    if scores.softcap is not None:
+        return _softcapped(query, key, value, scores, scores.softcap)
+    hides = scores.window is not None and query.shape[2] > scores.window
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=_causal_mask(query.shape[2], scores.window, query.device) if hides else None,
+        is_causal=not hides,
+        dropout_p=scores.dropout,
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
@@ -107,22 +117,14 @@ def _causal_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def _softcapped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float,
-) -> Tensor:
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, scores: _Scores, softcap: float) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    scores = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
-    scores = scores.masked_fill(~_causal_mask(query.shape[2], window, query.device), float("-inf"))
-    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights, dropout, training=dropout > 0) @ value
+    scale = scores.scaling if scores.scaling is not None else query.shape[-1] ** -0.5
+    capped = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
+    mask = _causal_mask(query.shape[2], scores.window, query.device)
+    weights = F.softmax(capped.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
+    return F.dropout(weights.to(query.dtype), scores.dropout, training=scores.dropout > 0) @ value
 
 
 def _varlen(
@@ -131,8 +133,7 @@ def _varlen(
     value: Tensor,
     segments: tuple[int, ...],
     longest: int,
-    scaling: float | None,
-    window: int | None,
+    scores: _Scores,
 ) -> Tensor:
     """All sequences in one kernel; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
@@ -146,8 +147,8 @@ def _varlen(
         bounds,
         longest,
         longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=scores.scaling,
+        window_size=(-1 if scores.window is None else scores.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for

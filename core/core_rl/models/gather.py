@@ -94,14 +94,16 @@ class ShardGather:
         padded = torch.cat([own, own.new_empty(max(sizes) - len(own))])
         everything = own.new_empty(self._world.size * len(padded))
         dist.all_gather_into_tensor(everything, padded, group=self._world.group)
-        starts = [rank * len(padded) for rank in range(self._world.size)]
+        received = everything.view(self._world.size, -1)
+        filled = [0] * self._world.size
         for name in names:
             full = own.new_empty(self._shapes[name])
-            for rank, regions in enumerate(self._regions):
-                region, count = regions[name], _count(regions[name])
-                piece = everything[starts[rank] : starts[rank] + count]
+            # Its own part comes last: a rank must export what it holds, should copies differ.
+            for rank in sorted(range(self._world.size), key=lambda rank: rank == self._world.rank):
+                region = self._regions[rank][name]
+                piece = received[rank, filled[rank] : filled[rank] + _count(region)]
                 full[region] = piece.view([part.stop - part.start for part in region])
-                starts[rank] += count
+                filled[rank] += len(piece)
             yield name, full
 
 

@@ -7,11 +7,14 @@ are kept for it, so that small vocabularies pay nothing for a saving that they d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from core_rl.numerics.vocabulary import VocabularyShard
 
 __all__ = ["HeadMap", "token_logits", "token_logprobs"]
 
@@ -57,6 +60,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     head: HeadMap | None = None,
     with_entropy: bool = False,
+    vocabulary: VocabularyShard | None = None,
     chunk: int = CHUNK,
     keep_bytes: int = KEEP_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
@@ -68,6 +72,9 @@ def token_logprobs(
         targets: the predicted ids, int64 ``[N]``.
         head: scale, soft cap and temperature of the logits.
         with_entropy: also return the entropy in nats.
+        vocabulary: where ``weight`` and ``bias`` hold only some rows of the head. Results are those over
+            the whole vocabulary; the gradient of ``hidden`` is this rank's part of it, and the
+            caller adds the parts up.
         chunk: rows whose logits are made at once.
         keep_bytes: the most that is kept of them for the backward pass.
 
@@ -79,7 +86,8 @@ def token_logprobs(
         weight = torch.cat([weight, bias[:, None]], dim=1)
     keep_rows = keep_bytes // (4 * len(weight)) if torch.is_grad_enabled() else 0
     apply: Any = _TokenLogprobs.apply
-    logprobs, entropy = apply(hidden, weight, targets, head or HeadMap(), with_entropy, chunk, keep_rows)
+    plan = _Plan(head or HeadMap(), with_entropy, vocabulary, chunk, keep_rows)
+    logprobs, entropy = apply(hidden, weight, targets, plan)
     return logprobs, entropy if with_entropy else None
 
 
@@ -90,6 +98,29 @@ def token_logits(
     return (head or HeadMap())(torch.nn.functional.linear(hidden, weight, bias))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How the rows are gone through."""
+
+    head: HeadMap
+    with_entropy: bool
+    vocabulary: VocabularyShard | None
+    chunk: int
+    keep_rows: int
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        return (slice(start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
+
+    def normaliser(self, logits: Tensor) -> Tensor:
+        own = torch.logsumexp(logits, dim=-1)
+        return own if self.vocabulary is None else self.vocabulary.normaliser(own)
+
+    def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        if self.vocabulary is None:
+            return targets, torch.ones_like(targets, dtype=torch.bool)
+        return self.vocabulary.locate(targets, rows)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """With z the logits, p = softmax(z) and H the entropy: d log p_y / dz = 1_y - p, and
     dH / dz = -p * (log p + H).
@@ -97,60 +128,55 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        head: HeadMap,
-        with_entropy: bool,
-        chunk: int,
-        keep_rows: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropy = torch.zeros(count if with_entropy else 0, dtype=torch.float32, device=hidden.device)
+        entropy = torch.zeros(count if plan.with_entropy else 0, dtype=torch.float32, device=hidden.device)
         normaliser = torch.empty_like(logprobs)
+        index, here = plan.locate(targets, len(weight))
         kept: list[Tensor] = []
-        for start in range(0, count, chunk):
-            rows = slice(start, start + chunk)
-            log_p = head(hidden[rows] @ weight.T)
-            normaliser[rows] = torch.logsumexp(log_p, dim=-1)
+        for rows in plan.chunks(count):
+            log_p = plan.head(hidden[rows] @ weight.T)
+            normaliser[rows] = plan.normaliser(log_p)
             log_p.sub_(normaliser[rows, None])
-            logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
-            if with_entropy:
+            logprobs[rows] = log_p.gather(1, index[rows, None]).squeeze(1)
+            if plan.with_entropy:
                 entropy[rows] = -torch.linalg.vecdot(log_p.exp(), _finite(log_p))
-            if start + len(log_p) <= keep_rows:
+            if rows.stop <= plan.keep_rows:
                 kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy, *kept)
-        ctx.head, ctx.with_entropy, ctx.chunk = head, with_entropy, chunk
+        if plan.vocabulary is not None:
+            logprobs, entropy = plan.vocabulary.add_up(torch.where(here, logprobs, 0.0), entropy)
+        ctx.save_for_backward(hidden, weight, index, here, normaliser, entropy, *kept)
+        ctx.plan = plan
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden, weight, targets, normaliser, entropy, *kept = ctx.saved_tensors
-        head: HeadMap = ctx.head
+        hidden, weight, index, here, normaliser, entropy, *kept = ctx.saved_tensors
+        plan: _Plan = ctx.plan
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # float32, because the sum over chunks of a bfloat16 gradient would be rounded each time.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for number, start in enumerate(range(0, len(hidden), ctx.chunk)):
-            rows = slice(start, start + ctx.chunk)
+        for number, rows in enumerate(plan.chunks(len(hidden))):
             again = number >= len(kept)
-            log_p = head(hidden[rows] @ weight.T).sub_(normaliser[rows, None]) if again else kept[number]
+            log_p = plan.head(hidden[rows] @ weight.T).sub_(normaliser[rows, None]) if again else kept[number]
             grad = log_p.exp()
-            if ctx.with_entropy:
+            if plan.with_entropy:
                 slope = (_finite(log_p) + entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad.mul_(slope.add_(grad_logprobs[rows, None]).neg_())
             else:
                 grad.mul_(-grad_logprobs[rows, None])
-            grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            grad = head.backward(grad, log_p, normaliser[rows, None]).to(hidden.dtype)
+            chosen = torch.where(here[rows], grad_logprobs[rows], 0.0)
+            grad.scatter_add_(1, index[rows, None], chosen[:, None])
+            grad = plan.head.backward(grad, log_p, normaliser[rows, None]).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 _add_product(grad_weight, grad, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
