@@ -15,6 +15,9 @@ SPEC = EngineSpec(
     capabilities=frozenset(
         {
             Capability.DATA_PARALLEL,
+            Capability.TENSOR_PARALLEL,
+            Capability.SEQUENCE_PARALLEL,
+            Capability.CONTEXT_PARALLEL,
             Capability.VALUE_HEAD,
             Capability.REWARD_HEAD,
             Capability.LOGITS,

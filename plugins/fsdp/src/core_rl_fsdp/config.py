@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from core_rl.config.base import Config
 from core_rl.config.engine import TrainEngineConfig
 
@@ -11,6 +13,9 @@ __all__ = ["FSDPConfig", "FSDPOptions"]
 class FSDPOptions(Config):
     """What only FSDP knows."""
 
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the sharded weights among the data-parallel ranks (hybrid sharding): 1 shards over all of them;
+    the number of machines keeps the gathering of weights inside each."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward pass and gather them again in the backward pass:
     less memory, more communication."""

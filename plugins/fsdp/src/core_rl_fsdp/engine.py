@@ -1,20 +1,20 @@
-"""The FSDP2 engine: a packed Hugging Face model, sharded over the data-parallel ranks."""
+"""The FSDP2 engine: a packed Hugging Face model, sharded over data, context and tensor parallel ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.collectives import World
+from core_rl.engines.collectives import RankGroups, World
 from core_rl.engines.meta import FinetuneSpec, RankAddress
 from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
@@ -24,25 +24,42 @@ from core_rl.models.build import build_model
 from core_rl.models.gather import LocalPart
 from core_rl.models.hf_engine import HFTrainEngine
 from core_rl.models.packed import PackedModel
+from core_rl.models.ulysses import check_heads
 from core_rl_fsdp.config import FSDPConfig
+from core_rl_fsdp.meshes import SHARD, TENSOR, Meshes
+from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 __all__ = ["FSDPEngine"]
 
 
 class FSDPEngine(HFTrainEngine):
-    """Weights, gradients and optimizer state are sharded over all ranks; each rank sees other sequences."""
+    """Weights, gradients and optimizer state are sharded; see `Meshes` for over which ranks."""
 
     config: FSDPConfig
+
+    def _groups(self, world: World) -> RankGroups:
+        self._meshes = Meshes(world, self.layout, self.config.options.replicas)
+        return self._meshes.groups
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
         register_packed_attention()
         model = build_model(self.config.model, seed=self.config.seed, attn_implementation=PACKED_ATTENTION)
+        self._check_layout(model)
         if self.config.options.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._packed = PackedModel(model, self.config.model.head).to(self.device)
-        mesh = init_device_mesh(self.device.type, (self.world.size,), mesh_dim_names=("dp",))
-        self._shard_modules(self._packed, mesh)
+        self._packed = PackedModel(model, self.config.model.head, self._meshes.shards).to(self.device)
+        self._partial: frozenset[str] = frozenset()
+        if self.layout.tp > 1:
+            self._partial = apply_tensor_parallel(model, self._meshes.tensor, self._meshes.shards)
+        self._shard_modules(self._packed, self._meshes.data)
         self._adopt(model)
+
+    def _check_layout(self, model: PreTrainedModel) -> None:
+        """Refuse what the model cannot take, before anything is moved or cut."""
+        if self.layout.tp > 1:
+            check_tensor_parallel(model, self.layout.tp)
+        if self.layout.cp > 1:
+            check_heads(model.config.get_text_config().num_attention_heads // self.layout.tp, self.layout.cp)
 
     def _shard_modules(self, packed: PackedModel, mesh: DeviceMesh) -> None:
         reshard = self.config.options.reshard_after_forward
@@ -54,12 +71,14 @@ class FSDPEngine(HFTrainEngine):
             # The scalar head computes in float32, whatever the blocks do.
             fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
         fully_shard(packed, mesh=mesh, mp_policy=policy)
-        for module in packed.modules():
-            if isinstance(module, FSDPModule):
-                # The core has already divided the loss by the global weight, so ranks add up. FSDP
-                # would average, and gloo has no pre-multiplied sum.
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+        for module in self._sharded():
+            # The core has already divided the loss by the global weight, so ranks add up. FSDP
+            # would average, and gloo has no pre-multiplied sum.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+    def _sharded(self) -> Iterator[FSDPModule]:
+        return (module for module in self._packed.modules() if isinstance(module, FSDPModule))
 
     def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
         for micro_batch in micro_batches:
@@ -70,25 +89,50 @@ class FSDPEngine(HFTrainEngine):
         if forward_only:
             # A backward pass frees the root's gathered weights; without one they would stay, and the
             # next forward pass would use them although the shards may have changed by then.
-            for module in self._packed.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            for module in self._sharded():
+                module.reshard()
 
     def _reduce_grads(self) -> None:
-        """FSDP adds up over ranks in each backward pass."""
+        """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
+        grads = [grad for name, grad in self._grads() if name in self._partial]
+        if grads:
+            total = torch.cat([grad.reshape(-1) for grad in grads])
+            dist.all_reduce(total, group=self._meshes.shards.tensor.group)
+            for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     # ------------------------------------------------- how a tensor is spread
 
     def _local(self, tensor: Tensor) -> LocalPart:
         if not isinstance(tensor, DTensor):
             return super()._local(tensor)
-        _, offsets = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        return LocalPart(tensor.to_local(), tuple(offsets))
+        bounds = [(0, size) for size in tensor.shape]
+        # FSDP cuts along the first dimension what tensor parallelism has left.
+        for axis in (TENSOR, SHARD):
+            dim = _cut(tensor, axis)
+            if dim is not None:
+                mesh = self._meshes.weights[axis]
+                bounds[dim] = _piece(bounds[dim], mesh.size(), mesh.get_local_rank())
+        return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
 
     def _copy_world(self) -> World:
-        return self.world
+        return self._meshes.copy
+
+
+def _cut(tensor: DTensor, axis: str) -> int | None:
+    """The dimension along which ``tensor`` is cut over a dimension of its mesh."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if axis not in names:
+        return None
+    placement = tensor.placements[names.index(axis)]
+    return None if isinstance(placement, Replicate) else int(getattr(placement, "dim"))  # noqa: B009  strided or not
+
+
+def _piece(bounds: tuple[int, int], count: int, number: int) -> tuple[int, int]:
+    """What `torch.chunk` gives: all pieces but the last ones are equally large."""
+    start, stop = bounds
+    size = -(-(stop - start) // count)
+    return min(stop, start + size * number), min(stop, start + size * (number + 1))
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -1,0 +1,224 @@
+"""Tensor parallelism by a plan of `ParallelStyle`s, made from the plan that transformers gives its models.
+
+Weights become `DTensor`s; modules compute with this rank's part of them as a plain tensor, so sizes
+need not divide and there is one collective at each end of a pair of matrices (arXiv:1909.08053). With
+sequence parallelism the tokens between the pairs are spread as well (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from transformers import PreTrainedModel
+
+from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.models.collectives import add_up, enter, gather, scatter_sum
+from core_rl.models.shards import ModelShards
+
+__all__ = ["apply_tensor_parallel", "check_tensor_parallel"]
+
+COLUMN, ROW = "colwise", "rowwise"
+REPLICATED = ("replicated_with_grad_allreduce",)
+"""Styles of transformers for weights that every rank has in full inside its part of an attention layer."""
+
+
+def check_tensor_parallel(model: PreTrainedModel, degree: int) -> None:
+    """Raise `UnsupportedCapability` for a model without a plan, and `LayoutError` for sizes that do not fit."""
+    config = model.config.get_text_config()
+    for modules in _split(model).values():
+        for name in modules:
+            module = model.base_model.get_submodule(name)
+            if not isinstance(module, nn.Linear):
+                raise UnsupportedCapability(
+                    f"tensor parallelism needs plain linear layers, and {name} of {type(model).__name__} is a "
+                    f"{type(module).__name__}; set tp to 1 and use dp or cp"
+                )
+    heads = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    }
+    wrong = [f"{name}={count}" for name, count in heads.items() if count % degree]
+    if wrong:
+        raise LayoutError(
+            f"tp={degree} does not divide {' and '.join(wrong)} of {type(model).__name__}; "
+            "choose a tp that divides them, or use cp"
+        )
+    rows = -(-config.vocab_size // degree)
+    if rows * (degree - 1) >= config.vocab_size:
+        raise LayoutError(f"tp={degree} leaves ranks without a row of vocab_size={config.vocab_size}")
+
+
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelShards) -> frozenset[str]:
+    """Shard ``model`` in place over ``mesh``.
+
+    Returns the names of the parameters that every rank has in full and of whose gradients it gets a
+    part: they are to be added up over the ranks of ``mesh``.
+    """
+    split = _split(model)
+    styles: dict[str, ParallelStyle] = {}
+    for name in split[COLUMN]:
+        styles[name] = _Columns()
+    for name in split[ROW]:
+        styles[name] = _Rows(shards)
+    for name in {name.rpartition(".")[0] for name in split[COLUMN]}:
+        styles[name] = _Entrance(shards)
+    parallelize_module(model.base_model, mesh, styles)
+    _shard_vocabulary(model, mesh, shards)
+    return frozenset(_partial(model, split, shards))
+
+
+def _split(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The modules of ``model.base_model`` that transformers' plan cuts by columns and by rows."""
+    plan: Mapping[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    names = [name for name, _ in model.base_model.named_modules()]
+    split: dict[str, list[str]] = {COLUMN: [], ROW: []}
+    for pattern, style in plan.items():
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if style in split:
+            split[style] += found
+        elif found and style not in REPLICATED:
+            raise UnsupportedCapability(
+                f"the tensor parallel plan of {type(model).__name__} asks for {style!r} at {pattern}, which is "
+                "not supported; set tp to 1 and use dp or cp"
+            )
+    if not split[COLUMN] or not split[ROW]:
+        raise UnsupportedCapability(
+            f"{type(model).__name__} has no tensor parallel plan (base_model_tp_plan); set tp to 1 and use dp or cp"
+        )
+    return split
+
+
+def _partial(model: PreTrainedModel, split: Mapping[str, list[str]], shards: ModelShards) -> Iterator[str]:
+    inside = tuple(f"{model.base_model_prefix}.{name.rpartition('.')[0]}." for name in split[COLUMN])
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or name.startswith("score."):
+            continue
+        row_bias = any(name == f"{model.base_model_prefix}.{row}.bias" for row in split[ROW])
+        # Inside, each rank has other heads or columns; outside, other tokens, if tokens are spread.
+        if shards.sequence_parallel or (name.startswith(inside) and not row_bias):
+            yield name
+
+
+class _Columns(ParallelStyle):
+    """``x -> x @ own rows of the weight``: this rank's output features."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, "weight", device_mesh, 0)
+        _distribute(module, "bias", device_mesh, 0)
+        _compute_by(module, partial(_columns, cast("nn.Linear", module)))
+        return module
+
+
+class _Rows(ParallelStyle):
+    """``own input features -> the sum over ranks``, and the bias once."""
+
+    def __init__(self, shards: ModelShards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, "weight", device_mesh, 1)
+        _compute_by(module, partial(_rows, cast("nn.Linear", module), self._shards))
+        return module
+
+
+class _Entrance(ParallelStyle):
+    """Hidden states on their way into the matrices of one module."""
+
+    def __init__(self, shards: ModelShards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        return module
+
+    def _enter(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (self._entered(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._entered(kwargs["hidden_states"])}
+
+    def _entered(self, hidden: Tensor) -> Tensor:
+        """``[1, T, H]``, all tokens of this context parallel rank."""
+        if self._shards.sequence_parallel:
+            return gather(hidden, self._shards.tensor, 1, partial=True)
+        return enter(hidden, self._shards.tensor)
+
+
+def _shard_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelShards) -> None:
+    """Spread the rows of the embedding, and of the head if there is one; a tied head stays tied."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    assert isinstance(embedding, nn.Embedding)  # of every causal language model
+    tied = isinstance(head, nn.Module) and head.weight is embedding.weight
+    _distribute(embedding, "weight", mesh, 0)
+    _compute_by(embedding, partial(_embed, embedding, shards))
+    if isinstance(head, nn.Module):
+        if tied:
+            head.register_parameter("weight", cast("nn.Parameter", embedding.weight))
+        else:
+            _distribute(head, "weight", mesh, 0)
+        _distribute(head, "bias", mesh, 0)
+
+
+def _columns(module: nn.Linear, hidden: Tensor) -> Tensor:
+    bias: object = module.bias
+    return F.linear(hidden, _own(module.weight), _own(bias) if isinstance(bias, Tensor) else None)
+
+
+def _rows(module: nn.Linear, shards: ModelShards, hidden: Tensor) -> Tensor:
+    bias: object = module.bias
+    output = _left(F.linear(hidden, _own(module.weight)), shards)
+    return output + bias if isinstance(bias, Tensor) else output
+
+
+def _embed(module: nn.Embedding, shards: ModelShards, ids: Tensor) -> Tensor:
+    weight = _own(module.weight)
+    start = -(-module.num_embeddings // shards.tensor.size) * shards.tensor.rank
+    here = (ids >= start) & (ids < start + len(weight))
+    padding = module.padding_idx
+    if padding is not None:  # a row without a gradient
+        padding = padding - start if start <= padding < start + len(weight) else None
+    embedded = F.embedding((ids - start).where(here, 0), weight, padding_idx=padding)
+    # Selected, not multiplied: another rank's row must not count, whatever the first row holds.
+    embedded = embedded.where(here[..., None], 0.0)
+    scale = getattr(module, "embed_scale", None)  # Gemma 3 scales in the embedding
+    output = _left(embedded, shards)
+    return output if scale is None else output * scale.to(output.dtype)
+
+
+def _left(value: Tensor, shards: ModelShards) -> Tensor:
+    """The sum over ranks of ``[1, T, H]``: everywhere, or each rank's tokens of it."""
+    if shards.sequence_parallel:
+        return scatter_sum(value, shards.tensor, 1)
+    return add_up(value, shards.tensor)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's part, with its graph."""
+    return cast("DTensor", parameter).to_local()
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Cut a parameter, equal on all ranks, along ``dim``; without communication."""
+    parameter = getattr(module, name, None)
+    if isinstance(parameter, nn.Parameter):
+        spread = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+
+
+def _compute_by(module: nn.Module, function: Callable[..., Tensor]) -> None:
+    module.forward = function
