@@ -131,10 +131,10 @@ def _gpt2(dropout: float) -> PretrainedConfig:
     """Absolute positions, layer norms, biases everywhere, tied embeddings; one id is both BOS and EOS."""
     return GPT2Config(
         vocab_size=163,
-        n_embd=33,
+        n_embd=36,
         n_inner=57,
         n_layer=2,
-        n_head=3,
+        n_head=4,
         n_positions=MAX_LENGTH,
         bos_token_id=162,
         eos_token_id=162,

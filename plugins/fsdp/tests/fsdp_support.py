@@ -34,20 +34,48 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def fsdp_config(dp: int, dtype: Any = "float32", head: Any = "lm", **options: Any) -> FSDPConfig:
-    """The FSDP engine on ``dp`` ranks."""
+UNEVEN = TINY | {
+    "model_type": "llama",
+    "hidden_size": 28,
+    "intermediate_size": 42,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+}
+"""Four ranks get different numbers of rows, columns and vocabulary entries."""
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "vocab_size": VOCABULARY,
+}
+
+
+def fsdp_config(
+    layout: int | ParallelLayout,
+    dtype: Any = "float32",
+    head: Any = "lm",
+    model: dict[str, Any] = TINY,
+    **options: Any,
+) -> FSDPConfig:
+    """The FSDP engine; a number is that of data-parallel ranks."""
     return FSDPConfig(
-        model=ModelConfig(config=TINY, head=head),
+        model=ModelConfig(config=model, head=head),
         optimizer=OPTIMIZER,
         dtype=dtype,
-        layout=ParallelLayout(dp=dp),
+        layout=ParallelLayout(dp=layout) if isinstance(layout, int) else layout,
         options=FSDPOptions(**options),
     )
 
 
-def reference_config() -> TrainEngineConfig:
+def reference_config(model: dict[str, Any] = TINY, head: Any = "lm") -> TrainEngineConfig:
     """The reference engine with the same weights and optimizer."""
-    return ReferenceConfig(model=ModelConfig(config=TINY), optimizer=OPTIMIZER)
+    return ReferenceConfig(model=ModelConfig(config=model, head=head), optimizer=OPTIMIZER)
 
 
 def make_batch(seed: int, lengths: tuple[int, ...] = (5, 19, 3, 1, 11, 8, 2)) -> SequenceBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsdp_support as support
 import pytest
@@ -62,7 +63,7 @@ def train(group: EngineGroup, first: int, last: int) -> list[float]:
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "reshard_after_forward": False}])
 def test_gradients_equal_the_plain_model(
-    group: EngineGroup, expected: dict[str, dict[str, torch.Tensor]], dp: int, options: dict[str, bool]
+    group: EngineGroup, expected: dict[str, dict[str, torch.Tensor]], dp: int, options: dict[str, Any]
 ) -> None:
     group.initialize(config=support.fsdp_config(dp, **options))
     group.forward_backward(support.make_batch(0), LOSS, BUDGET)

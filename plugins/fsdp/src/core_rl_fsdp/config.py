@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from core_rl.config.base import Config
@@ -19,6 +21,9 @@ class FSDPOptions(Config):
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward pass and gather them again in the backward pass:
     less memory, more communication."""
+    reduce_scatter: Literal["each", "last"] = "each"
+    """Reduce gradients after each micro-batch, or only after the last one of a pass: less communication, and a
+    whole float32 gradient on each rank until then."""
     gradient_checkpointing: bool = False
     """Keep only the input of each block and compute its activations again in the backward pass."""
 

@@ -70,7 +70,7 @@ class FSDPEngine(HFTrainEngine):
         if packed.head != "lm":
             # The scalar head computes in float32, whatever the blocks do.
             fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
-        fully_shard(packed, mesh=mesh, mp_policy=policy)
+        self._packed_root = fully_shard(packed, mesh=mesh, mp_policy=policy)
         for module in self._sharded():
             # The core has already divided the loss by the global weight, so ranks add up. FSDP
             # would average, and gloo has no pre-multiplied sum.
@@ -81,7 +81,9 @@ class FSDPEngine(HFTrainEngine):
         return (module for module in self._packed.modules() if isinstance(module, FSDPModule))
 
     def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        for micro_batch in micro_batches:
+        each = self.config.options.reduce_scatter == "each"
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            self._packed_root.set_requires_gradient_sync(each or number == len(micro_batches))
             outputs = self._packed(micro_batch, step.outputs, step.temperature, step.trained_only)
             loss = step(ModelOutput(**outputs), micro_batch)
             if not forward_only:

@@ -1,0 +1,137 @@
+"""Every layout of the FSDP engine gives the gradients, norms and training of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fsdp_support as support
+import pytest
+import torch
+from torch import Tensor
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.loss import LossSpec
+from core_rl.engines.named_tensors import TensorDict
+from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.launch.group import EngineGroup
+
+LOSSES = {
+    "lm": LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8),
+    "value": LossSpec(fn=support.squared_values, outputs=("values",)),
+}
+BUDGET = MicroBatchSpec(max_tokens=32)
+MODELS = {"tiny": support.TINY, "uneven": support.UNEVEN, "gpt2": support.GPT2}
+STEPS = 50
+
+CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any]]] = {
+    "tp2": ("tiny", ParallelLayout(tp=2), {}),
+    "tp2-sp-checkpointing": (
+        "tiny",
+        ParallelLayout(tp=2, sequence_parallel=True),
+        {"gradient_checkpointing": True},
+    ),
+    "uneven-tp4": ("uneven", ParallelLayout(tp=4), {}),
+    "uneven-tp4-sp": ("uneven", ParallelLayout(tp=4, sequence_parallel=True), {}),
+    "uneven-dp2tp2": ("uneven", ParallelLayout(dp=2, tp=2), {"reduce_scatter": "last"}),
+    "cp4-two-kv-heads": ("tiny", ParallelLayout(cp=4), {}),
+    "gpt2-cp2": ("gpt2", ParallelLayout(cp=2), {"gradient_checkpointing": True}),
+    "dp2cp2": ("uneven", ParallelLayout(dp=2, cp=2), {}),
+    "tp2cp2-sp": ("tiny", ParallelLayout(tp=2, cp=2, sequence_parallel=True), {}),
+    "hybrid": ("tiny", ParallelLayout(dp=4), {"replicas": 2, "reduce_scatter": "last"}),
+    "replicated": ("tiny", ParallelLayout(dp=2), {"replicas": 2}),
+    "hybrid-tp2": ("uneven", ParallelLayout(dp=2, tp=2), {"replicas": 2}),
+}
+Expected = dict[tuple[str, str], tuple[dict[str, Tensor], float]]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[EngineGroup]:
+    """Four ranks that every test initialises as it needs."""
+    with EngineGroup("fsdp", support.fsdp_config(4), timeout_s=120) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def expected() -> Expected:
+    """Gradients and their norm from the reference engine, by model and head."""
+    found: Expected = {}
+    with EngineGroup("reference", support.reference_config()) as plain:
+        for name, model in MODELS.items():
+            for head, loss in LOSSES.items():
+                plain.initialize(config=support.reference_config(model, head))
+                plain.forward_backward(support.make_batch(0), loss, MicroBatchSpec(count=1))
+                found[name, head] = plain.named_tensors("grads"), plain.optimizer_step()["grad_norm"]
+    return found
+
+
+@pytest.mark.parametrize("head", LOSSES)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_the_plain_model(
+    group: EngineGroup, expected: Expected, case: str, head: str
+) -> None:
+    model, layout, options = CASES[case]
+    group.initialize(config=support.fsdp_config(layout, head=head, model=MODELS[model], **options))
+    group.forward_backward(support.make_batch(0), LOSSES[head], BUDGET)
+    wanted, norm = expected[model, head]
+    grads = group.named_tensors("grads")
+    assert grads.keys() == wanted.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert group.optimizer_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "error", "says"),
+    [
+        ("tiny", ParallelLayout(tp=4), LayoutError, "tp=4 does not divide num_key_value_heads=2"),
+        ("gpt2", ParallelLayout(tp=2), UnsupportedCapability, "no tensor parallel plan"),
+        ("uneven", ParallelLayout(cp=3), LayoutError, "4 attention heads cannot be spread over cp=3 ranks"),
+        ("tiny", ParallelLayout(tp=2, cp=4), LayoutError, "2 attention heads cannot be spread over cp=4"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_take_is_refused(
+    model: str, layout: ParallelLayout, error: type[Exception], says: str
+) -> None:
+    with (
+        EngineGroup("fsdp", support.fsdp_config(layout, model=MODELS[model])) as ranks,
+        pytest.raises(error, match=says),
+    ):
+        ranks.initialize()
+
+
+def test_replicas_that_do_not_divide_are_refused(group: EngineGroup) -> None:
+    with pytest.raises(LayoutError, match="replicas=3 must divide dp=4"):
+        group.initialize(config=support.fsdp_config(4, replicas=3))
+
+
+def losses(group: EngineGroup) -> Tensor:
+    found = []
+    for step in range(STEPS):
+        found.append(group.train_batch(support.make_batch(step), LOSSES["lm"], BUDGET)["loss"])
+        group.lr_scheduler_step()
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
+    """As close as runs whose weights began one unit in the last place apart, four times over."""
+    group.initialize(config=support.fsdp_config(1))
+    start = group.named_tensors("master")
+    straight = losses(group)
+    spread = torch.zeros_like(straight)
+    for seed in range(3):
+        random = torch.Generator().manual_seed(seed)
+        moved = {
+            name: torch.nextafter(value, value + torch.randn(value.shape, generator=random))
+            for name, value in start.items()
+        }
+        group.initialize(config=support.fsdp_config(1))
+        group.load_named_tensors("master", TensorDict(moved))
+        spread = torch.maximum(spread, (losses(group) - straight).abs())
+    # What has spread by a step cannot come together again by more than luck.
+    limit = 4 * torch.cummax(spread, dim=0).values + 1e-6
+    for layout in (ParallelLayout(dp=2), ParallelLayout(dp=2, tp=2), ParallelLayout(dp=2, cp=2)):
+        group.initialize(config=support.fsdp_config(layout))
+        apart = (losses(group) - straight).abs()
+        assert bool((apart <= limit).all()), (layout, float((apart / limit).max()))
