@@ -12,7 +12,7 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
-from core_rl_conformance.profile import Profile, Waiver
+from core_rl_conformance.profile import Profile, Setting, Waiver
 from core_rl_conformance.reference import SPEC
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
@@ -20,6 +20,8 @@ from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
 SPEC_DP = replace(SPEC, name="wide", capabilities=SPEC.capabilities | {Capability.DATA_PARALLEL})
+AT_DP2 = Setting(layout=DP2)
+HSDP = Setting(name="hsdp", layout=DP4, options={"options": {"replicas": 2}})
 WIDE = Target(spec=SPEC_DP, profile=Profile(layouts=(DP1, DP2, DP4), families=("qwen3", "llama")))
 NARROW = Target(spec=SPEC, profile=Profile())
 CHECKS = load_checks()
@@ -85,6 +87,23 @@ def test_checks_are_chosen_by_patterns_of_their_names() -> None:
     assert some.narrowed and all(map(Selection().wants, CHECKS))
 
 
+def test_models_take_turns_on_settings_even_where_they_come_early() -> None:
+    one_layout = replace(WIDE.profile, layouts=(DP1,), settings=(HSDP, replace(HSDP, name="other")))
+    target = replace(WIDE, profile=one_layout)
+    found = cases(CHECKS["I7.logprobs"], target, Selection())
+    assert [str(case.setting) for case in found] == ["dp1", "dp1", "dp4-hsdp", "dp4-other"]
+    assert [case.name for case in found][-1].startswith("wide-dp4-other-")
+    assert [str(case.other_setting) for case in found] == ["dp4-hsdp", "dp4-hsdp", "dp4-other", "dp1"]
+    (chosen,) = cases(CHECKS["I4.clipping"], target, Selection(layouts=("dp4-hsdp",)))
+    assert (chosen.setting, chosen.layout) == (HSDP, DP4)
+
+
+def test_options_of_a_setting_are_laid_over_those_of_the_profile() -> None:
+    common = {"options": {"replicas": 1, "compile": {"mode": "default"}}, "seed": 3}
+    assert HSDP.over(common) == {"options": {"replicas": 2, "compile": {"mode": "default"}}, "seed": 3}
+    assert common["options"] == {"replicas": 1, "compile": {"mode": "default"}}
+
+
 def test_models_take_turns_over_layouts() -> None:
     found = cases(CHECKS["I4.clipping"], WIDE, Selection())
     assert [str(case.layout) for case in found] == ["dp1", "dp2", "dp4"]
@@ -146,6 +165,7 @@ def test_unknown_selections_are_refused(selection: Selection, message: str) -> N
 
 # -------------------------------------------------------------------- profile
 
+SAVING = Setting(name="saving", layout=DP1, options={"seed": 1})
 WRONG_PROFILES = {
     "'layouts' is empty": Profile(layouts=()),
     "layout dp2 needs .*data_parallel": Profile(layouts=(DP1, DP2)),
@@ -156,6 +176,12 @@ WRONG_PROFILES = {
     "has no owner": Profile(waivers=(replace(WAIVER, owner=""),)),
     "'raises' is 'AssertionError'": Profile(waivers=(replace(WAIVER, raises="AssertionError"),)),  # type: ignore[arg-type]
     "names the layout dp4": Profile(waivers=(replace(WAIVER, layouts=(DP4,)),)),
+    "layout dp4-hsdp needs .*data_parallel": Profile(settings=(HSDP,)),
+    "use small letters": Profile(settings=(replace(SAVING, name="Saves memory"),)),
+    "'dp1-saving' has no options": Profile(settings=(replace(SAVING, options={}),)),
+    "the profile: its options set 'dtype'": Profile(options={"dtype": "bfloat16"}),
+    "'dp1-saving': its options set 'layout'": Profile(settings=(replace(SAVING, options={"layout": {}}),)),
+    "'dp1-saving' is named twice": Profile(settings=(SAVING, replace(SAVING, options={"seed": 2}))),
     "names the family 'qwen2'": Profile(families=("llama",), waivers=(replace(WAIVER, families=("qwen2",)),)),
 }
 
@@ -173,10 +199,13 @@ def test_a_right_profile_has_no_violations() -> None:
 
 def test_waivers_cover_what_they_name() -> None:
     waiver = replace(WAIVER, layouts=(DP2,), families=("llama",))
-    assert waiver.covers("I7.logprobs", DP2, "llama")
-    assert not waiver.covers("I7.logprobs", DP1, "llama")
-    assert not waiver.covers("I7.logprobs", DP2, "qwen3")
-    assert not waiver.covers("I7.entropy", DP2, "llama")
+    assert waiver.covers("I7.logprobs", AT_DP2, "llama")
+    assert not waiver.covers("I7.logprobs", Setting(layout=DP1), "llama")
+    assert not waiver.covers("I7.logprobs", AT_DP2, "qwen3")
+    assert not waiver.covers("I7.entropy", AT_DP2, "llama")
+    named = replace(WAIVER, layouts=("dp4-hsdp",))
+    assert named.covers("I7.logprobs", HSDP, "llama")
+    assert not named.covers("I7.logprobs", Setting(layout=DP4), "llama")
 
 
 # -------------------------------------------------------------------- summary
