@@ -6,7 +6,7 @@ Light: the module that a spec's ``conformance`` names needs nothing but this to 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,10 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A layout with options of the engine that change how it computes there, such as hybrid sharding.
+    """A layout with options of the engine that change how it computes there, or that takes some models only.
 
-    It is run as a layout of its own, and named after both: ``dp4-hsdp``.
+    With options, such as those of hybrid sharding, it is run as a layout of its own, and named after both:
+    ``dp4-hsdp``.
     """
 
     name: str = ""
@@ -35,6 +36,8 @@ class Setting:
     layout: ParallelLayout
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the engine's config as in `Profile.options`, which they are laid over, section by section."""
+    families: tuple[str, ...] | None = None
+    """The tiny models that it can take, of those in the profile; None is all."""
 
     def __str__(self) -> str:
         return f"{self.layout}-{self.name}" if self.name else str(self.layout)
@@ -43,13 +46,21 @@ class Setting:
         """The profile's ``options`` with those of this setting."""
         return _laid_over(options, self.options)
 
-    def violations(self) -> Iterator[str]:
-        """What is wrong with it, whatever the engine is."""
+    def suited(self, families: Sequence[str]) -> list[str]:
+        """Those of ``families`` that it can take."""
+        return [family for family in families if self.families is None or family in self.families]
+
+    def violations(self, families: Collection[str]) -> Iterator[str]:
+        """What is wrong with it in a profile of these ``families``, whatever the engine is."""
         where = f"the setting {str(self)!r}"
-        if not NAME.fullmatch(self.name):
+        if self.name and not NAME.fullmatch(self.name):
             yield f"{where}: its name is {self.name!r}; use small letters, digits and single hyphens, as in 'hsdp'"
-        if not self.options:
-            yield f"{where} has no options; name its layout in 'layouts' instead"
+        if bool(self.name) != bool(self.options):
+            yield f"{where}: give it both a name and options, or neither"
+        for family in sorted(set(self.families or ()) - set(families)):
+            yield f"{where} takes the family {family!r}, which is not in 'families'"
+        if self.families is not None and not self.families:
+            yield f"{where} takes no model; name at least one in 'families'"
         yield from _lost_options(where, self.options)
 
 
@@ -118,7 +129,7 @@ class Profile:
             if missing:
                 yield f"layout {place} needs {missing}, undeclared by the engine; declare it or drop the layout"
         for setting in self.settings:
-            yield from setting.violations()
+            yield from setting.violations(self.families)
         yield from _lost_options("the profile", self.options)
         names = list(map(str, self.places))
         for name in sorted({name for name in names if names.count(name) > 1}):

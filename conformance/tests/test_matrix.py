@@ -98,6 +98,17 @@ def test_models_take_turns_on_settings_even_where_they_come_early() -> None:
     assert (chosen.setting, chosen.layout) == (HSDP, DP4)
 
 
+def test_a_layout_may_take_some_models_only() -> None:
+    narrow = Setting(layout=DP4, families=("llama",))
+    target = replace(WIDE, profile=replace(WIDE.profile, layouts=(DP1, DP2), settings=(narrow,)))
+    found = [case for one in CHECKS.values() for case in cases(one, target, Selection(layouts=("dp4",)))]
+    assert {case.family for case in found if not case.not_run} == {"llama"}
+    (moving,) = cases(CHECKS["I11.other-layout"], target, Selection(layouts=("dp1",), families=("qwen3",)))
+    assert moving.other_setting == AT_DP2
+    (tied,) = (case for case in found if case.check.identifier == "I10.tied-gradient")
+    assert "takes a model that this can use" in tied.not_run
+
+
 def test_options_of_a_setting_are_laid_over_those_of_the_profile() -> None:
     common = {"options": {"replicas": 1, "compile": {"mode": "default"}}, "seed": 3}
     assert HSDP.over(common) == {"options": {"replicas": 2, "compile": {"mode": "default"}}, "seed": 3}
@@ -178,7 +189,11 @@ WRONG_PROFILES = {
     "names the layout dp4": Profile(waivers=(replace(WAIVER, layouts=(DP4,)),)),
     "layout dp4-hsdp needs .*data_parallel": Profile(settings=(HSDP,)),
     "use small letters": Profile(settings=(replace(SAVING, name="Saves memory"),)),
-    "'dp1-saving' has no options": Profile(settings=(replace(SAVING, options={}),)),
+    "'dp1-saving': give it both a name and options": Profile(settings=(replace(SAVING, options={}),)),
+    "'dp1-saving' takes the family 'gpt2', which": Profile(
+        families=("llama",), settings=(replace(SAVING, families=("llama", "gpt2")),)
+    ),
+    "'dp1-saving' takes no model": Profile(settings=(replace(SAVING, families=()),)),
     "the profile: its options set 'dtype'": Profile(options={"dtype": "bfloat16"}),
     "'dp1-saving': its options set 'layout'": Profile(settings=(replace(SAVING, options={"layout": {}}),)),
     "'dp1-saving' is named twice": Profile(settings=(SAVING, replace(SAVING, options={"seed": 2}))),
@@ -191,6 +206,11 @@ def test_wrong_profiles_are_explained(message: str) -> None:
     found = list(WRONG_PROFILES[message].violations(SPEC, CHECKS))
     assert len(found) == 1
     assert re.search(message, found[0])
+
+
+def test_options_without_a_name_are_refused() -> None:
+    (found,) = replace(SAVING, name="").violations(("llama",))
+    assert "'dp1': give it both a name and options, or neither" in found
 
 
 def test_a_right_profile_has_no_violations() -> None:

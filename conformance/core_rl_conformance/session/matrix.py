@@ -178,8 +178,9 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     settings, families, dtypes = selection.of(profile)
     if check.kind != target.spec.kind or check.partner is not None or not (settings and families and dtypes):
         return []
-    wide = [setting for setting in settings if setting.layout.dp >= check.min_dp]
     suited = [family for family in families if check.families is None or family in check.families]
+    wide = [setting for setting in settings if setting.layout.dp >= check.min_dp]
+    wide = [setting for setting in wide if setting.suited(suited) or not suited]
     not_supported = _not_supported(check, target, selection)
     not_run = _not_run(check, target, wide, suited)
     if not_supported or not_run:
@@ -195,18 +196,22 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
             dtype=dtype,
             seed=selection.seed,
             device=selection.device,
-            other_setting=_next(setting, settings) or _next(setting, profile.places),
+            other_setting=(other := _other(setting, family, settings, profile)),
             not_supported=not_supported,
-            not_run=not_run,
+            not_run=not_run or ("" if other or check.min_layouts < 2 else f"no other layout takes {family}"),
         )
         for setting, family, dtype in places
     ]
 
 
-def _next(setting: Setting, settings: Sequence[Setting]) -> Setting | None:
-    """The one after ``setting`` in ``settings``, which begin again at their end; None if there is no other."""
-    following = settings[(settings.index(setting) + 1) % len(settings)]
-    return None if following == setting else following
+def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: Profile) -> Setting | None:
+    """The one after ``setting`` of those selected, or else of all, that can take ``family``."""
+    for settings in (selected, profile.places):
+        suited = [one for one in settings if one == setting or one.suited([family])]
+        following = suited[(suited.index(setting) + 1) % len(suited)]
+        if following != setting:
+            return following
+    return None
 
 
 def _not_supported(check: Check, target: Target, selection: Selection) -> str:
@@ -219,7 +224,7 @@ def _not_run(check: Check, target: Target, settings: Sequence[Setting], families
     if len(target.profile.places) < check.min_layouts:
         return f"the profile has {len(target.profile.places)} layout; this needs {check.min_layouts}"
     if not settings:
-        return f"no selected layout has dp >= {check.min_dp}"
+        return f"no selected layout has dp >= {check.min_dp}, or takes a model that this can use"
     return "" if families else f"it needs a model of {', '.join(check.families or ())}"
 
 
@@ -235,7 +240,7 @@ def places_of(
     They do so in a quick session too, and in further dtypes, which stay on the first two layouts.
     """
     if check.each == "engine":
-        yield settings[0], families[0], dtypes[0]
+        yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
     if quick and check.each == "layout":
         settings = settings[-1:]
@@ -245,5 +250,6 @@ def places_of(
         for place, setting in enumerate(settings if number == 0 else settings[:FULL]):
             first_ones = place < FULL and not setting.name
             everything = check.each == "layout and model" and number == 0 and first_ones and not quick
-            chosen = families if everything else [families[(first + number + place) % len(families)]]
+            suited = setting.suited(families)
+            chosen = suited if everything else [suited[(first + number + place) % len(suited)]]
             yield from ((setting, family, dtype) for family in chosen)

@@ -36,6 +36,7 @@ def _cases(check: Check, target: Target, partner: Target, selection: Selection) 
     shared = [family for family in families if family in other_families]
     suited = [family for family in shared if check.families is None or family in check.families]
     common = [dtype for dtype in dtypes if dtype in other_dtypes]
+    settings = [setting for setting in settings if setting.suited(suited)] or settings[:1]
     not_supported, not_run = _undeclared(check, target, partner), _missing(suited, common)
     places: list[tuple[Setting, str, DType]] = [(settings[0], families[0], dtypes[0])]
     if not (not_supported or not_run):
