@@ -16,7 +16,7 @@ from core_rl.engines.spec import EngineSpec
 
 __all__ = ["FAMILIES", "Profile", "Setting", "Waiver"]
 
-FAMILIES = ("qwen3", "llama", "qwen2", "gpt2")
+FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
 """The tiny models that the suite can build."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
 """Fields of a config that checks fill in: options for them would be lost without a word."""

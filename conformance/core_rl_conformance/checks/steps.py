@@ -100,7 +100,7 @@ def each_train_batch_starts_from_zero(subject: Subject) -> None:
     verify_outputs(subject, group, model, "after a step")
 
 
-@check("I10.tied-after-steps", families=("qwen3", "gpt2"), each="layout")
+@check("I10.tied-after-steps", families=("qwen3", "gpt2", "gemma2"), each="layout")
 def tied_weights_stay_tied(subject: Subject) -> None:
     """After several steps the head still equals the embedding, on every rank's shard.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
@@ -146,11 +147,40 @@ def _gpt2(dropout: float) -> PretrainedConfig:
     )
 
 
+def _gemma2(dropout: float) -> PretrainedConfig:
+    """Scaled tied embeddings, norms that multiply by 1 + weight, a gated GELU, soft caps, a sliding window of 5 tokens.
+
+    The caps are low enough to bend most scores; the head size is not hidden size over heads, and the scale
+    of attention is neither's.
+    """
+    return Gemma2Config(
+        vocab_size=157,
+        hidden_size=44,
+        intermediate_size=58,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        query_pre_attn_scalar=9,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=8.0,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        attention_dropout=dropout,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=None,
+    )
+
+
 CONFIGS: dict[str, Callable[[float], PretrainedConfig]] = {
     "qwen3": _qwen3,
     "llama": _llama,
     "qwen2": _qwen2,
     "gpt2": _gpt2,
+    "gemma2": _gemma2,
 }
 
 
@@ -218,7 +248,9 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
             return 0.1 * noise
         final = name.rsplit(".", 2)[-2] in ("norm", "ln_f")
         peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
-        return peak * (1.0 + 0.2 * noise)
+        # Gemma's norms add the 1 themselves.
+        added = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+        return peak * (1.0 + 0.2 * noise) - added
     # GPT-2 stores its matrices as [in, out].
     transposed = model.config.model_type == "gpt2" and ".c_" in name
     fan_in = parameter.shape[0] if transposed else parameter.shape[-1]
