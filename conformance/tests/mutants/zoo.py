@@ -34,6 +34,8 @@ CAPABILITIES = frozenset(
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
 TP2 = ParallelLayout(tp=2)
+CP2 = ParallelLayout(cp=2)
+CP4 = ParallelLayout(cp=4)
 
 
 @dataclass(frozen=True, kw_only=True)
