@@ -163,9 +163,9 @@ class Subject:
         """Loss, gradients and norm."""
         return self.bench.gradients(model, data, loss, self.dtype, self.case.device)
 
-    def places(self, data: Ragged) -> Places:
-        """What hints may say of the tokens of ``data``, in a group that shards all of it."""
-        return Places.of(data.batch(), self.model().vocab_size, self.layout.dp)
+    def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
+        """What hints may say of the tokens of ``data``, in a group that shards all of it and ``cut``s the shards."""
+        return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
 
     # ------------------------------------------------------------ judging
 

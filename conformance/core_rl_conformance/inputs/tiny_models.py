@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,6 +53,10 @@ class TinyModel:
     """Padding has the id of the end-of-sequence token, as in many published configs."""
     vocabulary: int | None = None
     """The number of token ids; None is the family's own."""
+    heads: int | None = None
+    """The number of attention heads; None is the family's own."""
+    kv_heads: int | None = None
+    """The number of key/value heads, of a family that has some; None is the family's own."""
 
     @property
     def vocab_size(self) -> int:
@@ -66,11 +70,22 @@ class TinyModel:
             config.num_labels = 1
         if self.vocabulary is not None:
             config.vocab_size = self.vocabulary
+        if self.heads is not None:
+            config.num_attention_heads = self.heads
+        if self.kv_heads is not None:
+            config.num_key_value_heads = self.kv_heads
         if self.eos is not None:
             config.eos_token_id = self.eos
         if self.pad_is_eos:
             config.pad_token_id = config.eos_token_id
         return config
+
+    def with_odd_heads(self) -> TinyModel:
+        """The same with a number of heads that 2 does not divide, and one key/value head where the family can."""
+        config = self.config()
+        heads = next(n for n in range(3, config.hidden_size + 1, 2) if config.hidden_size % n == 0)
+        grouped = getattr(config, "num_key_value_heads", None) is not None
+        return replace(self, heads=heads, kv_heads=1 if grouped else None)
 
 
 def _qwen3(dropout: float) -> PretrainedConfig:
@@ -197,6 +212,8 @@ class ModelStore:
             name = f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
             name += "" if model.eos is None else f"-eos{model.eos}"
             name += "" if model.vocabulary is None else f"-vocabulary{model.vocabulary}"
+            name += "" if model.heads is None else f"-heads{model.heads}"
+            name += "" if model.kv_heads is None else f"-kv{model.kv_heads}"
             path = self.root / (f"{name}-pad-is-eos" if model.pad_is_eos else name)
             build(model).save_pretrained(path)
             if model.head == "lm":

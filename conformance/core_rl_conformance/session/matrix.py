@@ -179,8 +179,12 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     if check.kind != target.spec.kind or check.partner is not None or not (settings and families and dtypes):
         return []
     suited = [family for family in families if check.families is None or family in check.families]
-    wide = [setting for setting in settings if setting.layout.dp >= check.min_dp]
-    wide = [setting for setting in wide if setting.suited(suited) or not suited]
+    wide = [
+        setting
+        for setting in settings
+        if setting.layout.dp >= check.min_dp and setting.layout.cp >= check.min_cp
+        if setting.suited(suited) or not suited
+    ]
     not_supported = _not_supported(check, target, selection)
     not_run = _not_run(check, target, wide, suited)
     if not_supported or not_run:
@@ -224,7 +228,8 @@ def _not_run(check: Check, target: Target, settings: Sequence[Setting], families
     if len(target.profile.places) < check.min_layouts:
         return f"the profile has {len(target.profile.places)} layout; this needs {check.min_layouts}"
     if not settings:
-        return f"no selected layout has dp >= {check.min_dp}, or takes a model that this can use"
+        wide = f"dp >= {check.min_dp} and cp >= {check.min_cp}"
+        return f"no selected layout has {wide}, or takes a model that this can use"
     return "" if families else f"it needs a model of {', '.join(check.families or ())}"
 
 

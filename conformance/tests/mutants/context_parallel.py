@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from toy_cp.collectives import gather_parts
 from toy_cp.engine import ContextParallelEngine
-from toy_cp.shard import TokenShard, UlyssesShard
+from toy_cp.shard import TokenShard, UlyssesShard, attention
 from toy_cp.ulysses import UlyssesEngine
 
 from core_rl.data.batch import SequenceBatch
@@ -77,8 +77,6 @@ class SlicingShard(TokenShard):
         whole = gather_parts(own.detach(), self.sizes, 3, self.group)
         before, after = whole[:, :, :, : self.start], whole[:, :, :, self.stop :]
         both = torch.cat([before, own, after], dim=3)
-        from toy_cp.shard import attention
-
         return attention(query, *self.by_query_head(query, both), self.visible(), scale, dropout)
 
 
@@ -93,7 +91,10 @@ class CopiesCountedInTheNorm(ContextParallelEngine):
 
     def _grad_shards(self) -> Iterable[GradShard]:
         for shard in super()._grad_shards():
-            yield replace(shard, duplicates=shard.duplicates[:: self.layout.cp] if self.context_parallel_rank == 0 else ())
+            yield replace(
+                shard,
+                duplicates=shard.duplicates[:: self.layout.cp] if self.context_parallel_rank == 0 else (),
+            )
 
 
 # ----------------------------------------------------------------- shard edges
@@ -161,29 +162,13 @@ class AttentionStopsAtShards(ContextParallelEngine):
     shard_type = BlindShard
 
 
-class TailShard(TokenShard):
-    """The batch is filled up to a multiple of the ranks with tokens that belong to its last sequence."""
-
-    def __init__(self, batch: SequenceBatch, group: dist.ProcessGroup) -> None:
-        super().__init__(batch, group)
-        self.padding = -batch.num_tokens % dist.get_world_size(group)
-
-
 class PaddingEndsTheLastSequence(ContextParallelEngine):
-    """The last token of the last shard is taken for the end of the last sequence, even where it fills up."""
-
-    shard_type = TailShard
+    """The batch is filled up to a multiple of the ranks with states of 0, which belong to its last sequence."""
 
     def _ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:
-        padding = -batch.num_tokens % self.layout.cp
         found = super()._ends(states, batch)
-        if padding == 0:
-            return found
-        # What the state of a padding token says: here that of token 0, read like a sequence of its own.
-        return torch.cat([found[:-1], found[-1:] + self._padding_state(states)])
-
-    def _padding_state(self, states: Tensor) -> Tensor:
-        return states[:1]
+        filled_up = batch.num_tokens % self.layout.cp > 0
+        return torch.cat([found[:-1], torch.zeros_like(found[-1:])]) if filled_up else found
 
 
 class IdleWithoutTokens(ContextParallelEngine):
@@ -191,8 +176,7 @@ class IdleWithoutTokens(ContextParallelEngine):
 
     def _trunk(self, shard: TokenShard) -> Tensor:
         if shard.start == shard.stop:
-            width = self.model.config.hidden_size
-            return torch.zeros(0, width) + 0.0 * self.model.get_input_embeddings().weight[:0, :width].sum()  # type: ignore[operator, union-attr, index]
+            return torch.zeros(0, self.model.config.hidden_size)
         return super()._trunk(shard)
 
 
@@ -220,7 +204,7 @@ class DetachedCopies(UlyssesShard):
 
     def by_query_head(self, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         if both.shape[2] < len(self.sizes) and self.rank > 0:
-            both = both.detach()
+            both = both.detach() + 0.0 * both
         return super().by_query_head(query, both)
 
 
@@ -230,7 +214,29 @@ class CopiedKeyHeadsWithoutGradient(UlyssesEngine):
     shard_type = DetachedCopies
 
 
+class RoundedDownHeads(UlyssesShard):
+    """Every rank gets as many heads as all of them can have; the rest is nobody's."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        found = super().attend(query, key, value, scale, dropout)
+        taken = query.shape[1] // len(self.sizes) * len(self.sizes)
+        return torch.cat([found[:, :taken], torch.zeros_like(found[:, taken:])], dim=1)
+
+
+class LosesTheLastHead(UlyssesEngine):
+    """Heads that the ranks do not divide are left out."""
+
+    shard_type = RoundedDownHeads
+
+
 MUTANTS = (
+    Mutant(
+        engine=LosesTheLastHead,
+        killed_by="contract.heads-over-cp",
+        issue="a degree that does not divide the heads, rounded down",
+        says="log-probs of a model with 5 heads at cp2",
+        layout=CP2,
+    ),
     Mutant(
         engine=GradientsAveragedOverShards,
         killed_by="I1.gradients",
@@ -296,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         engine=EdgeIsNotPredicted,
-        killed_by="I7.long-batch",
+        killed_by="I7.values",
         issue="verl #3287, at the edges of shards",
         says=r"all zero[\s\S]*edges of the shards",
         layout=CP2,
@@ -327,7 +333,7 @@ MUTANTS = (
         engine=IdleWithoutTokens,
         killed_by="I16.few-sequences",
         issue="verl #5591, for a rank without tokens",
-        says="did not answer|timed out|RankTimeout|within",
+        says="rank 1 was killed|during forward_backward",
         layout=CP2,
         timeout_s=10.0,
     ),
