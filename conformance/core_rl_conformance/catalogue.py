@@ -59,6 +59,8 @@ class Check:
     """What it is repeated for."""
     min_dp: int
     """It needs at least this many data-parallel ranks."""
+    min_cp: int
+    """It needs sequences spread over at least this many ranks."""
     min_layouts: int
     """It needs a profile with at least this many layouts."""
     families: tuple[str, ...] | None
@@ -105,7 +107,7 @@ def paragraphs_of(description: str) -> list[str]:
     return [" ".join(part.split()) for part in PARAGRAPH.split(description)]
 
 
-def check(
+def check(  # noqa: PLR0913  one line for each fact of a declaration
     identifier: str,
     *,
     requires: Iterable[Capability] = (),
@@ -115,6 +117,7 @@ def check(
     partner_requires: Iterable[Capability] = (),
     each: Each = "layout and model",
     min_dp: int = 1,
+    min_cp: int = 1,
     min_layouts: int = 1,
     families: tuple[str, ...] | None = None,
 ) -> Callable[[Function], Function]:
@@ -144,6 +147,7 @@ def check(
             partner_requires=frozenset(partner_requires),
             each=each,
             min_dp=min_dp,
+            min_cp=min_cp,
             min_layouts=min_layouts,
             families=families,
             function=function,

@@ -42,7 +42,7 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         action="append",
         dest="core_rl_layouts",
         metavar="LAYOUT",
-        help="only this layout of the profile, such as dp2 or dp2tp2; may be given several times",
+        help="only this layout or setting of the profile, such as dp2, dp2tp2 or dp4-hsdp; may be given several times",
     )
     group.addoption(
         "--model",

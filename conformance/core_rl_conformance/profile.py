@@ -5,7 +5,8 @@ Light: the module that a spec's ``conformance`` names needs nothing but this to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,67 @@ from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engines.spec import EngineSpec
 
-__all__ = ["FAMILIES", "Profile", "Waiver"]
+__all__ = ["FAMILIES", "Profile", "Setting", "Waiver"]
 
-FAMILIES = ("qwen3", "llama", "qwen2", "gpt2")
+FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
 """The tiny models that the suite can build."""
+SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
+"""Fields of a config that checks fill in: options for them would be lost without a word."""
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A layout with options of the engine that change how it computes there, or that takes some models only.
+
+    With options, such as those of hybrid sharding, it is run as a layout of its own, and named after both:
+    ``dp4-hsdp``.
+    """
+
+    name: str = ""
+    """Short, such as ``hsdp``; empty for a layout without options of its own."""
+    layout: ParallelLayout
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of the engine's config as in `Profile.options`, which they are laid over, section by section."""
+    families: tuple[str, ...] | None = None
+    """The tiny models that it can take, of those in the profile; None is all."""
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{self.name}" if self.name else str(self.layout)
+
+    def over(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The profile's ``options`` with those of this setting."""
+        return _laid_over(options, self.options)
+
+    def suited(self, families: Sequence[str]) -> list[str]:
+        """Those of ``families`` that it can take."""
+        return [family for family in families if self.families is None or family in self.families]
+
+    def violations(self, families: Collection[str]) -> Iterator[str]:
+        """What is wrong with it in a profile of these ``families``, whatever the engine is."""
+        where = f"the setting {str(self)!r}"
+        if self.name and not NAME.fullmatch(self.name):
+            yield f"{where}: its name is {self.name!r}; use small letters, digits and single hyphens, as in 'hsdp'"
+        if bool(self.name) != bool(self.options):
+            yield f"{where}: give it both a name and options, or neither"
+        for family in sorted(set(self.families or ()) - set(families)):
+            yield f"{where} takes the family {family!r}, which is not in 'families'"
+        if self.families is not None and not self.families:
+            yield f"{where} takes no model; name at least one in 'families'"
+        yield from _lost_options(where, self.options)
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _laid_over(merged[name], value) if both else value
+    return merged
+
+
+def _lost_options(where: str, options: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(set(SET_BY_THE_SUITE) & set(options)):
+        yield f"{where}: its options set {name!r}, which the suite sets itself; remove it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +89,14 @@ class Waiver:
     """Who will mend it."""
     raises: type[BaseException]
     """How it fails; `AssertionError` for a wrong result."""
-    layouts: tuple[ParallelLayout, ...] | None = None
-    """Where it fails; None is everywhere."""
+    layouts: tuple[ParallelLayout | str, ...] | None = None
+    """Where it fails, a setting by its full name as ``dp4-hsdp``; None is everywhere."""
     families: tuple[str, ...] | None = None
     """With which tiny models it fails; None is all."""
 
-    def covers(self, check: str, layout: ParallelLayout, family: str) -> bool:
+    def covers(self, check: str, setting: Setting, family: str) -> bool:
         """Whether this failure was declared."""
-        here = self.layouts is None or layout in self.layouts
+        here = self.layouts is None or str(setting) in map(str, self.layouts)
         return self.check == check and here and (self.families is None or family in self.families)
 
 
@@ -48,21 +106,34 @@ class Profile:
 
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     """The most telling ones first: on the first two every model and dtype is run, on others models take turns."""
+    settings: tuple[Setting, ...] = ()
+    """Layouts with options of their own, run after ``layouts``; models take turns on them."""
     dtypes: tuple[DType, ...] = ("float32",)
     families: tuple[str, ...] = FAMILIES
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the engine's config beyond the common ones, such as ``{"options": {...}}``."""
     waivers: tuple[Waiver, ...] = ()
 
+    @property
+    def places(self) -> tuple[Setting, ...]:
+        """All that is run: the layouts, and then the settings."""
+        return (*(Setting(layout=layout) for layout in self.layouts), *self.settings)
+
     def violations(self, spec: EngineSpec, known_checks: Collection[str]) -> Iterator[str]:
         """What is wrong with this profile, for an engine with ``spec``."""
         for name in ("layouts", "dtypes", "families"):
             if not getattr(self, name):
                 yield f"{name!r} is empty; name at least one"
-        for layout in self.layouts:
-            missing = ", ".join(sorted(layout.needed_capabilities() - spec.capabilities))
+        for place in self.places:
+            missing = ", ".join(sorted(place.layout.needed_capabilities() - spec.capabilities))
             if missing:
-                yield f"layout {layout} needs {missing}, undeclared by the engine; declare it or drop the layout"
+                yield f"layout {place} needs {missing}, undeclared by the engine; declare it or drop the layout"
+        for setting in self.settings:
+            yield from setting.violations(self.families)
+        yield from _lost_options("the profile", self.options)
+        names = list(map(str, self.places))
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"{name!r} is named twice; each layout or setting is run once"
         for family in sorted(set(self.families) - set(FAMILIES)):
             yield f"unknown model family {family!r}; the suite builds {', '.join(FAMILIES)}"
         if "bfloat16" in self.dtypes and "bfloat16" not in spec.capabilities:
@@ -80,7 +151,7 @@ class Profile:
         raises: object = waiver.raises
         if not (isinstance(raises, type) and issubclass(raises, BaseException)):
             yield f"{where}: 'raises' is {raises!r}; name the exception type that the check ends with"
-        for layout in sorted(set(map(str, waiver.layouts or ())) - set(map(str, self.layouts))):
-            yield f"{where} names the layout {layout}, which is not in 'layouts'"
+        for layout in sorted(set(map(str, waiver.layouts or ())) - set(map(str, self.places))):
+            yield f"{where} names the layout {layout}, which is in neither 'layouts' nor 'settings'"
         for family in sorted(set(waiver.families or ()) - set(self.families)):
             yield f"{where} names the family {family!r}, which is not in 'families'"

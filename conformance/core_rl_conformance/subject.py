@@ -33,6 +33,7 @@ from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import Measurement
+from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
 
 __all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
@@ -81,22 +82,26 @@ class Subject:
         self,
         model: TinyModel | None = None,
         *,
-        layout: ParallelLayout | None = None,
+        layout: ParallelLayout | Setting | None = None,
         optimizer: Mapping[str, Any] | None = None,
         frozen: Sequence[str] = (),
         spec: EngineSpec | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> TrainEngineConfig:
-        """The config of the engine, or of another one by its ``spec``, with ``changes`` of its fields."""
+        """The config of the engine, or of another one by its ``spec``, with ``changes`` of its fields.
+
+        A plain ``layout`` goes without the options of the case's setting.
+        """
         model = model or self.model()
         own = spec is None or spec == self.spec
         path = str(self.bench.models.directory(model))
+        setting = self._setting(layout, own)
         values: dict[str, Any] = {
-            **(self.case.target.profile.options if own else {}),
+            **(setting.over(self.case.target.profile.options) if own else {}),
             "model": {"path": path, "head": model.head, "frozen": list(frozen)},
             "dtype": self.case.dtype if own else "float32",
             "device": self.case.device if own else "cpu",
-            "layout": layout or (self.layout if own else ParallelLayout()),
+            "layout": setting.layout,
             "optimizer": {"lr": 1e-3, "max_grad_norm": None, **(optimizer or {})},
             **(changes or {}),
         }
@@ -106,11 +111,18 @@ class Subject:
         assert isinstance(found, TrainEngineConfig)
         return found
 
+    def _setting(self, asked: ParallelLayout | Setting | None, own: bool) -> Setting:
+        if isinstance(asked, Setting):
+            return asked
+        if asked is None and own:
+            return self.case.setting
+        return Setting(layout=asked or ParallelLayout())
+
     def start(
         self,
         model: TinyModel | None = None,
         *,
-        layout: ParallelLayout | None = None,
+        layout: ParallelLayout | Setting | None = None,
         optimizer: Mapping[str, Any] | None = None,
         frozen: Sequence[str] = (),
         spec: EngineSpec | None = None,
@@ -126,7 +138,7 @@ class Subject:
         """The inference engine with ``model``; ``keep=False`` for a check that changes its weights."""
         model = model or self.model()
         values: dict[str, Any] = {
-            **self.case.target.profile.options,
+            **self.case.setting.over(self.case.target.profile.options),
             "model": {"path": str(self.bench.models.directory(model))},
             "dtype": self.case.dtype,
             "device": self.case.device,
@@ -151,9 +163,9 @@ class Subject:
         """Loss, gradients and norm."""
         return self.bench.gradients(model, data, loss, self.dtype, self.case.device)
 
-    def places(self, data: Ragged) -> Places:
-        """What hints may say of the tokens of ``data``, in a group that shards all of it."""
-        return Places.of(data.batch(), self.model().vocab_size, self.layout.dp)
+    def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
+        """What hints may say of the tokens of ``data``, in a group that shards all of it and ``cut``s the shards."""
+        return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
 
     # ------------------------------------------------------------ judging
 
@@ -175,9 +187,10 @@ class Subject:
     def explained(self, problem: str) -> str:
         """``problem`` under a line that tells where, above one that tells where to look."""
         case, check = self.case, self.case.check
-        beside = f", beside {case.partner.spec.name!r} at {case.partner_layout}" if case.partner else ""
+        beside = f", beside {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
+        place = f"layout {case.setting}" + (f" {dict(case.setting.options)}" if case.setting.options else "")
         lines = [
-            f"{check.identifier}: engine {self.spec.name!r}, layout {self.layout}, model {case.family} "
+            f"{check.identifier}: engine {self.spec.name!r}, {place}, model {case.family} "
             f"(seed {case.seed}), {case.dtype} on {case.device}{beside}",
             textwrap.indent(problem, "  "),
             f"  required: {check.title}",

@@ -8,7 +8,7 @@ from mutants.zoo import DP1, DP2, spec_of
 
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.profile import Profile
+from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.reference.train import ReferenceEngine
 from core_rl_conformance.session.basics import BASICS, Failures, level
 from core_rl_conformance.session.matrix import Case, Target
@@ -18,7 +18,7 @@ def _case(identifier: str, layout: ParallelLayout = DP1, family: str = "llama") 
     return Case(
         check=load_checks()[identifier],
         target=Target(spec=spec_of(ReferenceEngine), profile=Profile()),
-        layout=layout,
+        setting=Setting(layout=layout),
         family=family,
         dtype="float32",
         seed=0,

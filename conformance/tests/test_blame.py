@@ -23,7 +23,7 @@ from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.procedures.blame import named_beside, scalars_beside, verify_beside
-from core_rl_conformance.profile import Profile
+from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.reference import SPEC as REFERENCE
 from core_rl_conformance.reference.train import ReferenceEngine
 from core_rl_conformance.session.matrix import Case, Target
@@ -48,13 +48,13 @@ def subject(bench: Bench, tmp_path: Path) -> Subject:
     case = Case(
         check=load_checks()["I1.pair-gradients"],
         target=Target(spec=REFERENCE, profile=profile),
-        layout=DP1,
+        setting=Setting(layout=DP1),
         family="llama",
         dtype="float32",
         seed=0,
         device="cpu",
         partner=Target(spec=replace(REFERENCE, name="other"), profile=profile),
-        partner_layout=DP1,
+        partner_setting=Setting(layout=DP1),
     )
     return Subject(case, bench, tmp_path)
 

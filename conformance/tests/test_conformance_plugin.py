@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import json
 import os
 import shutil
 import time
@@ -16,11 +17,12 @@ from mutants.outputs import EntropyOverPadding
 from mutants.zoo import spec_of
 from plugin_support import engine, run, run_checks
 
+from core_rl.config.layout import ParallelLayout
 from core_rl.engines.registry import register_engine
 from core_rl.engines.spec import EngineSpec
 from core_rl_conformance import catalogue
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
-from core_rl_conformance.profile import Profile, Waiver
+from core_rl_conformance.profile import Profile, Setting, Waiver
 from core_rl_conformance.reference.train import ReferenceEngine
 
 __all__ = ["engine"]
@@ -134,6 +136,33 @@ def test_an_engine_whose_profile_is_wrong_is_named(
     result = run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     _assert_line(result, "*engine 'reference-engine': 2 problems*names no check*has no reason*")
+
+
+def test_options_that_the_engine_does_not_know_are_named_with_their_setting(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
+) -> None:
+    wrong = Setting(name="hsdp", layout=ParallelLayout(), options={"replica": 2})
+    engine(ReferenceEngine, Profile(settings=(wrong,)))
+    result = run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    _assert_line(result, "*engine 'reference-engine', layout dp1-hsdp*unknown field 'replica' = 2*")
+
+
+def test_a_setting_is_run_by_its_name(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], tmp_path: Path
+) -> None:
+    """The waiver of another place does not cover it, and the report holds its full name."""
+    seeded = Setting(name="seeded", layout=ParallelLayout(), options={"seed": 7})
+    waiver = Waiver(
+        check="I7.logprobs", reason="known", owner="me", raises=AssertionError, layouts=("dp1-seeded",)
+    )
+    engine(ReferenceEngine, Profile(families=("llama",), settings=(seeded,), waivers=(waiver,)))
+    options = ["--layout=dp1-seeded", f"--report={tmp_path / 'report.json'}", "-v"]
+    result = run_checks(pytester, "reference-engine", "I7.logprobs or I8.temperature", *options)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*temperature*reference-engine-dp1-seeded-llama-float32*PASSED*"])
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert {case["layout"] for case in results} == {"dp1-seeded"}
 
 
 def test_an_engine_whose_profile_raises_is_named(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
 from core_rl_conformance.hints.factors import show_factor
 from core_rl_conformance.hints.token_places import PLACES as PLACES_OF_ERRORS
@@ -23,7 +24,7 @@ from core_rl_conformance.truth.tolerance import Tolerance
 SMALL = Tolerance(baseline=1e-6, floor=1e-6)
 VOCABULARY = 11
 BATCH = ragged(VOCABULARY, seed=5, lengths=(7, 4, 9, 1, 12, 2, 15, 6, 11, 8)).batch()
-PLACES = Places.of(BATCH, VOCABULARY, ranks=2)
+PLACES = Places.of(BATCH, VOCABULARY, ParallelLayout(dp=2))
 POSITIONS = BATCH.position_ids
 FIRST = POSITIONS == 0
 LAST = BATCH.cu_seqlens[1:].long() - 1

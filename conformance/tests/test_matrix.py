@@ -12,7 +12,7 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
-from core_rl_conformance.profile import Profile, Waiver
+from core_rl_conformance.profile import Profile, Setting, Waiver
 from core_rl_conformance.reference import SPEC
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
@@ -20,6 +20,8 @@ from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
 SPEC_DP = replace(SPEC, name="wide", capabilities=SPEC.capabilities | {Capability.DATA_PARALLEL})
+AT_DP2 = Setting(layout=DP2)
+HSDP = Setting(name="hsdp", layout=DP4, options={"options": {"replicas": 2}})
 WIDE = Target(spec=SPEC_DP, profile=Profile(layouts=(DP1, DP2, DP4), families=("qwen3", "llama")))
 NARROW = Target(spec=SPEC, profile=Profile())
 CHECKS = load_checks()
@@ -85,6 +87,34 @@ def test_checks_are_chosen_by_patterns_of_their_names() -> None:
     assert some.narrowed and all(map(Selection().wants, CHECKS))
 
 
+def test_models_take_turns_on_settings_even_where_they_come_early() -> None:
+    one_layout = replace(WIDE.profile, layouts=(DP1,), settings=(HSDP, replace(HSDP, name="other")))
+    target = replace(WIDE, profile=one_layout)
+    found = cases(CHECKS["I7.logprobs"], target, Selection())
+    assert [str(case.setting) for case in found] == ["dp1", "dp1", "dp4-hsdp", "dp4-other"]
+    assert [case.name for case in found][-1].startswith("wide-dp4-other-")
+    assert [str(case.other_setting) for case in found] == ["dp4-hsdp", "dp4-hsdp", "dp4-other", "dp1"]
+    (chosen,) = cases(CHECKS["I4.clipping"], target, Selection(layouts=("dp4-hsdp",)))
+    assert (chosen.setting, chosen.layout) == (HSDP, DP4)
+
+
+def test_a_layout_may_take_some_models_only() -> None:
+    narrow = Setting(layout=DP4, families=("llama",))
+    target = replace(WIDE, profile=replace(WIDE.profile, layouts=(DP1, DP2), settings=(narrow,)))
+    found = [case for one in CHECKS.values() for case in cases(one, target, Selection(layouts=("dp4",)))]
+    assert {case.family for case in found if not case.not_run} == {"llama"}
+    (moving,) = cases(CHECKS["I11.other-layout"], target, Selection(layouts=("dp1",), families=("qwen3",)))
+    assert moving.other_setting == AT_DP2
+    (tied,) = (case for case in found if case.check.identifier == "I10.tied-gradient")
+    assert "takes a model that this can use" in tied.not_run
+
+
+def test_options_of_a_setting_are_laid_over_those_of_the_profile() -> None:
+    common = {"options": {"replicas": 1, "compile": {"mode": "default"}}, "seed": 3}
+    assert HSDP.over(common) == {"options": {"replicas": 2, "compile": {"mode": "default"}}, "seed": 3}
+    assert common["options"] == {"replicas": 1, "compile": {"mode": "default"}}
+
+
 def test_models_take_turns_over_layouts() -> None:
     found = cases(CHECKS["I4.clipping"], WIDE, Selection())
     assert [str(case.layout) for case in found] == ["dp1", "dp2", "dp4"]
@@ -123,7 +153,7 @@ def test_checks_of_tied_models_need_one() -> None:
     (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(layouts=("dp2",)))
     assert found.family == "qwen3"
     (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(families=("llama",)))
-    assert "qwen3, gpt2" in found.not_run
+    assert "qwen3, gpt2, gemma2" in found.not_run
 
 
 def test_cases_certify_capabilities_of_their_layout_and_check() -> None:
@@ -146,6 +176,7 @@ def test_unknown_selections_are_refused(selection: Selection, message: str) -> N
 
 # -------------------------------------------------------------------- profile
 
+SAVING = Setting(name="saving", layout=DP1, options={"seed": 1})
 WRONG_PROFILES = {
     "'layouts' is empty": Profile(layouts=()),
     "layout dp2 needs .*data_parallel": Profile(layouts=(DP1, DP2)),
@@ -156,6 +187,16 @@ WRONG_PROFILES = {
     "has no owner": Profile(waivers=(replace(WAIVER, owner=""),)),
     "'raises' is 'AssertionError'": Profile(waivers=(replace(WAIVER, raises="AssertionError"),)),  # type: ignore[arg-type]
     "names the layout dp4": Profile(waivers=(replace(WAIVER, layouts=(DP4,)),)),
+    "layout dp4-hsdp needs .*data_parallel": Profile(settings=(HSDP,)),
+    "use small letters": Profile(settings=(replace(SAVING, name="Saves memory"),)),
+    "'dp1-saving': give it both a name and options": Profile(settings=(replace(SAVING, options={}),)),
+    "'dp1-saving' takes the family 'gpt2', which": Profile(
+        families=("llama",), settings=(replace(SAVING, families=("llama", "gpt2")),)
+    ),
+    "'dp1-saving' takes no model": Profile(settings=(replace(SAVING, families=()),)),
+    "the profile: its options set 'dtype'": Profile(options={"dtype": "bfloat16"}),
+    "'dp1-saving': its options set 'layout'": Profile(settings=(replace(SAVING, options={"layout": {}}),)),
+    "'dp1-saving' is named twice": Profile(settings=(SAVING, replace(SAVING, options={"seed": 2}))),
     "names the family 'qwen2'": Profile(families=("llama",), waivers=(replace(WAIVER, families=("qwen2",)),)),
 }
 
@@ -167,16 +208,24 @@ def test_wrong_profiles_are_explained(message: str) -> None:
     assert re.search(message, found[0])
 
 
+def test_options_without_a_name_are_refused() -> None:
+    (found,) = replace(SAVING, name="").violations(("llama",))
+    assert "'dp1': give it both a name and options, or neither" in found
+
+
 def test_a_right_profile_has_no_violations() -> None:
     assert not list(replace(WIDE.profile, waivers=(WAIVER,)).violations(SPEC_DP, CHECKS))
 
 
 def test_waivers_cover_what_they_name() -> None:
     waiver = replace(WAIVER, layouts=(DP2,), families=("llama",))
-    assert waiver.covers("I7.logprobs", DP2, "llama")
-    assert not waiver.covers("I7.logprobs", DP1, "llama")
-    assert not waiver.covers("I7.logprobs", DP2, "qwen3")
-    assert not waiver.covers("I7.entropy", DP2, "llama")
+    assert waiver.covers("I7.logprobs", AT_DP2, "llama")
+    assert not waiver.covers("I7.logprobs", Setting(layout=DP1), "llama")
+    assert not waiver.covers("I7.logprobs", AT_DP2, "qwen3")
+    assert not waiver.covers("I7.entropy", AT_DP2, "llama")
+    named = replace(WAIVER, layouts=("dp4-hsdp",))
+    assert named.covers("I7.logprobs", HSDP, "llama")
+    assert not named.covers("I7.logprobs", Setting(layout=DP4), "llama")
 
 
 # -------------------------------------------------------------------- summary

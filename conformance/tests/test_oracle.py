@@ -24,7 +24,7 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.truth.float64 import PrecisionError, float64_only
 from core_rl_conformance.truth.oracle import AdamW, AdamWState, Oracle, OracleSequence, grad_norm
 
-FAMILIES = ("qwen3", "llama", "qwen2", "gpt2")
+FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ LOSSES: list[tuple[CheckLoss, str]] = [
 
 
 @pytest.mark.parametrize(("loss", "head"), LOSSES, ids=lambda value: str(value).partition("(")[0])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
 def test_gradients_match_differences(store: ModelStore, family: str, loss: CheckLoss, head: str) -> None:
     model = TinyModel(family=family, head=head)  # type: ignore[arg-type]
     oracle = Oracle(store.directory(model), model.head)

@@ -44,7 +44,7 @@ from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
 from core_rl_conformance.reference.sampling import generate
 from core_rl_conformance.reference.train import ReferenceEngine
 
-FAMILIES = ("qwen3", "llama", "gpt2")
+FAMILIES = ("qwen3", "llama", "gpt2", "gemma2")
 QWEN3 = TinyModel(family="qwen3")
 Serve = Callable[..., ReferenceRolloutEngine]
 

@@ -15,6 +15,7 @@ from core_rl_conformance.hints.diagnose import compare_mean_square
 from core_rl_conformance.inputs.data import LENGTHS, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.profile import FAMILIES
 from core_rl_conformance.truth.plain import VARIANTS, PlainModel
 from core_rl_conformance.truth.tolerance import (
     FACTOR,
@@ -104,7 +105,7 @@ def test_there_are_at_least_five_different_variants() -> None:
     assert sum(variant.nudge is not None for variant in VARIANTS) >= 2
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_variants_agree_and_differ(tmp_path: Path, family: str) -> None:
     """All variants are right (their errors are rounding), and they do not all round alike."""
     model, data = TinyModel(family=family), ragged(TinyModel(family=family).vocab_size, 0)
@@ -131,7 +132,7 @@ def test_outputs_come_back_in_the_callers_order(store: ModelStore) -> None:
 # ---------------------------------------------------------------- tiny models
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_models_expose_bugs(tmp_path: Path, family: str) -> None:
     """Peaked logits, prime vocabularies, norms that are not 1, biases that are not 0."""
     model = TinyModel(family=family, seed=3)

@@ -24,8 +24,11 @@ from core_rl_conformance.procedures.moving import (
     verify_state,
     verify_steps,
 )
+from core_rl_conformance.profile import Setting
 from core_rl_conformance.reference import SPEC as REFERENCE
 from core_rl_conformance.subject import Subject
+
+ONE_RANK = Setting(layout=ParallelLayout())
 
 
 @check("I11.portable-to-reference", requires=[Capability.PORTABLE_CHECKPOINT])
@@ -36,7 +39,7 @@ def reference_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
     Look at: ``named_tensors`` of ``master`` (float32, not the compute dtype), ``exp_avg`` and ``exp_avg_sq``.
     If only the steps after the move differ, its optimizer does: see I20.adamw and ``_set_lr``.
     """
-    _verify_portable(subject, (subject.spec, subject.layout), (REFERENCE, ParallelLayout()))
+    _verify_portable(subject, (subject.spec, subject.case.setting), (REFERENCE, ONE_RANK))
 
 
 @check("I11.portable-from-reference", requires=[Capability.PORTABLE_CHECKPOINT])
@@ -48,11 +51,11 @@ def engine_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
     Look at: ``_load_named_tensors``, which sets master weights and compute copies, and ``_set_update_count``.
     If only the steps after the move differ, the optimizer does: see I20.adamw and ``_set_lr``.
     """
-    _verify_portable(subject, (REFERENCE, ParallelLayout()), (subject.spec, subject.layout))
+    _verify_portable(subject, (REFERENCE, ONE_RANK), (subject.spec, subject.case.setting))
 
 
 def _verify_portable(
-    subject: Subject, source: tuple[EngineSpec, ParallelLayout], target: tuple[EngineSpec, ParallelLayout]
+    subject: Subject, source: tuple[EngineSpec, Setting], target: tuple[EngineSpec, Setting]
 ) -> None:
     model = subject.model()
     group = start(subject, model, spec=source[0], layout=source[1])

@@ -250,7 +250,7 @@ def untrained_tokens_count_nothing(subject: Subject) -> None:
     subject.verify_gradients("with large advantages at untrained tokens", group, metrics, expected)
 
 
-@check("I10.tied-gradient", families=("qwen3", "gpt2"))
+@check("I10.tied-gradient", families=("qwen3", "gpt2", "gemma2"))
 def tied_gradient_is_the_sum_of_both_uses(subject: Subject) -> None:
     """A tied embedding is one parameter; its gradient is the sum of its uses at the input and at the head.
 

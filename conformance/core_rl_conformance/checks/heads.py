@@ -37,7 +37,7 @@ def values_match_the_oracle(subject: Subject) -> None:
             expected = subject.outputs(model, data, name)
             what = f"{name}{of} at temperature {temperature:g}"
             got = per_sequence(output, name, data)
-            places = subject.places(data)
+            places = subject.places(data, cut)
             subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
 
 

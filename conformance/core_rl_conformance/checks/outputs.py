@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.outputs import ModelOutput, OutputName
 from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
@@ -67,7 +68,16 @@ def logits_match_the_oracle(subject: Subject) -> None:
     names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
     output = subject.start(model).forward(data.batch(), BUDGET, names, 0.6)
     for name in names:
-        _compare(subject, output, name, model, data, f"{name}, all asked together, at temperature 0.6", 0.6)
+        _compare(
+            subject,
+            output,
+            name,
+            model,
+            data,
+            f"{name}, all asked together, at temperature 0.6",
+            0.6,
+            cut=BUDGET,
+        )
     long = subject.data(lengths=LONG, seed=3)
     output = subject.start(model).forward(long.batch(), ONE_PASS, ("logits",))
     _compare(subject, output, "logits", model, long, "logits of a long batch")
@@ -98,7 +108,7 @@ def _verify_token_output(
     expected = subject.outputs(model, data, name, temperature)
     output = subject.start(model).forward(data.batch(), BUDGET, (name,), temperature)
     what = f"{name} at temperature {temperature:g}"
-    _compare(subject, output, name, model, data, what, temperature, plotted=plotted)
+    _compare(subject, output, name, model, data, what, temperature, cut=BUDGET, plotted=plotted)
     if name != "logits":
         subject.verify_overall(what, per_sequence(output, name, data), expected)
 
@@ -112,6 +122,7 @@ def _compare(
     what: str,
     temperature: float = 1.0,
     *,
+    cut: MicroBatchSpec = ONE_PASS,
     plotted: bool = False,
 ) -> None:
     """Judge the form of the output ``name``, and all its values."""
@@ -120,7 +131,7 @@ def _compare(
     subject.verify_form(output, name, data)
     got, places = (
         per_sequence(output, name, data),
-        Places.of(data.batch(), model.vocab_size, subject.layout.dp),
+        Places.of(data.batch(), model.vocab_size, subject.layout, cut),
     )
     subject.verify(
         compare_tokens(what, got, expected.values, expected.tolerance, places, keep_points=plotted)

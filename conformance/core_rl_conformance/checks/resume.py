@@ -103,7 +103,7 @@ def resume_on_another_layout(subject: Subject) -> None:
     Look at: offsets of shards in the full tensor, and uneven shards of sizes that divide by nothing.
     """
     model = subject.model()
-    other = subject.case.other_layout
+    other = subject.case.other_setting
     assert other is not None  # the check asks for a profile with two
     group = start(subject, model)
     train(group, subject, [0, 1])

@@ -100,7 +100,7 @@ def each_train_batch_starts_from_zero(subject: Subject) -> None:
     verify_outputs(subject, group, model, "after a step")
 
 
-@check("I10.tied-after-steps", families=("qwen3", "gpt2"), each="layout")
+@check("I10.tied-after-steps", families=("qwen3", "gpt2", "gemma2"), each="layout")
 def tied_weights_stay_tied(subject: Subject) -> None:
     """After several steps the head still equals the embedding, on every rank's shard.
 
@@ -163,20 +163,25 @@ def all_masked_skips_the_step(subject: Subject) -> None:
 
 @check("I16.few-sequences", each="layout")
 def few_sequences_are_enough(subject: Subject) -> None:
-    """A batch with fewer sequences than ranks or micro-batches trains as the oracle says, and in time.
+    """A batch with fewer sequences, or tokens, than ranks or micro-batches trains as the oracle says, and in time.
 
-    Why: ranks whose micro-batch counts differ wait for each other forever (verl #5591, AReaL #1139).
-    Look at: empty ranks and dummy micro-batches, which must run every collective and add exactly nothing.
+    Why: ranks whose micro-batch counts differ wait for each other forever (verl #5591, AReaL #1139), and so do
+    ranks that share the tokens of a sequence when one of them has none.
+    Look at: empty ranks and dummy micro-batches, which must run every collective and add exactly nothing; with
+    context or sequence parallelism, one token in all, and odd numbers of them.
     """
     model, data = subject.model(), subject.data().select([0, 9])
-    single = data.select([0])
+    single, three = data.select([0]), subject.data(lengths=(3,), seed=6).all_trained()
+    one = subject.data(lengths=(1,), seed=7)
     group = subject.start(model)
-    for part in (single, data):
+    for part in (single, data, three, subject.data(lengths=(2, 1), seed=8).all_trained()):
         expected = subject.gradients(model, part, LOSS)
         metrics = group.forward_backward(part.batch(), LOSS.spec(), MicroBatchSpec(count=3))
-        subject.verify_gradients(f"of {len(part.rows)} sequences", group, metrics, expected)
+        what = f"of {len(part.rows)} sequences with {sum(part.lengths)} tokens"
+        subject.verify_gradients(what, group, metrics, expected)
         group.optimizer_zero_grad()
-    got = per_sequence(group.forward(single.batch(), MicroBatchSpec(count=3)), "logprobs", single)
-    logprobs = subject.outputs(model, single, "logprobs")
-    what = "log-probs of a single sequence"
-    subject.verify(compare_tokens(what, got, logprobs.values, logprobs.tolerance, subject.places(single)))
+    for part in (single, three, one):
+        got = per_sequence(group.forward(part.batch(), MicroBatchSpec(count=3)), "logprobs", part)
+        logprobs = subject.outputs(model, part, "logprobs")
+        what = f"log-probs of a single sequence of {part.lengths[0]} tokens"
+        subject.verify(compare_tokens(what, got, logprobs.values, logprobs.tolerance, subject.places(part)))

@@ -80,6 +80,29 @@ def _periodic(order: Tensor, tokens: Tokens, what: str) -> Iterator[Place]:
             yield sentence, order % period == rest[0]
 
 
+def _by_shard_edge(tokens: Tokens) -> Iterator[Place]:
+    """Next to where consecutive tokens of a micro-batch go to the next rank, however a rest is spread."""
+    if tokens.places is None:
+        return
+    order, packed = tokens.places.order, tokens.places.packed
+    for count in tokens.places.shards:
+        for starts in _shard_starts(order, packed, count):
+            what = f"the edges of the shards that {count} ranks have of the packed tokens"
+            yield f"only the first tokens after {what} are wrong", starts
+            ends = torch.zeros_like(starts)
+            ends[:-1] = starts[1:] & (order[1:] == order[:-1] + 1)
+            yield f"only the last tokens before {what} are wrong", ends
+            yield f"only tokens at {what} are wrong", starts | ends
+
+
+def _shard_starts(order: Tensor, packed: Tensor, count: int) -> Iterator[Tensor]:
+    """Bool ``[T]``: the first token of each shard but the first, for both usual ways to cut."""
+    small, rest = packed // count, packed % count
+    number = torch.arange(1, count)[:, None]
+    yield (order == number * small + torch.minimum(number, rest)).any(0) & (order > 0)
+    yield (order == number * -(-packed // count)).any(0) & (order > 0)
+
+
 def _by_id(tokens: Tokens) -> Iterator[Place]:
     if tokens.places is None:
         return
@@ -145,6 +168,7 @@ PLACES: tuple[Callable[[Tokens], Iterator[Place]], ...] = (
     _by_id,
     _by_position,
     _by_chunk,
+    _by_shard_edge,
     _by_rank,
     _by_sequence,
     _by_neighbour,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.shard import shard_plan
 from core_rl_conformance.truth.tolerance import Tolerance
 
@@ -25,14 +28,44 @@ class Places:
     rank: Tensor
     """The data-parallel rank that each one is on."""
     vocab_size: int
+    order: Tensor
+    """Where each one stands among the packed tokens of its micro-batch."""
+    packed: Tensor
+    """How many tokens that micro-batch has."""
+    shards: tuple[int, ...] = ()
+    """Numbers of ranks that the tokens of a micro-batch may be spread over: context and sequence parallelism."""
 
     @staticmethod
-    def of(batch: SequenceBatch, vocab_size: int, ranks: int = 1) -> Places:
-        """The places in ``batch``, as a group shards it over ``ranks`` data-parallel ranks."""
-        rank = torch.zeros(batch.num_tokens, dtype=torch.long)
-        for number, part in enumerate(shard_plan(batch, ranks)):
+    def of(
+        batch: SequenceBatch,
+        vocab_size: int,
+        layout: ParallelLayout | None = None,
+        cut: MicroBatchSpec | None = None,
+    ) -> Places:
+        """The places in ``batch``, as a group of ``layout`` shards it and cuts it into micro-batches."""
+        layout, cut = layout or ParallelLayout(), cut or MicroBatchSpec(count=1)
+        rank, order, packed = (torch.zeros(batch.num_tokens, dtype=torch.long) for _ in range(3))
+        parts = shard_plan(batch, layout.dp)
+        count = max(count_micro_batches(batch.select(part), cut) for part in parts if part)
+        for number, part in enumerate(parts):
             rank[batch.token_index(part)] = number
-        return Places(ids=batch.input_ids, trained=batch.loss_mask, rank=rank, vocab_size=vocab_size)
+            for rows in plan_micro_batches(batch.select(part), cut, count) if part else ():
+                index = batch.token_index([part[row] for row in rows])
+                order[index], packed[index] = torch.arange(len(index)), len(index)
+        return Places(
+            ids=batch.input_ids,
+            trained=batch.loss_mask,
+            rank=rank,
+            vocab_size=vocab_size,
+            order=order,
+            packed=packed,
+            shards=_shards(layout),
+        )
+
+
+def _shards(layout: ParallelLayout) -> tuple[int, ...]:
+    parts = (layout.cp, layout.tp if layout.sequence_parallel else 1)
+    return tuple(sorted({number for number in (*parts, math.prod(parts)) if number > 1}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
@@ -52,6 +53,10 @@ class TinyModel:
     """Padding has the id of the end-of-sequence token, as in many published configs."""
     vocabulary: int | None = None
     """The number of token ids; None is the family's own."""
+    heads: int | None = None
+    """The number of attention heads; None is the family's own."""
+    kv_heads: int | None = None
+    """The number of key/value heads, of a family that has some; None is the family's own."""
 
     @property
     def vocab_size(self) -> int:
@@ -65,11 +70,22 @@ class TinyModel:
             config.num_labels = 1
         if self.vocabulary is not None:
             config.vocab_size = self.vocabulary
+        if self.heads is not None:
+            config.num_attention_heads = self.heads
+        if self.kv_heads is not None:
+            config.num_key_value_heads = self.kv_heads
         if self.eos is not None:
             config.eos_token_id = self.eos
         if self.pad_is_eos:
             config.pad_token_id = config.eos_token_id
         return config
+
+    def with_odd_heads(self) -> TinyModel:
+        """The same with a number of heads that 2 does not divide, and one key/value head where the family can."""
+        config = self.config()
+        heads = next(n for n in range(3, config.hidden_size + 1, 2) if config.hidden_size % n == 0)
+        grouped = getattr(config, "num_key_value_heads", None) is not None
+        return replace(self, heads=heads, kv_heads=1 if grouped else None)
 
 
 def _qwen3(dropout: float) -> PretrainedConfig:
@@ -146,11 +162,40 @@ def _gpt2(dropout: float) -> PretrainedConfig:
     )
 
 
+def _gemma2(dropout: float) -> PretrainedConfig:
+    """Scaled tied embeddings, norms that multiply by 1 + weight, a gated GELU, soft caps, a sliding window of 5 tokens.
+
+    The caps are low enough to bend most scores; the head size is not hidden size over heads, and the scale
+    of attention is neither's.
+    """
+    return Gemma2Config(
+        vocab_size=157,
+        hidden_size=44,
+        intermediate_size=58,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        query_pre_attn_scalar=9,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=8.0,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        attention_dropout=dropout,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=None,
+    )
+
+
 CONFIGS: dict[str, Callable[[float], PretrainedConfig]] = {
     "qwen3": _qwen3,
     "llama": _llama,
     "qwen2": _qwen2,
     "gpt2": _gpt2,
+    "gemma2": _gemma2,
 }
 
 
@@ -167,6 +212,8 @@ class ModelStore:
             name = f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
             name += "" if model.eos is None else f"-eos{model.eos}"
             name += "" if model.vocabulary is None else f"-vocabulary{model.vocabulary}"
+            name += "" if model.heads is None else f"-heads{model.heads}"
+            name += "" if model.kv_heads is None else f"-kv{model.kv_heads}"
             path = self.root / (f"{name}-pad-is-eos" if model.pad_is_eos else name)
             build(model).save_pretrained(path)
             if model.head == "lm":
@@ -218,7 +265,9 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
             return 0.1 * noise
         final = name.rsplit(".", 2)[-2] in ("norm", "ln_f")
         peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
-        return peak * (1.0 + 0.2 * noise)
+        # Gemma's norms add the 1 themselves.
+        added = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+        return peak * (1.0 + 0.2 * noise) - added
     # GPT-2 stores its matrices as [in, out].
     transposed = model.config.model_type == "gpt2" and ".c_" in name
     fan_in = parameter.shape[0] if transposed else parameter.shape[-1]

@@ -21,6 +21,7 @@ from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
+from core_rl_conformance.profile import Setting
 from core_rl_conformance.subject import Subject
 from core_rl_conformance.truth.oracle import AdamW
 
@@ -64,7 +65,7 @@ def start(
     subject: Subject,
     model: TinyModel,
     *,
-    layout: ParallelLayout | None = None,
+    layout: ParallelLayout | Setting | None = None,
     spec: EngineSpec | None = None,
     frozen: Sequence[str] = (),
 ) -> EngineGroup:

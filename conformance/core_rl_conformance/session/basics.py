@@ -51,7 +51,7 @@ class Failures:
 
     def add(self, case: Case) -> str:
         """Take a failed case; a line on the most basic check that fails beside it, or nothing."""
-        place = (case.target.spec.name, str(case.layout), case.family, case.dtype)
+        place = (case.target.spec.name, str(case.setting), case.family, case.dtype)
         self._failed.add((case.check.identifier, *place))
         below = [
             identifier

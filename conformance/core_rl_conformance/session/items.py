@@ -83,7 +83,7 @@ class CheckItem(pytest.Item):
         item.seconds = item.starting_s = 0.0
         item.measurements = []
         for waiver in case.target.profile.waivers:
-            if waiver.covers(case.check.identifier, case.layout, case.family):
+            if waiver.covers(case.check.identifier, case.setting, case.family):
                 reason = f"waived: {waiver.reason} (owner: {waiver.owner})"
                 item.add_marker(pytest.mark.xfail(strict=True, raises=waiver.raises, reason=reason))
         if case.check.provisional:
@@ -98,13 +98,13 @@ class CheckItem(pytest.Item):
 
     @property
     def _place(self) -> tuple[str, str]:
-        return self.case.target.spec.name, str(self.case.layout)
+        return self.case.target.spec.name, str(self.case.setting)
 
     def runtest(self) -> None:
         bench = self.config.stash[BENCH]
         if bench.groups.hangs[self._place] >= HANGS:
             # Each one takes the whole timeout, and the session has failed already.
-            self._leave_out(f"it hung in {HANGS} checks at {self.case.layout} before")
+            self._leave_out(f"it hung in {HANGS} checks at {self.case.setting} before")
         directory = bench.directory / "cases" / self.name.replace("/", "_")
         directory.mkdir(parents=True)
         subject = Subject(self.case, bench, directory)
@@ -137,7 +137,7 @@ class CheckItem(pytest.Item):
             check=case.check.identifier,
             engine=case.target.spec.name,
             partner="" if case.partner is None else case.partner.spec.name,
-            layout=str(case.layout),
+            layout=str(case.setting),
             model=case.family,
             dtype=case.dtype,
             seed=case.seed,
@@ -162,7 +162,7 @@ class CheckItem(pytest.Item):
             return str(excinfo.value)
         if isinstance(excinfo.value, CoreRLError):
             case = self.case
-            engine = f"engine {case.target.spec.name!r}, layout {case.layout}, model {case.family}"
+            engine = f"engine {case.target.spec.name!r}, layout {case.setting}, model {case.family}"
             notes = "\n".join(getattr(excinfo.value, "__notes__", []))
             return f"{case.check.identifier}: {engine}\n  {type(excinfo.value).__name__}: {excinfo.value}\n{notes}"
         return super().repr_failure(excinfo, style)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from core_rl.config.base import Config, parse_config
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engines.discovery import load_object
@@ -13,7 +14,7 @@ from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError, raise_all
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import FAMILIES, Profile
+from core_rl_conformance.profile import FAMILIES, Profile, Setting
 
 __all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "select"]
 
@@ -35,6 +36,7 @@ class Selection:
     """What the command line asks for; None is everything that the profile names."""
 
     layouts: tuple[str, ...] | None = None
+    """Full names of layouts and settings, as ``dp2`` and ``dp4-hsdp``."""
     families: tuple[str, ...] | None = None
     checks: tuple[str, ...] | None = None
     """Patterns of identifiers, as ``I1.*``."""
@@ -53,13 +55,13 @@ class Selection:
         """Whether the check ``identifier`` is selected."""
         return self.checks is None or any(fnmatchcase(identifier, pattern) for pattern in self.checks)
 
-    def of(self, profile: Profile) -> tuple[list[ParallelLayout], list[str], list[DType]]:
-        """The layouts, models and dtypes of ``profile`` that are selected."""
-        layouts = [p for p in profile.layouts if self.layouts is None or str(p) in self.layouts]
+    def of(self, profile: Profile) -> tuple[list[Setting], list[str], list[DType]]:
+        """The layouts and settings, models and dtypes of ``profile`` that are selected."""
+        places = [p for p in profile.places if self.layouts is None or str(p) in self.layouts]
         families = [f for f in profile.families if self.families is None or f in self.families]
         dtypes = [d for d in profile.dtypes if self.dtype is None or d == self.dtype]
         # The smallest layout and the smallest with several ranks show most bugs.
-        return (layouts[:2], families, dtypes[:1]) if self.quick else (layouts, families, dtypes)
+        return (places[:2], families, dtypes[:1]) if self.quick else (places, families, dtypes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,37 +70,43 @@ class Case:
 
     check: Check
     target: Target
-    layout: ParallelLayout
+    setting: Setting
+    """The layout, with the options that the engine is run with on it."""
     family: str
     dtype: DType
     seed: int
     device: str
     partner: Target | None = None
     """The second engine, for a check of a pair."""
-    partner_layout: ParallelLayout | None = None
-    other_layout: ParallelLayout | None = None
-    """Another layout of the session, or else of the profile, for what moves between two."""
+    partner_setting: Setting | None = None
+    other_setting: Setting | None = None
+    """Another layout or setting of the session, or else of the profile, for what moves between two."""
     not_supported: str = ""
     """Why the engine cannot be asked."""
     not_run: str = ""
     """Why it can be asked, but not here."""
 
     @property
+    def layout(self) -> ParallelLayout:
+        """The parallel degrees of `setting`."""
+        return self.setting.layout
+
+    @property
     def name(self) -> str:
         """The part of the test's name in brackets."""
-        parts = [self.target.spec.name, str(self.layout), self.family, self.dtype]
-        other = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_layout)]
+        parts = [self.target.spec.name, str(self.setting), self.family, self.dtype]
+        other = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_setting)]
         return "-".join([*parts, *other])
 
     def of_partner(self) -> Case:
         """The same case from the side of the partner."""
-        assert self.partner is not None and self.partner_layout is not None
+        assert self.partner is not None and self.partner_setting is not None
         return replace(
             self,
             target=self.partner,
-            layout=self.partner_layout,
+            setting=self.partner_setting,
             partner=self.target,
-            partner_layout=self.layout,
+            partner_setting=self.setting,
         )
 
     @property
@@ -124,13 +132,20 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     )
     # An engine that cannot be imported says so once here, and not in every check.
     load_engine(spec)
-    load_config(spec)
+    _try_options(name, found, load_config(spec))
     return Target(spec=spec, profile=found)
+
+
+def _try_options(name: str, profile: Profile, config: type[Config]) -> None:
+    """Let the engine's config read the options of each layout and setting, before hundreds of checks do."""
+    for place in profile.places:
+        values = {**place.over(profile.options), "model": {"path": "."}, "layout": place.layout}
+        parse_config(config, values, f"the conformance profile of engine {name!r}, layout {place}")
 
 
 def select(targets: Sequence[Target], selection: Selection, known_checks: Collection[str]) -> None:
     """Raise `ConfigError` for a selection that is empty or unknown for every engine."""
-    layouts = {str(layout) for target in targets for layout in target.profile.layouts}
+    layouts = {str(place) for target in targets for place in target.profile.places}
     families = {family for target in targets for family in target.profile.families}
     dtypes = {dtype for target in targets for dtype in target.profile.dtypes}
     problems = [
@@ -160,38 +175,47 @@ def _listed(names: Collection[str]) -> str:
 def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     """The cases of one check for one engine; one that cannot be asked gives a single case that says so."""
     profile = target.profile
-    layouts, families, dtypes = selection.of(profile)
-    if check.kind != target.spec.kind or check.partner is not None or not (layouts and families and dtypes):
+    settings, families, dtypes = selection.of(profile)
+    if check.kind != target.spec.kind or check.partner is not None or not (settings and families and dtypes):
         return []
-    wide = [layout for layout in layouts if layout.dp >= check.min_dp]
     suited = [family for family in families if check.families is None or family in check.families]
+    wide = [
+        setting
+        for setting in settings
+        if setting.layout.dp >= check.min_dp and setting.layout.cp >= check.min_cp
+        if setting.suited(suited) or not suited
+    ]
     not_supported = _not_supported(check, target, selection)
     not_run = _not_run(check, target, wide, suited)
     if not_supported or not_run:
-        places = [(layouts[0], families[0], dtypes[0])]
+        places = [(settings[0], families[0], dtypes[0])]
     else:
         places = list(places_of(check, wide, suited, dtypes, selection.quick))
     return [
         Case(
             check=check,
             target=target,
-            layout=layout,
+            setting=setting,
             family=family,
             dtype=dtype,
             seed=selection.seed,
             device=selection.device,
-            other_layout=_next(layout, layouts) or _next(layout, profile.layouts),
+            other_setting=(other := _other(setting, family, settings, profile)),
             not_supported=not_supported,
-            not_run=not_run,
+            not_run=not_run or ("" if other or check.min_layouts < 2 else f"no other layout takes {family}"),
         )
-        for layout, family, dtype in places
+        for setting, family, dtype in places
     ]
 
 
-def _next(layout: ParallelLayout, layouts: Sequence[ParallelLayout]) -> ParallelLayout | None:
-    """The layout after ``layout`` in ``layouts``, which begin again at their end; None if there is no other."""
-    following = layouts[(layouts.index(layout) + 1) % len(layouts)]
-    return None if following == layout else following
+def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: Profile) -> Setting | None:
+    """The one after ``setting`` of those selected, or else of all, that can take ``family``."""
+    for settings in (selected, profile.places):
+        suited = [one for one in settings if one == setting or one.suited([family])]
+        following = suited[(suited.index(setting) + 1) % len(suited)]
+        if following != setting:
+            return following
+    return None
 
 
 def _not_supported(check: Check, target: Target, selection: Selection) -> str:
@@ -200,34 +224,37 @@ def _not_supported(check: Check, target: Target, selection: Selection) -> str:
     return f"undeclared: {', '.join(missing)}" if missing else ""
 
 
-def _not_run(check: Check, target: Target, layouts: Sequence[ParallelLayout], families: Sequence[str]) -> str:
-    if len(target.profile.layouts) < check.min_layouts:
-        return f"the profile has {len(target.profile.layouts)} layout; this needs {check.min_layouts}"
-    if not layouts:
-        return f"no selected layout has dp >= {check.min_dp}"
+def _not_run(check: Check, target: Target, settings: Sequence[Setting], families: Sequence[str]) -> str:
+    if len(target.profile.places) < check.min_layouts:
+        return f"the profile has {len(target.profile.places)} layout; this needs {check.min_layouts}"
+    if not settings:
+        wide = f"dp >= {check.min_dp} and cp >= {check.min_cp}"
+        return f"no selected layout has {wide}, or takes a model that this can use"
     return "" if families else f"it needs a model of {', '.join(check.families or ())}"
 
 
 def places_of(
     check: Check,
-    layouts: Sequence[ParallelLayout],
+    settings: Sequence[Setting],
     families: Sequence[str],
     dtypes: Sequence[DType],
     quick: bool,
-) -> Iterator[tuple[ParallelLayout, str, DType]]:
-    """Where to run: on the first two layouts with every model; on further ones models take turns.
+) -> Iterator[tuple[Setting, str, DType]]:
+    """Where to run: on the first two layouts with every model; on further ones, and in settings, models take turns.
 
     They do so in a quick session too, and in further dtypes, which stay on the first two layouts.
     """
     if check.each == "engine":
-        yield layouts[0], families[0], dtypes[0]
+        yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
     if quick and check.each == "layout":
-        layouts = layouts[-1:]
+        settings = settings[-1:]
     # Checks begin at different models, so that a session sees all of them even on a single layout.
     first = sum(map(ord, check.identifier))
     for number, dtype in enumerate(dtypes):
-        for place, layout in enumerate(layouts if number == 0 else layouts[:FULL]):
-            everything = check.each == "layout and model" and number == 0 and place < FULL and not quick
-            chosen = families if everything else [families[(first + number + place) % len(families)]]
-            yield from ((layout, family, dtype) for family in chosen)
+        for place, setting in enumerate(settings if number == 0 else settings[:FULL]):
+            first_ones = place < FULL and not setting.name
+            everything = check.each == "layout and model" and number == 0 and first_ones and not quick
+            suited = setting.suited(families)
+            chosen = suited if everything else [suited[(first + number + place) % len(suited)]]
+            yield from ((setting, family, dtype) for family in chosen)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 from core_rl.config.engine import DType
-from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.catalogue import Check
+from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case, Selection, Target, places_of
 
 __all__ = ["pair_cases"]
@@ -27,31 +27,32 @@ def pair_cases(check: Check, targets: Sequence[Target], selection: Selection) ->
 
 
 def _cases(check: Check, target: Target, partner: Target, selection: Selection) -> Iterator[Case]:
-    layouts, families, dtypes = selection.of(target.profile)
-    if not (layouts and families and dtypes):
+    settings, families, dtypes = selection.of(target.profile)
+    if not (settings and families and dtypes):
         return
     others, other_families, other_dtypes = selection.of(partner.profile)
     # A layout that only the first engine has selects nothing of the second.
-    others = others or list(partner.profile.layouts)
+    others = others or list(partner.profile.places)
     shared = [family for family in families if family in other_families]
     suited = [family for family in shared if check.families is None or family in check.families]
     common = [dtype for dtype in dtypes if dtype in other_dtypes]
+    settings = [setting for setting in settings if setting.suited(suited)] or settings[:1]
     not_supported, not_run = _undeclared(check, target, partner), _missing(suited, common)
-    places: list[tuple[ParallelLayout, str, DType]] = [(layouts[0], families[0], dtypes[0])]
+    places: list[tuple[Setting, str, DType]] = [(settings[0], families[0], dtypes[0])]
     if not (not_supported or not_run):
-        places = list(places_of(check, layouts, suited, common, selection.quick))
-    meets = dict(zip(layouts, cycle(others)))
-    for layout, family, dtype in places:
+        places = list(places_of(check, settings, suited, common, selection.quick))
+    meets = dict(zip(settings, cycle(others)))
+    for setting, family, dtype in places:
         yield Case(
             check=check,
             target=target,
-            layout=layout,
+            setting=setting,
             family=family,
             dtype=dtype,
             seed=selection.seed,
             device=selection.device,
             partner=partner,
-            partner_layout=meets[layout],
+            partner_setting=meets[setting],
             not_supported=not_supported,
             not_run=not_run,
         )

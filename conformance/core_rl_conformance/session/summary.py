@@ -83,7 +83,9 @@ class Summary:
         shown = {capability for check in own if check.partner is None for capability in check.requires}
         shown |= {Capability.BFLOAT16}
         shown |= {Capability.CUDA} if self.plan.selection.device == "cuda" else set()
-        return shown | {need for layout in target.profile.layouts for need in layout.needed_capabilities()}
+        return shown | {
+            need for place in target.profile.places for need in place.layout.needed_capabilities()
+        }
 
     # -------------------------------------------------------------- terminal
 

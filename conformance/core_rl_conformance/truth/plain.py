@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from core_rl_conformance.truth.oracle import OracleHead, OracleSequence, SequenceLoss
 
@@ -114,6 +114,9 @@ class PlainModel:
         return model
 
     def _load(self, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
+        if getattr(config, "attn_logit_softcapping", None):
+            attention = "eager"  # torch's sdpa cannot cap the scores
         family = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
         model: PreTrainedModel = family.from_pretrained(
             self.directory, dtype=self.dtype, attn_implementation=attention, local_files_only=True
@@ -170,7 +173,7 @@ def _head_outputs(
         return {"values": torch.cat([zero, scalars[:-1]]), "bootstrap": scalars[-1], "scores": scalars[-1]}
     embeddings = model.get_output_embeddings()
     assert isinstance(embeddings, torch.nn.Module)
-    logits = embeddings(states[:-1]).float() / temperature
+    logits = _capped(embeddings(states[:-1]).float(), model) / temperature
     logprobs, entropy = (
         _log_softmax(logits, ids[1:]) if variant.softmax == "log_softmax" else _lse(logits, ids[1:])
     )
@@ -179,6 +182,11 @@ def _head_outputs(
         "entropy": torch.cat([zero, entropy]),
         "logits": torch.cat([zero.expand(1, logits.shape[1]), logits]),
     }
+
+
+def _capped(logits: Tensor, model: PreTrainedModel) -> Tensor:
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _log_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

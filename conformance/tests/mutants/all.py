@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutants import (
     checkpoints,
+    context_parallel,
     loss_scale,
     moments,
     optimizers,
@@ -33,6 +34,7 @@ MUTANTS = (
     *moments.MUTANTS,
     *precision.MUTANTS,
     *pairs.MUTANTS,
+    *context_parallel.MUTANTS,
     *tensor_parallel.MUTANTS,
     *tensor_parallel_state.MUTANTS,
     *rollouts.MUTANTS,

@@ -176,7 +176,41 @@ class EntropyOverPaddedRows(TensorParallelEngine):
     vocabulary_type = PaddedRows
 
 
+# ---------------------------------------------------------------------- layout
+
+
+class TakesHalfAHead(TensorParallelEngine):
+    """Nobody compares the degree with the number of heads."""
+
+    def _check_heads(self, model: PreTrainedModel) -> None:
+        return
+
+
+class OneRankRefuses(TensorParallelEngine):
+    """The other rank waits for it."""
+
+    def _check_heads(self, model: PreTrainedModel) -> None:
+        if self.tensor_parallel_rank == 0:
+            super()._check_heads(model)
+        World(self.tensor_parallel_group).barrier()
+
+
 MUTANTS = (
+    Mutant(
+        engine=TakesHalfAHead,
+        killed_by="contract.heads-over-tp",
+        issue="a degree that does not divide the heads",
+        says=r"took a model with 5 heads at tp2, and then it failed|at tp2",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=OneRankRefuses,
+        killed_by="contract.heads-over-tp",
+        issue="an error on one rank alone",
+        says="initialize",
+        layout=TP2,
+        timeout_s=8.0,
+    ),
     Mutant(
         engine=HeadNormsNotReduced,
         killed_by="I1.gradients",

@@ -13,7 +13,7 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.engines.train import TrainEngine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.profile import Profile
+from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.reference import ROLLOUT_SPEC
 from core_rl_conformance.session.matrix import Case, Target
 from core_rl_conformance.subject import Subject
@@ -34,6 +34,8 @@ CAPABILITIES = frozenset(
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
 TP2 = ParallelLayout(tp=2)
+CP2 = ParallelLayout(cp=2)
+CP4 = ParallelLayout(cp=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +118,14 @@ def run_check(
     case = Case(
         check=load_checks()[identifier],
         target=Target(spec=spec, profile=profile),
-        layout=layout,
+        setting=Setting(layout=layout),
         family=family,
         dtype=dtype,
         seed=seed,
         device="cpu",
         partner=Target(spec=partner, profile=Profile()) if partner else None,
-        partner_layout=DP1 if partner else None,
-        other_layout=DP1 if layout == DP2 else DP2,
+        partner_setting=Setting(layout=DP1) if partner else None,
+        other_setting=Setting(layout=DP1 if layout == DP2 else DP2),
     )
     directory.mkdir(parents=True, exist_ok=True)
     subject = Subject(case, bench, directory)

@@ -1,0 +1,90 @@
+"""Attention heads and the ranks that share them: too few, and numbers that do not divide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.engines.spec import Capability
+from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
+
+LOSS = TokenMeanLoss(temperature=0.8)
+REFUSALS = (LayoutError, UnsupportedCapability, ConfigError)
+
+
+@check(
+    "I3.few-kv-heads",
+    requires=[Capability.CONTEXT_PARALLEL],
+    each="layout",
+    min_cp=2,
+    families=("qwen3", "llama", "qwen2", "gemma2"),
+)
+def few_key_value_heads_are_enough(subject: Subject) -> None:
+    """With a single key/value head, fewer than ranks share a sequence, log-probs and gradients are the oracle's.
+
+    Why: an exchange of tokens for heads (Ulysses) copies key/value heads when there are fewer than ranks. Copies
+    of the wrong head, and copies whose gradients are not added up, show in no model with many of them.
+    Look at: which key/value head a rank's query heads belong to, and the backward pass of the copies.
+    """
+    model = replace(subject.model(), kv_heads=1)
+    _verify_right(subject, subject.start(model), model, "with one key/value head")
+
+
+@check("contract.heads-over-tp", requires=[Capability.TENSOR_PARALLEL], each="engine")
+def heads_that_tp_does_not_divide(subject: Subject) -> None:
+    """Heads that ``tp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
+
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group goes on after it.
+
+    Why: half a head on each rank fails in the middle of a run, or trains another model without a word; a single
+    rank that refuses leaves the others waiting for it.
+    Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
+    """
+    _verify_odd_heads(subject, ParallelLayout(tp=2))
+
+
+@check("contract.heads-over-cp", requires=[Capability.CONTEXT_PARALLEL], each="engine")
+def heads_that_cp_does_not_divide(subject: Subject) -> None:
+    """Heads that ``cp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
+
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group goes on after it.
+
+    Why: an exchange of tokens for heads (Ulysses) that rounds down loses the last head, and nothing fails.
+    Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
+    """
+    _verify_odd_heads(subject, ParallelLayout(cp=2))
+
+
+def _verify_odd_heads(subject: Subject, layout: ParallelLayout) -> None:
+    model = subject.model().with_odd_heads()
+    what = f"of a model with {model.heads} heads at {layout}"
+    try:
+        group = subject.start(model, layout=layout)
+    except REFUSALS:
+        own = subject.model()
+        _verify_right(subject, subject.start(own), own, f"after the refusal {what}")
+        return
+    try:
+        _verify_right(subject, group, model, what)
+    except CoreRLError as error:
+        told = str(error).splitlines()[0]
+        raise AssertionError(
+            subject.explained(
+                f"initialize() took a model with {model.heads} heads at {layout}, and then it failed: {told}"
+            )
+        ) from error
+
+
+def _verify_right(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
+    data = subject.data()
+    expected = subject.outputs(model, data, "logprobs")
+    got = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
+    subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance))
+    metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
+    subject.verify_gradients(what, group, metrics, subject.gradients(model, data, LOSS))

@@ -1,0 +1,354 @@
+"""Context parallelism: edges between shards of tokens, attention across them, and gradients that are parts of a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from toy_cp.collectives import gather_parts
+from toy_cp.engine import ContextParallelEngine
+from toy_cp.shard import TokenShard, UlyssesShard, attention
+from toy_cp.ulysses import UlyssesEngine
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.grad_norm import GradShard
+from core_rl.engines.steps import MicroBatchStep
+from mutants.zoo import CP2, CP4, Mutant
+
+# ------------------------------------------------------------------- gradients
+
+
+class GradientsAveragedOverShards(ContextParallelEngine):
+    """Gradients are averaged over all ranks that hold the weights, and only the data-parallel ones are undone."""
+
+    def _reduce(self, name: str, grad: Tensor) -> None:
+        super()._reduce(name, grad)
+        grad /= self.layout.cp
+
+
+class LossDividedByShards(ContextParallelEngine):
+    """The loss of every rank is taken for a part of the whole: it is divided by their number for the backward pass."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        for micro_batch in micro_batches:
+            loss = step(self._outputs(micro_batch, step), micro_batch)
+            if not forward_only:
+                (loss / self.layout.cp).backward()
+
+
+class SummingShard(TokenShard):
+    """The gather of the outputs adds up the gradients of all ranks, which are equal."""
+
+    def gathered(self, value: Tensor) -> Tensor:
+        return gather_parts(value, self.sizes, 0, self.group)
+
+
+class OutputGatherSumsDuplicates(ContextParallelEngine):
+    """Every rank computes the same loss, and its gradient counts once for each."""
+
+    shard_type = SummingShard
+
+
+class ShardGradientsNotReduced(ContextParallelEngine):
+    """Gradients are added up over data-parallel ranks only."""
+
+    def _reduce(self, name: str, grad: Tensor) -> None:
+        dist.all_reduce(grad, group=self.data_parallel_group.group)
+
+
+class NormsReducedOnOneRank(ContextParallelEngine):
+    """The rank that exports has the whole gradient of norms; the others step with that of their own tokens."""
+
+    def _reduce(self, name: str, grad: Tensor) -> None:
+        own = grad.clone()
+        super()._reduce(name, grad)
+        if "norm" in name and self.context_parallel_rank > 0:
+            grad.copy_(own)
+
+
+class SlicingShard(TokenShard):
+    """Keys and values take back the gradient of one rank's queries."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        own = torch.stack([key, value])
+        whole = gather_parts(own.detach(), self.sizes, 3, self.group)
+        before, after = whole[:, :, :, : self.start], whole[:, :, :, self.stop :]
+        both = torch.cat([before, own, after], dim=3)
+        return attention(query, *self.by_query_head(query, both), self.visible(), scale, dropout)
+
+
+class KeysKeepOwnGradients(ContextParallelEngine):
+    """Other ranks' keys and values come without a graph."""
+
+    shard_type = SlicingShard
+
+
+class CopiesCountedInTheNorm(ContextParallelEngine):
+    """The norm counts the weights once for each rank that shares a batch."""
+
+    def _grad_shards(self) -> Iterable[GradShard]:
+        for shard in super()._grad_shards():
+            yield replace(
+                shard,
+                duplicates=shard.duplicates[:: self.layout.cp] if self.context_parallel_rank == 0 else (),
+            )
+
+
+# ----------------------------------------------------------------- shard edges
+
+
+class TargetsOfOwnShard(TokenShard):
+    """The id after the last token of a shard is looked for in the same shard."""
+
+    def next_ids(self) -> Tensor:
+        return self.own(self.batch.input_ids).roll(-1)
+
+
+class ShiftedWithinTheShard(ContextParallelEngine):
+    """Labels are shifted after the batch was cut: the last state of a shard predicts its first token."""
+
+    shard_type = TargetsOfOwnShard
+
+
+class EdgeFromOwnLastState(ContextParallelEngine):
+    """Outputs are moved to the predicted token inside each shard: its first one gets what its own last state says."""
+
+    def _follows(self, states: Tensor, shard: TokenShard) -> Tensor:
+        return torch.cat([part.roll(1, 0) for part in states.split(shard.sizes)])
+
+
+class EdgeIsNotPredicted(ContextParallelEngine):
+    """Each shard drops the prediction of its last state, whose token it does not have."""
+
+    def _follows(self, states: Tensor, shard: TokenShard) -> Tensor:
+        parts = []
+        for part in states.split(shard.sizes):
+            kept = torch.ones(len(part), dtype=torch.bool)
+            kept[:1] = False
+            rolled = part.roll(1, 0)
+            parts.append(torch.where(kept if rolled.dim() == 1 else kept[:, None], rolled, 0.0))
+        return torch.cat(parts)
+
+
+class PositionsOfShard(TokenShard):
+    """Positions begin at 0 in each shard."""
+
+    def position_ids(self) -> Tensor:
+        return torch.arange(self.stop - self.start)
+
+
+class PositionsRestartAtShards(ContextParallelEngine):
+    """The position of a token is its place in the shard."""
+
+    shard_type = PositionsOfShard
+
+
+class BlindShard(TokenShard):
+    """Tokens of earlier shards are not attended to."""
+
+    def visible(self) -> Tensor:
+        seen = super().visible()
+        inside = torch.zeros_like(seen)
+        inside[:, self.start : self.stop] = True
+        return seen & inside
+
+
+class AttentionStopsAtShards(ContextParallelEngine):
+    """A sequence that crosses an edge is two sequences."""
+
+    shard_type = BlindShard
+
+
+class PaddingEndsTheLastSequence(ContextParallelEngine):
+    """The batch is filled up to a multiple of the ranks with states of 0, which belong to its last sequence."""
+
+    def _ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:
+        found = super()._ends(states, batch)
+        filled_up = batch.num_tokens % self.layout.cp > 0
+        return torch.cat([found[:-1], torch.zeros_like(found[-1:])]) if filled_up else found
+
+
+class IdleWithoutTokens(ContextParallelEngine):
+    """A rank that got none of the tokens does not run the model, and the others wait for its keys."""
+
+    def _trunk(self, shard: TokenShard) -> Tensor:
+        if shard.start == shard.stop:
+            return torch.zeros(0, self.model.config.hidden_size)
+        return super()._trunk(shard)
+
+
+# ----------------------------------------------------------------------- heads
+
+
+class AlternatingGroups(UlyssesShard):
+    """With fewer key/value heads than ranks, ranks take them in turn instead of in blocks."""
+
+    def by_query_head(self, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+        if both.shape[2] >= len(self.sizes):
+            return super().by_query_head(query, both)
+        key, value = both.repeat(1, 1, query.shape[1] // both.shape[2], 1, 1)
+        return key, value
+
+
+class FewKeyHeadsInTurn(UlyssesEngine):
+    """Rank ``r`` takes the key/value head ``r % kv_heads``."""
+
+    shard_type = AlternatingGroups
+
+
+class DetachedCopies(UlyssesShard):
+    """Copies of key/value heads for further ranks send back no gradient."""
+
+    def by_query_head(self, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+        if both.shape[2] < len(self.sizes) and self.rank > 0:
+            both = both.detach() + 0.0 * both
+        return super().by_query_head(query, both)
+
+
+class CopiedKeyHeadsWithoutGradient(UlyssesEngine):
+    """With fewer key/value heads than ranks, only the first rank trains them."""
+
+    shard_type = DetachedCopies
+
+
+class RoundedDownHeads(UlyssesShard):
+    """Every rank gets as many heads as all of them can have; the rest is nobody's."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        found = super().attend(query, key, value, scale, dropout)
+        taken = query.shape[1] // len(self.sizes) * len(self.sizes)
+        return torch.cat([found[:, :taken], torch.zeros_like(found[:, taken:])], dim=1)
+
+
+class LosesTheLastHead(UlyssesEngine):
+    """Heads that the ranks do not divide are left out."""
+
+    shard_type = RoundedDownHeads
+
+
+MUTANTS = (
+    Mutant(
+        engine=LosesTheLastHead,
+        killed_by="contract.heads-over-cp",
+        issue="a degree that does not divide the heads, rounded down",
+        says="log-probs of a model with 5 heads at cp2",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=GradientsAveragedOverShards,
+        killed_by="I1.gradients",
+        issue="SkyRL #1420",
+        says=r"multiplied by (0\.5|1/2)",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=LossDividedByShards,
+        killed_by="I1.train-batch",
+        issue="SkyRL #1420, in the loss",
+        says="weights after train_batch",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=OutputGatherSumsDuplicates,
+        killed_by="I1.gradients",
+        issue="slime #1748",
+        says="multiplied by 2",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=ShardGradientsNotReduced,
+        killed_by="I1.gradients",
+        issue="SkyRL #1420, the reduction itself",
+        says="gradients of TokenMeanLoss",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=NormsReducedOnOneRank,
+        killed_by="I3.gradients-after-steps",
+        issue="Megatron-LM #1446, for the other axis",
+        says="after 2 steps",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=KeysKeepOwnGradients,
+        killed_by="I1.gradients",
+        issue="slime #1748, the other way round",
+        says="gradients of TokenMeanLoss",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=CopiesCountedInTheNorm,
+        killed_by="I4.grad-norm",
+        issue="AReaL #1497, for context parallelism",
+        says=r"the reported norm[\s\S]*1\.41421",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=ShiftedWithinTheShard,
+        killed_by="I7.logprobs",
+        issue="labels are shifted after the batch is cut",
+        says="edges of the shards",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=EdgeFromOwnLastState,
+        killed_by="I7.entropy",
+        issue="outputs are shifted after the batch is cut",
+        says="edges of the shards",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=EdgeIsNotPredicted,
+        killed_by="I7.values",
+        issue="verl #3287, at the edges of shards",
+        says=r"all zero[\s\S]*edges of the shards",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=PositionsRestartAtShards,
+        killed_by="I7.logprobs",
+        issue="position ids are made after the batch is cut",
+        says="logprobs at temperature 1",
+        layout=CP2,
+        family="gpt2",
+    ),
+    Mutant(
+        engine=AttentionStopsAtShards,
+        killed_by="I7.logprobs",
+        issue="AReaL #1442, the other way round",
+        says="logprobs at temperature 1",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=PaddingEndsTheLastSequence,
+        killed_by="I7.scores",
+        issue="the tokens that fill up the last shard",
+        says="scores",
+        layout=CP2,
+    ),
+    Mutant(
+        engine=IdleWithoutTokens,
+        killed_by="I16.few-sequences",
+        issue="verl #5591, for a rank without tokens",
+        says="rank 1 was killed|during forward_backward",
+        layout=CP2,
+        timeout_s=10.0,
+    ),
+    Mutant(
+        engine=FewKeyHeadsInTurn,
+        killed_by="I7.logprobs",
+        issue="key/value heads fewer than ranks",
+        says="logprobs at temperature 1",
+        layout=CP4,
+    ),
+    Mutant(
+        engine=CopiedKeyHeadsWithoutGradient,
+        killed_by="I3.few-kv-heads",
+        issue="key/value heads fewer than ranks",
+        says=r"gradients[\s\S]*[kv]_proj",
+        layout=CP2,
+    ),
+)

@@ -1,0 +1,70 @@
+"""Two correct context-parallel engines pass every check; the zoo holds what breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from _pytest.mark import ParameterSet
+from toy_cp import PROFILE, SPEC
+
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.session.matrix import Case, Selection, Target, cases
+from core_rl_conformance.subject import Subject
+
+TARGETS = {
+    "gather": Target(spec=SPEC, profile=PROFILE),
+    "ulysses": Target(
+        spec=replace(SPEC, name="toy-ulysses", factory="toy_cp.ulysses:UlyssesEngine"), profile=PROFILE
+    ),
+}
+FIRST = {"I7.logprobs", "I1.gradients"}
+"""What a quick session runs."""
+ON_OTHER_LAYOUTS = {
+    "I1.gradients",
+    "I2.data-parallel",
+    "I3.few-kv-heads",
+    "I4.grad-norm",
+    "I7.logprobs",
+    "I11.other-layout",
+    "I16.few-sequences",
+    "I20.adamw",
+}
+"""Checks that see more on four ranks than on two."""
+
+
+def _wanted(engine: str) -> Iterator[Case]:
+    """All checks on ``cp2``, and some on ``dp2cp2`` and ``cp4``, models taking turns; fewer of the second engine."""
+    for check in load_checks().values():
+        everywhere = check.identifier in ON_OTHER_LAYOUTS
+        for layout in ("cp2", "dp2cp2", "cp4"):
+            if everywhere or (layout == "cp2" and engine == "gather"):
+                found = cases(check, TARGETS[engine], Selection(layouts=(layout,), quick=True))
+                yield from (case for case in found if not case.not_run)
+
+
+def _parameters() -> list[ParameterSet]:
+    return [
+        pytest.param(
+            case,
+            id=f"{engine}-{case.check.identifier}-{case.setting}-{case.family}",
+            marks=() if case.check.identifier in FIRST and str(case.setting) == "cp2" else pytest.mark.slow,
+        )
+        for engine in TARGETS
+        for case in _wanted(engine)
+    ]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Bench(tmp_path_factory.mktemp("bench")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_correct_engine_passes(bench: Bench, case: Case, tmp_path: Path) -> None:
+    assert not case.not_supported
+    case.check.function(Subject(case, bench, tmp_path))
