@@ -123,18 +123,17 @@ def _sum(value: Tensor, world: World) -> Tensor:
 
 
 def _join(value: Tensor, world: World, dim: int) -> Tensor:
-    """The collective works along the first dimension."""
-    own = value.movedim(dim, 0).contiguous()
-    result = own.new_empty((world.size * own.shape[0], *own.shape[1:]))
-    dist.all_gather_into_tensor(result, own, group=world.group)
-    return result.movedim(0, dim)
+    own = value.contiguous()
+    pieces = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(pieces, own, group=world.group)
+    return torch.cat(pieces, dim)
 
 
 def _piece_of_sum(value: Tensor, world: World, dim: int) -> Tensor:
-    own = value.movedim(dim, 0).contiguous()
-    result = own.new_empty((own.shape[0] // world.size, *own.shape[1:]))
-    dist.reduce_scatter_tensor(result, own, group=world.group)
-    return result.movedim(0, dim)
+    pieces = [piece.contiguous() for piece in value.chunk(world.size, dim)]
+    result = torch.empty_like(pieces[0])
+    dist.reduce_scatter(result, pieces, group=world.group)
+    return result
 
 
 def _swapped(value: Tensor, world: World, split: int, join: int) -> Tensor:

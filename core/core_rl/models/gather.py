@@ -92,9 +92,8 @@ class ShardGather:
         sizes = [sum(_count(regions[name]) for name in names) for regions in self._regions]
         own = torch.cat([part.detach().reshape(-1) for _, part in bucket])
         padded = torch.cat([own, own.new_empty(max(sizes) - len(own))])
-        everything = own.new_empty(self._world.size * len(padded))
-        dist.all_gather_into_tensor(everything, padded, group=self._world.group)
-        received = everything.view(self._world.size, -1)
+        received = own.new_empty(self._world.size, len(padded))
+        dist.all_gather(list(received), padded, group=self._world.group)
         filled = [0] * self._world.size
         for name in names:
             full = own.new_empty(self._shapes[name])

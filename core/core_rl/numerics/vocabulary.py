@@ -24,7 +24,7 @@ class VocabularyShard:
     def normaliser(self, own: Tensor) -> Tensor:
         """The log-sum-exp over the whole vocabulary, float32 ``[N]``, from that over this rank's rows."""
         parts = own.new_empty(dist.get_world_size(self.group), len(own))
-        dist.all_gather_into_tensor(parts.view(-1), own.contiguous(), group=self.group)
+        dist.all_gather(list(parts), own.contiguous(), group=self.group)
         return torch.logsumexp(parts, dim=0)
 
     def add_up(self, *own: Tensor) -> list[Tensor]:

@@ -26,6 +26,9 @@ class FSDPOptions(Config):
     whole float32 gradient on each rank until then."""
     gradient_checkpointing: bool = False
     """Keep only the input of each block and compute its activations again in the backward pass."""
+    compile: bool = False
+    """Compile each block with `torch.compile`: the first steps take long, later ones are faster. Needs a C++
+    compiler on the CPU."""
 
 
 class FSDPConfig(TrainEngineConfig):

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import Profile
+from core_rl_conformance.profile import FAMILIES, Profile, Setting
 
 __all__ = ["PROFILE"]
+
+LINEAR = tuple(family for family in FAMILIES if family != "gpt2")
+"""Models of plain linear layers, which tensor parallelism needs."""
 
 PROFILE = Profile(
     layouts=(
         ParallelLayout(dp=1),
         ParallelLayout(dp=2),
         ParallelLayout(dp=4),
-        ParallelLayout(tp=2),
-        ParallelLayout(tp=2, sequence_parallel=True),
         ParallelLayout(cp=2),
-        ParallelLayout(dp=2, tp=2),
+        ParallelLayout(cp=4),
         ParallelLayout(dp=2, cp=2),
-        ParallelLayout(cp=2, tp=2, sequence_parallel=True),
+    ),
+    settings=(
+        Setting(layout=ParallelLayout(tp=2), families=LINEAR),
+        Setting(layout=ParallelLayout(tp=2, sequence_parallel=True), families=LINEAR),
+        Setting(layout=ParallelLayout(dp=2, tp=2), families=LINEAR),
+        Setting(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True), families=LINEAR),
+        Setting(
+            name="hybrid",
+            layout=ParallelLayout(dp=4),
+            options={"options": {"replicas": 2, "reduce_scatter": "last", "gradient_checkpointing": True}},
+        ),
     ),
     dtypes=("float32", "bfloat16"),
 )

@@ -66,6 +66,9 @@ class FSDPEngine(HFTrainEngine):
         compute = torch.bfloat16 if self.config.dtype == "bfloat16" else None
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for block in _blocks(packed.model):
+            if self.config.options.compile:
+                # Sequences of all lengths meet here, so sizes stay symbols.
+                block.compile(dynamic=True)
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         if packed.head != "lm":
             # The scalar head computes in float32, whatever the blocks do.
