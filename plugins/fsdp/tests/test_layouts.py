@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsdp_support as support
@@ -13,6 +14,7 @@ from torch import Tensor
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.engines.named_tensors import TensorDict
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
@@ -80,6 +82,45 @@ def test_gradients_equal_the_plain_model(
     for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
     assert group.optimizer_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+MOVES = [
+    ("uneven-tp4", "dp2cp2"),
+    ("dp2cp2", "uneven-dp2tp2"),
+    ("uneven-dp2tp2", "uneven-tp4-sp"),
+    ("hybrid-tp2", "uneven-tp4"),
+    ("tp2", "hybrid"),
+    ("hybrid", "cp4-two-kv-heads"),
+    ("tp2cp2-sp", "replicated"),
+]
+
+
+def state(group: EngineGroup) -> dict[str, Tensor]:
+    return {f"{kind} {name}": value for kind in KINDS for name, value in group.named_tensors(kind).items()}
+
+
+@pytest.mark.parametrize("form", ["sharded", "portable"])
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_checkpoint_moves_between_layouts(
+    group: EngineGroup, tmp_path: Path, before: str, after: str, form: CheckpointFormat
+) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "saved"), format=form)
+    model, layout, options = CASES[before]
+    group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
+    group.train_batch(support.make_batch(0), LOSSES["lm"], BUDGET)
+    group.save(meta)
+    saved = state(group)
+    loss = group.train_batch(support.make_batch(1), LOSSES["lm"], BUDGET)["loss"]
+    model, layout, options = CASES[after]
+    group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
+    group.load(meta)
+    moved = state(group)
+    assert moved.keys() == saved.keys()
+    assert all(torch.equal(moved[name], value) for name, value in saved.items())
+    assert group.train_batch(support.make_batch(1), LOSSES["lm"], BUDGET)["loss"] == pytest.approx(
+        loss, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
