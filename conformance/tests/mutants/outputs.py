@@ -13,6 +13,7 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.outputs import ModelOutput, OutputName
 from core_rl.engines.steps import MicroBatchStep
+from core_rl.models.attention import Segments
 from core_rl_conformance.reference.train import ReferenceEngine
 from mutants.bases import Packed
 from mutants.zoo import C, Mutant
@@ -134,7 +135,7 @@ class AttendsToNeighbours(Packed):
         def one_segment(
             module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
         ) -> tuple[Any, dict[str, Any]]:
-            return args, {**kwargs, "segments": (0, micro_batch.num_tokens)}
+            return args, {**kwargs, "segments": Segments((0, micro_batch.num_tokens))}
 
         hook = base.register_forward_pre_hook(one_segment, with_kwargs=True)
         try:

@@ -24,7 +24,7 @@ from core_rl.engines.meta import FinetuneSpec, RankAddress
 from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
 from core_rl.errors import LayoutError, UnsupportedCapability
-from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.models.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from core_rl.models.build import build_model
 from core_rl.models.gather import LocalPart
 from core_rl.models.hf_engine import HFTrainEngine
@@ -176,7 +176,7 @@ class TensorParallelEngine(HFTrainEngine):
             "position_ids": batch.position_ids[None],
             "attention_mask": None,
             "use_cache": False,
-            "segments": tuple(batch.cu_seqlens.tolist()),
+            "segments": Segments(tuple(batch.cu_seqlens.tolist())),
         }
         local = {name: cast("DTensor", p).to_local() for name, p in trunk.named_parameters()}
         result: Tensor = functional_call(trunk, local, kwargs=inputs).last_hidden_state[0]

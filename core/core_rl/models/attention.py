@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,26 +16,40 @@ from core_rl.errors import UnsupportedCapability
 from core_rl.models.collectives import swap
 from core_rl.models.ulysses import spread_heads
 
-__all__ = ["PACKED_ATTENTION", "packed_attention", "register_packed_attention"]
+__all__ = ["PACKED_ATTENTION", "Segments", "packed_attention", "register_packed_attention"]
 
 PACKED_ATTENTION = "core_rl_packed"
 """The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""
 
 
-def register_packed_attention() -> None:
-    """Make `PACKED_ATTENTION` known to transformers. Calling it twice does nothing more."""
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+@dataclass(frozen=True)
+class Segments:
+    """Where the sequences of a packed batch lie; an object, so that compiled code does not depend on their number."""
+
+    bounds: tuple[int, ...]
+    """``cu_seqlens`` of the whole batch as ``B + 1`` integers."""
+    context: World | None = None
+    """The ranks over which the tokens of the batch are spread, if they are."""
 
 
-def packed_attention(  # noqa: PLR0913  the signature is transformers'
+def register_packed_attention(*, compiled: bool = False) -> None:
+    """Make `PACKED_ATTENTION` known to transformers. Calling it twice does nothing more.
+
+    With ``compiled`` it stays out of the graphs that ``torch.compile`` makes of the blocks around it:
+    each batch has other sequences, and would have a graph of its own.
+    """
+    function = torch.compiler.disable(packed_attention) if compiled else packed_attention
+    AttentionInterface.register(PACKED_ATTENTION, function)
+
+
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001  transformers passes it by position
     *,
-    segments: tuple[int, ...],
-    context: World | None = None,
+    segments: Segments,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -47,9 +62,8 @@ def packed_attention(  # noqa: PLR0913  the signature is transformers'
         module: the attention layer that calls.
         query: ``[1, heads, T, D]``; ``key`` and ``value`` are ``[1, kv_heads, T, D]``.
         attention_mask: ignored; segments tell everything.
-        segments: the boundaries ``cu_seqlens`` as ``B + 1`` integers.
-        context: the ranks over which the ``T`` tokens of the whole batch are spread: here are ``T / size`` of
-            them with all heads. Inside, each rank has all tokens and some heads.
+        segments: the sequences. Where they are spread over ranks, the arguments hold this rank's tokens and all
+            heads; inside, each rank has all tokens and some heads.
         scaling: of the scores, by default ``D ** -0.5``.
         dropout: probability of dropping an attention weight.
         sliding_window: tokens that a query sees, itself included.
@@ -62,13 +76,14 @@ def packed_attention(  # noqa: PLR0913  the signature is transformers'
         raise UnsupportedCapability(
             f"{type(module).__name__} uses attention sinks or a position bias, which packed attention does not compute"
         )
-    longest = max(end - start for start, end in zip(segments[:-1], segments[1:], strict=True))
+    bounds, context = segments.bounds, segments.context
+    longest = max(end - start for start, end in pairwise(bounds))
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scores = _Scores(scaling, dropout, window, softcap)
     if context is None or context.size == 1:
-        return _attend(query, key, value, segments, longest, scores), None
+        return _attend(query, key, value, bounds, longest, scores), None
     query, key, value = spread_heads(query, key, value, context)
-    return swap(_attend(query, key, value, segments, longest, scores), context, split=1, join=2), None
+    return swap(_attend(query, key, value, bounds, longest, scores), context, split=1, join=2), None
 
 
 @dataclass(frozen=True)
@@ -82,15 +97,15 @@ class _Scores:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: tuple[int, ...], longest: int, scores: _Scores
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], longest: int, scores: _Scores
 ) -> Tensor:
     """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     if half and scores.softcap is None and scores.dropout == 0.0:
-        return _varlen(query, key, value, segments, longest, scores)
+        return _varlen(query, key, value, bounds, longest, scores)
     pieces = [
         _segment(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scores)
-        for start, end in zip(segments[:-1], segments[1:], strict=True)
+        for start, end in pairwise(bounds)
     ]
     return torch.cat(pieces, dim=2).transpose(1, 2)
 
@@ -131,20 +146,20 @@ def _varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: tuple[int, ...],
+    bounds: tuple[int, ...],
     longest: int,
     scores: _Scores,
 ) -> Tensor:
     """All sequences in one kernel; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds = torch.tensor(segments, dtype=torch.int32, device=query.device)
+    starts = torch.tensor(bounds, dtype=torch.int32, device=query.device)
     out = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1).contiguous(),
         value[0].transpose(0, 1).contiguous(),
-        bounds,
-        bounds,
+        starts,
+        starts,
         longest,
         longest,
         scale=scores.scaling,

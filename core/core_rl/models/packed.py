@@ -14,6 +14,7 @@ from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.outputs import OutputName
 from core_rl.errors import ConfigError
+from core_rl.models.attention import Segments
 from core_rl.models.collectives import add_up, enter, gather
 from core_rl.models.shards import WHOLE, ModelShards, TokenSlice
 from core_rl.numerics.token_logprobs import HeadMap, token_logits, token_logprobs
@@ -59,8 +60,7 @@ class PackedModel(nn.Module):
             position_ids=tokens.position_ids[None],
             attention_mask=None,
             use_cache=False,
-            segments=tokens.segments,
-            context=self.shards.context,
+            segments=Segments(tokens.segments, self.shards.context),
         ).last_hidden_state[0]
         if self.shards.sequence_parallel:
             # The language-model head is spread over the ranks, the scalar heads are not.

@@ -75,6 +75,21 @@ def test_gradients_equal_the_plain_model(
     assert norm == pytest.approx(float(expected["norm"]["norm"]), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_gradients_for_any_number_of_sequences(group: EngineGroup) -> None:
+    batches = [
+        support.make_batch(seed, lengths) for seed, lengths in enumerate([(5, 9), (7, 3, 8, 2), (17,)])
+    ]
+    found = []
+    for compiled in (False, True):
+        group.initialize(config=support.fsdp_config(1, compile=compiled))
+        for batch in batches:
+            group.forward_backward(batch, LOSS, BUDGET)
+        found.append(group.named_tensors("grads"))
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_fewer_sequences_than_ranks_terminate(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(4))
     batch = support.make_batch(2, lengths=(9, 4))

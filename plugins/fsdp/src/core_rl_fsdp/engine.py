@@ -42,7 +42,7 @@ class FSDPEngine(HFTrainEngine):
         return self._meshes.groups
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        register_packed_attention()
+        register_packed_attention(compiled=self.config.options.compile)
         model = build_model(self.config.model, seed=self.config.seed, attn_implementation=PACKED_ATTENTION)
         self._check_layout(model)
         if self.config.options.gradient_checkpointing:
