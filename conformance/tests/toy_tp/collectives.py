@@ -56,7 +56,8 @@ class _SplitTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        return value.split(sizes, dim=-2)[dist.get_rank(group)].contiguous()
+        own: Tensor = value.split(sizes, dim=-2)[dist.get_rank(group)]
+        return own.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
