@@ -105,7 +105,8 @@ class Profile:
     """What the suite runs for one engine."""
 
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
-    """The most telling ones first: on the first two every model and dtype is run, on others models take turns."""
+    """The most telling ones first: on the first every model is run, on the second three, on others one; models take
+    turns. Further dtypes are run on the first two."""
     settings: tuple[Setting, ...] = ()
     """Layouts with options of their own, run after ``layouts``; models take turns on them."""
     dtypes: tuple[DType, ...] = ("float32",)

@@ -12,7 +12,7 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
-from core_rl_conformance.profile import Profile, Setting, Waiver
+from core_rl_conformance.profile import FAMILIES, Profile, Setting, Waiver
 from core_rl_conformance.reference import SPEC
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
@@ -79,6 +79,17 @@ def test_all_models_are_run_on_the_first_two_layouts_and_take_turns_on_others() 
     assert len({case.name for case in found}) == len(found)
 
 
+def test_three_models_are_run_on_the_second_layout_and_others_with_another_seed() -> None:
+    target = replace(WIDE, profile=replace(WIDE.profile, families=FAMILIES))
+    seen: set[str] = set()
+    for seed in range(3):
+        found = cases(CHECKS["I7.logprobs"], target, Selection(seed=seed))
+        assert [str(case.layout) for case in found] == ["dp1"] * len(FAMILIES) + ["dp2"] * 3 + ["dp4"]
+        assert {case.family for case in found if case.layout == DP1} == set(FAMILIES)
+        seen |= {case.family for case in found if case.layout == DP2}
+    assert seen == set(FAMILIES)
+
+
 def test_checks_are_chosen_by_patterns_of_their_names() -> None:
     some = Selection(checks=("I1.*", "I20.adamw"))
     wanted = {name for name in CHECKS if some.wants(name)}
@@ -102,7 +113,7 @@ def test_a_layout_may_take_some_models_only() -> None:
     narrow = Setting(layout=DP4, families=("llama",))
     target = replace(WIDE, profile=replace(WIDE.profile, layouts=(DP1, DP2), settings=(narrow,)))
     found = [case for one in CHECKS.values() for case in cases(one, target, Selection(layouts=("dp4",)))]
-    assert {case.family for case in found if not case.not_run} == {"llama"}
+    assert {case.family for case in found if not (case.not_run or case.not_supported)} == {"llama"}
     (moving,) = cases(CHECKS["I11.other-layout"], target, Selection(layouts=("dp1",), families=("qwen3",)))
     assert moving.other_setting == AT_DP2
     (tied,) = (case for case in found if case.check.identifier == "I10.tied-gradient")
@@ -126,6 +137,7 @@ def test_quick_sessions_see_every_check_and_all_models() -> None:
     assert {str(case.layout) for case in found} == {"dp1", "dp2"}
     assert {case.family for case in found} == {"qwen3", "llama"}
     own = {one.identifier for one in CHECKS.values() if one.kind == "train" and one.partner is None}
+    own -= {one.identifier for one in CHECKS.values() if one.min_cp > 1}
     assert {case.check.identifier for case in found if not case.not_run} == own
 
 

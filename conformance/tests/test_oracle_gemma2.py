@@ -60,14 +60,18 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
 
 
+def projected(x: Tensor, name: str, p: dict[str, Tensor]) -> Tensor:
+    return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+
 def by_hand(p: dict[str, Tensor], ids: list[int]) -> Tensor:
     """The logits ``[L, V]``."""
     x = torch.stack([p["model.embed_tokens.weight"][token] for token in ids]) * math.sqrt(CONFIG.hidden_size)
     for layer, window in enumerate((5, len(ids))):
         at = f"model.layers.{layer}."
         h = norm(x, p[f"{at}input_layernorm.weight"])
-        q, k, v = (h @ p[f"{at}self_attn.{name}_proj.weight"].T for name in "qkv")
-        out = attended(q, k, v, window) @ p[f"{at}self_attn.o_proj.weight"].T
+        q, k, v = (projected(h, f"{at}self_attn.{name}_proj", p) for name in "qkv")
+        out = projected(attended(q, k, v, window), f"{at}self_attn.o_proj", p)
         x = x + norm(out, p[f"{at}post_attention_layernorm.weight"])
         h = norm(x, p[f"{at}pre_feedforward_layernorm.weight"])
         gate, up = (h @ p[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))

@@ -37,6 +37,18 @@ WITH_DATA_PARALLEL = {
     "I20.adamw",
 }
 """Checks that see more in two dimensions than in one."""
+WITH_SEQUENCE_PARALLEL = {
+    "I1.any-batch",
+    "I1.gradients",
+    "I1.train-batch",
+    "I1.value-gradients",
+    "I3.gradients-after-steps",
+    "I4.grad-norm",
+    "I7.logprobs",
+    "I7.scores",
+    "I16.few-sequences",
+}
+"""Checks that see the tokens of a batch on several ranks."""
 
 
 def _cases(layout: str) -> Iterator[Case]:
@@ -50,6 +62,8 @@ def _parameters() -> list[ParameterSet]:
     """All checks on ``tp2``, and on ``dp2tp2`` those that gain from it."""
     wanted = [case for case in _cases("tp2") if case.check.min_dp == 1]
     wanted += [case for case in _cases("dp2tp2") if case.check.identifier in WITH_DATA_PARALLEL]
+    wanted += [case for case in _cases("tp2sp") if case.check.identifier in WITH_SEQUENCE_PARALLEL]
+    wanted = [case for case in wanted if not case.not_supported]
     quick = [case for case in wanted if case.layout == TP2 and case.check.identifier in FIRST]
     return [
         pytest.param(

@@ -163,7 +163,8 @@ def _gpt2(dropout: float) -> PretrainedConfig:
 
 
 def _gemma2(dropout: float) -> PretrainedConfig:
-    """Scaled tied embeddings, norms that multiply by 1 + weight, a gated GELU, soft caps, a sliding window of 5 tokens.
+    """Scaled tied embeddings, norms that multiply by 1 + weight, a gated GELU, soft caps, a sliding window of 5 tokens,
+    and biases in the attention, also after its output.
 
     The caps are low enough to bend most scores; the head size is not hidden size over heads, and the scale
     of attention is neither's.
@@ -181,6 +182,7 @@ def _gemma2(dropout: float) -> PretrainedConfig:
         layer_types=["sliding_attention", "full_attention"],
         attn_logit_softcapping=2.0,
         final_logit_softcapping=8.0,
+        attention_bias=True,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         attention_dropout=dropout,

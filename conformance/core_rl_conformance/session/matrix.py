@@ -20,7 +20,9 @@ __all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "
 
 
 FULL = 2
-"""On so many layouts of a profile everything is run: one and several ranks differ most."""
+"""So many layouts of a profile see several models in each check, and every dtype: one and several ranks differ most."""
+ON_SECOND = 3
+"""So many models, in turn, see each check on the second of them; on the first all do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +192,7 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     if not_supported or not_run:
         places = [(settings[0], families[0], dtypes[0])]
     else:
-        places = list(places_of(check, wide, suited, dtypes, selection.quick))
+        places = list(places_of(check, wide, suited, dtypes, selection))
     return [
         Case(
             check=check,
@@ -238,23 +240,26 @@ def places_of(
     settings: Sequence[Setting],
     families: Sequence[str],
     dtypes: Sequence[DType],
-    quick: bool,
+    selection: Selection,
 ) -> Iterator[tuple[Setting, str, DType]]:
-    """Where to run: on the first two layouts with every model; on further ones, and in settings, models take turns.
+    """Where to run: on the first layout with every model, on the second with three; on others models take turns.
 
-    They do so in a quick session too, and in further dtypes, which stay on the first two layouts.
+    They do so in settings and in a quick session too, and in further dtypes, which stay on the first two layouts.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
-    if quick and check.each == "layout":
+    if selection.quick and check.each == "layout":
         settings = settings[-1:]
-    # Checks begin at different models, so that a session sees all of them even on a single layout.
-    first = sum(map(ord, check.identifier))
+    # Checks begin at different models, so that a session sees all of them even on a single layout; and with
+    # another seed they begin at others.
+    first = sum(map(ord, check.identifier)) + selection.seed
     for number, dtype in enumerate(dtypes):
         for place, setting in enumerate(settings if number == 0 else settings[:FULL]):
-            first_ones = place < FULL and not setting.name
-            everything = check.each == "layout and model" and number == 0 and first_ones and not quick
+            several = (
+                check.each == "layout and model" and number == 0 and not (selection.quick or setting.name)
+            )
+            count = (len(families), ON_SECOND)[place] if several and place < FULL else 1
             suited = setting.suited(families)
-            chosen = suited if everything else [suited[(first + number + place) % len(suited)]]
-            yield from ((setting, family, dtype) for family in chosen)
+            turn = (first + number + place) % len(suited)
+            yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])

@@ -40,7 +40,7 @@ def _cases(check: Check, target: Target, partner: Target, selection: Selection) 
     not_supported, not_run = _undeclared(check, target, partner), _missing(suited, common)
     places: list[tuple[Setting, str, DType]] = [(settings[0], families[0], dtypes[0])]
     if not (not_supported or not_run):
-        places = list(places_of(check, settings, suited, common, selection.quick))
+        places = list(places_of(check, settings, suited, common, selection))
     meets = dict(zip(settings, cycle(others)))
     for setting, family, dtype in places:
         yield Case(

@@ -43,7 +43,7 @@ class SummingShard(TokenShard):
     """The gather of the outputs adds up the gradients of all ranks, which are equal."""
 
     def gathered(self, value: Tensor) -> Tensor:
-        return gather_parts(value, self.sizes, 0, self.group)
+        return gather_parts(value, self.sizes, 0, self.group)[: self.batch.num_tokens]
 
 
 class OutputGatherSumsDuplicates(ContextParallelEngine):
@@ -104,7 +104,7 @@ class TargetsOfOwnShard(TokenShard):
     """The id after the last token of a shard is looked for in the same shard."""
 
     def next_ids(self) -> Tensor:
-        return self.own(self.batch.input_ids).roll(-1)
+        return self.own(self.input_ids).roll(-1)
 
 
 class ShiftedWithinTheShard(ContextParallelEngine):
@@ -113,11 +113,18 @@ class ShiftedWithinTheShard(ContextParallelEngine):
     shard_type = TargetsOfOwnShard
 
 
+def _kept(shard: TokenShard) -> list[int]:
+    """The numbers of tokens of the shards, without what filled up the batch."""
+    starts = [sum(shard.sizes[:rank]) for rank in range(len(shard.sizes))]
+    tokens = shard.batch.num_tokens
+    return [max(0, min(size, tokens - start)) for start, size in zip(starts, shard.sizes, strict=True)]
+
+
 class EdgeFromOwnLastState(ContextParallelEngine):
     """Outputs are moved to the predicted token inside each shard: its first one gets what its own last state says."""
 
     def _follows(self, states: Tensor, shard: TokenShard) -> Tensor:
-        return torch.cat([part.roll(1, 0) for part in states.split(shard.sizes)])
+        return torch.cat([part.roll(1, 0) for part in states.split(_kept(shard))])
 
 
 class EdgeIsNotPredicted(ContextParallelEngine):
@@ -125,7 +132,7 @@ class EdgeIsNotPredicted(ContextParallelEngine):
 
     def _follows(self, states: Tensor, shard: TokenShard) -> Tensor:
         parts = []
-        for part in states.split(shard.sizes):
+        for part in states.split(_kept(shard)):
             kept = torch.ones(len(part), dtype=torch.bool)
             kept[:1] = False
             rolled = part.roll(1, 0)
@@ -175,8 +182,8 @@ class IdleWithoutTokens(ContextParallelEngine):
     """A rank that got none of the tokens does not run the model, and the others wait for its keys."""
 
     def _trunk(self, shard: TokenShard) -> Tensor:
-        if shard.start == shard.stop:
-            return torch.zeros(0, self.model.config.hidden_size)
+        if shard.start >= shard.batch.num_tokens:
+            return torch.zeros(shard.stop - shard.start, self.model.config.hidden_size)
         return super()._trunk(shard)
 
 

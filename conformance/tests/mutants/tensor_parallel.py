@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from toy_tp.collectives import enter, gather
+from toy_tp.collectives import add_up, enter, gather
 from toy_tp.engine import BEFORE_COLUMN, TensorParallelEngine, partial_gradient
 from toy_tp.vocabulary import Vocabulary
 from transformers import PreTrainedModel
 
 from core_rl.engines.collectives import World
 from core_rl.engines.grad_norm import GradShard, global_grad_norm
-from mutants.zoo import TP2, Mutant
+from mutants.zoo import TP2, TP2SP, Mutant
 
 # ------------------------------------------------------------------------ norm
 
@@ -176,6 +176,78 @@ class EntropyOverPaddedRows(TensorParallelEngine):
     vocabulary_type = PaddedRows
 
 
+class OwnTargets(Vocabulary):
+    """The logit of a token is 0 where another rank has its row."""
+
+    def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        highest = self.highest(logits)[:, None]
+        own, index = self._own(ids, logits.shape[1])
+        shifted = logits - highest
+        chosen = torch.where(own, shifted.gather(1, index[:, None]).squeeze(1), 0.0)
+        weights = shifted.exp()
+        partition = self.partition(weights)
+        return chosen - partition.log(), self.entropy(shifted, weights, partition)
+
+
+class TargetsOfOtherRanksLost(TensorParallelEngine):
+    """The sum over ranks of the chosen logits is left out."""
+
+    vocabulary_type = OwnTargets
+
+
+class OwnEntropy(Vocabulary):
+    """The entropy's sum goes over this rank's columns."""
+
+    def entropy(self, shifted: Tensor, weights: Tensor, partition: Tensor) -> Tensor:
+        return partition.log() - (weights * shifted).sum(-1) / partition
+
+
+class EntropyOfOneShard(TensorParallelEngine):
+    """Log-probs are over the vocabulary, and the entropy's sum over one part of it."""
+
+    vocabulary_type = OwnEntropy
+
+
+class RowBiasAddedOnEachRank(TensorParallelEngine):
+    """Each rank adds the bias to its part of the sum."""
+
+    def _leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        bias = self._row_biases.get(module)
+        added = output if bias is None else output + bias.to_local()
+        return self._own_tokens(add_up(added, self.tensor_parallel_group))
+
+
+# ----------------------------------------------------------- sequence parallel
+
+
+class NormsOfOwnTokens(TensorParallelEngine):
+    """The norms of layers keep the gradient of one rank's tokens."""
+
+    def _is_partial(self, name: str) -> bool:
+        return partial_gradient(name)
+
+
+class FinalNormOfOwnTokens(TensorParallelEngine):
+    """Of all norms, the last one is left out of the sum over ranks."""
+
+    def _is_partial(self, name: str) -> bool:
+        return name != "model.norm.weight" and super()._is_partial(name)
+
+
+class RowBiasOfOwnTokens(TensorParallelEngine):
+    """A bias that each rank adds to its own tokens keeps the gradient of those."""
+
+    def _is_partial(self, name: str) -> bool:
+        return not name.endswith("o_proj.bias") and super()._is_partial(name)
+
+
+class RegionsSumDuplicates(TensorParallelEngine):
+    """The last states are gathered with a backward pass that adds up what all ranks have alike."""
+
+    def _columns(self, states: Tensor) -> Tensor:
+        return super()._columns(enter(states, self.tensor_parallel_group))
+
+
 # ---------------------------------------------------------------------- layout
 
 
@@ -196,6 +268,57 @@ class OneRankRefuses(TensorParallelEngine):
 
 
 MUTANTS = (
+    Mutant(
+        engine=TargetsOfOtherRanksLost,
+        killed_by="I7.logprobs",
+        issue="a parallel log-softmax",
+        says="logprobs at temperature 1",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=EntropyOfOneShard,
+        killed_by="I7.entropy",
+        issue="a parallel log-softmax",
+        says="entropy at temperature 1",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=RowBiasAddedOnEachRank,
+        killed_by="I7.logprobs",
+        issue="a bias or residual before the sum over ranks",
+        says="logprobs at temperature 1",
+        layout=TP2,
+        family="gemma2",
+    ),
+    Mutant(
+        engine=NormsOfOwnTokens,
+        killed_by="I1.gradients",
+        issue="Megatron-LM #1446",
+        says=r"gradients of TokenMeanLoss[\s\S]*norms",
+        layout=TP2SP,
+    ),
+    Mutant(
+        engine=FinalNormOfOwnTokens,
+        killed_by="I1.gradients",
+        issue="Megatron-LM #1446",
+        says=r"gradients of TokenMeanLoss[\s\S]*model\.norm\.weight",
+        layout=TP2SP,
+    ),
+    Mutant(
+        engine=RowBiasOfOwnTokens,
+        killed_by="I1.gradients",
+        issue="Megatron-LM #1446, for a bias",
+        says=r"gradients of TokenMeanLoss[\s\S]*o_proj\.bias",
+        layout=TP2SP,
+        family="gemma2",
+    ),
+    Mutant(
+        engine=RegionsSumDuplicates,
+        killed_by="I1.gradients",
+        issue="slime #1748",
+        says=r"multiplied by 2",
+        layout=TP2SP,
+    ),
     Mutant(
         engine=TakesHalfAHead,
         killed_by="contract.heads-over-tp",

@@ -34,6 +34,7 @@ CAPABILITIES = frozenset(
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
 TP2 = ParallelLayout(tp=2)
+TP2SP = ParallelLayout(tp=2, sequence_parallel=True)
 CP2 = ParallelLayout(cp=2)
 CP4 = ParallelLayout(cp=4)
 

@@ -93,7 +93,7 @@ class ContextParallelEngine(HFTrainEngine):
     def _trunk(self, shard: TokenShard) -> Tensor:
         """The last hidden states of this rank's tokens ``[t, H]``."""
         hidden: Tensor = self.model.base_model(
-            input_ids=shard.own(shard.batch.input_ids)[None],
+            input_ids=shard.own(shard.input_ids)[None],
             position_ids=shard.position_ids()[None],
             attention_mask=None,
             use_cache=False,

@@ -19,16 +19,24 @@ ATTENTION = "toy_context_parallel"
 
 
 class TokenShard:
-    """Consecutive tokens of ``batch``, as many on each rank of ``group`` but for one; perhaps none."""
+    """Consecutive tokens of ``batch``, as many on each rank of ``group`` but for one.
+
+    The models of transformers cannot run on no token at all, so a batch with fewer than ranks is filled up with
+    sequences of one token, whose outputs nobody sees.
+    """
 
     def __init__(self, batch: SequenceBatch, group: dist.ProcessGroup) -> None:
         self.batch = batch
         self.group = group
         self.rank = dist.get_rank(group)
-        self.sizes = self._sizes(batch.num_tokens, dist.get_world_size(group))
+        ranks = dist.get_world_size(group)
+        added = max(0, ranks - batch.num_tokens)
+        self.sizes = self._sizes(batch.num_tokens + added, ranks)
         self.start = sum(self.sizes[: self.rank])
         self.stop = self.start + self.sizes[self.rank]
-        lengths = torch.tensor(batch.lengths, device=batch.input_ids.device)
+        self.input_ids = F.pad(batch.input_ids, (0, added))
+        self.positions = F.pad(batch.position_ids, (0, added))
+        lengths = torch.tensor([*batch.lengths, *[1] * added], device=batch.input_ids.device)
         self.sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
     def _sizes(self, tokens: int, ranks: int) -> tuple[int, ...]:
@@ -40,11 +48,11 @@ class TokenShard:
 
     def position_ids(self) -> Tensor:
         """Positions of this rank's tokens in their sequences."""
-        return self.own(self.batch.position_ids)
+        return self.own(self.positions)
 
     def next_ids(self) -> Tensor:
         """The ids after this rank's tokens, be they on the next rank."""
-        return self.own(self.batch.input_ids.roll(-1))
+        return self.own(self.input_ids.roll(-1))
 
     def visible(self) -> Tensor:
         """Bool ``[t, T]``: the tokens that each of this rank's attends to."""
@@ -53,7 +61,7 @@ class TokenShard:
 
     def gathered(self, value: Tensor) -> Tensor:
         """``value [t, ...]`` of all ranks' tokens, ``[T, ...]``, for what all ranks compute alike."""
-        return gather_tokens(value, self.sizes, self.group)
+        return gather_tokens(value, self.sizes, self.group)[: self.batch.num_tokens]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         """``[1, heads, t, D]``: this rank's queries with the keys and values of all ranks."""
@@ -87,7 +95,7 @@ class UlyssesShard(TokenShard):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, dropout: float) -> Tensor:
-    """Plain products: they hold for no query at all, too, and keep its graph."""
+    """Plain products of ``[1, heads, t, D]`` with ``[1, heads, T, D]``."""
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(~visible, float("-inf"))
     return F.dropout(F.softmax(scores, dim=-1), dropout) @ v
 

@@ -11,7 +11,12 @@ from core_rl_conformance.profile import Profile
 
 C = Capability
 PROFILE = Profile(
-    layouts=(ParallelLayout(tp=2), ParallelLayout(dp=2, tp=2)), families=("qwen3", "llama", "qwen2")
+    layouts=(
+        ParallelLayout(tp=2),
+        ParallelLayout(dp=2, tp=2),
+        ParallelLayout(tp=2, sequence_parallel=True),
+    ),
+    families=("qwen3", "llama", "qwen2", "gemma2"),
 )
 SPEC = EngineSpec(
     name="toy-tp",
@@ -27,6 +32,7 @@ SPEC = EngineSpec(
             C.FROZEN_PARAMETERS,
             C.DATA_PARALLEL,
             C.TENSOR_PARALLEL,
+            C.SEQUENCE_PARALLEL,
             C.SHARDED_CHECKPOINT,
             C.PORTABLE_CHECKPOINT,
             C.SYNC_DISK,

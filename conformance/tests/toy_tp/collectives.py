@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["add_up", "enter", "gather", "largest"]
+__all__ = ["add_up", "enter", "gather", "largest", "split_tokens"]
 
 
 class _Enter(torch.autograd.Function):
@@ -52,6 +52,25 @@ class _Gather(torch.autograd.Function):
         return grad.split(ctx.sizes, dim=-1)[ctx.rank], None, None
 
 
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        own: Tensor = value.split(sizes, dim=-2)[dist.get_rank(group)]
+        return own.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        parts = []
+        for source, size in enumerate(ctx.sizes):
+            part = grad.new_empty((*grad.shape[:-2], size, grad.shape[-1]))
+            if source == dist.get_rank(ctx.group):
+                part.copy_(grad)
+            dist.broadcast(part, group=ctx.group, group_src=source)
+            parts.append(part)
+        return torch.cat(parts, dim=-2), None, None
+
+
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     result = value.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=group)
@@ -73,6 +92,12 @@ def add_up(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather(value: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """All ranks' ``[..., sizes[rank]]`` along the last dimension; each takes back the gradient of its own part."""
     result: Tensor = _Gather.apply(value, sizes, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def split_tokens(value: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """This rank's ``[..., sizes[rank], H]`` of ``[..., T, H]``, equal on all; it takes back all ranks' gradients."""
+    result: Tensor = _SplitTokens.apply(value, sizes, group)  # type: ignore[no-untyped-call]
     return result
 
 

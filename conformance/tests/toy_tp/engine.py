@@ -1,5 +1,7 @@
 """`TensorParallelEngine`: heads, MLP columns and vocabulary rows are spread over ranks, norms are replicated.
 
+With sequence parallelism (arXiv:2205.05198), what is between them is spread over ranks along the tokens.
+
 A parameter is a `DTensor`, which knows its full shape and its place; the model computes with the local
 part. It is a test double: families that are built like Llama, and head counts that the degree divides.
 """
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.func import functional_call
+from toy_cp.collectives import gather_parts, gather_tokens
 from transformers import PreTrainedModel
 
 from core_rl.data.batch import SequenceBatch
@@ -23,12 +26,12 @@ from core_rl.engines.collectives import RankGroups, World
 from core_rl.engines.meta import FinetuneSpec, RankAddress
 from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
-from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.errors import LayoutError
 from core_rl.models.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from core_rl.models.build import build_model
 from core_rl.models.gather import LocalPart
 from core_rl.models.hf_engine import HFTrainEngine
-from toy_tp.collectives import add_up, enter
+from toy_tp.collectives import add_up, enter, split_tokens
 from toy_tp.vocabulary import Vocabulary
 
 __all__ = ["BEFORE_COLUMN", "TensorParallelEngine", "partial_gradient"]
@@ -39,6 +42,7 @@ ROW = ("o_proj", "down_proj")
 """Modules whose input features are spread: dimension 1 of the weight. Their outputs are parts of a sum."""
 BEFORE_COLUMN = ("input_layernorm", "post_attention_layernorm")
 """Modules whose output goes into column-parallel ones, and nowhere else."""
+BEFORE_COLUMN_OF_GEMMA = ("input_layernorm", "pre_feedforward_layernorm")
 INSIDE = ("q_norm", "k_norm")
 """Replicated modules between column- and row-parallel ones: each rank applies them to its own heads."""
 
@@ -46,6 +50,10 @@ INSIDE = ("q_norm", "k_norm")
 def _owner(name: str) -> str:
     """The module's own name in that of its parameter: ``q_proj`` in ``model.layers.0.self_attn.q_proj.weight``."""
     return name.rsplit(".", 2)[-2]
+
+
+def _is_row_bias(name: str) -> bool:
+    return _owner(name) in ROW and name.endswith(".bias")
 
 
 def partial_gradient(name: str) -> bool:
@@ -104,17 +112,29 @@ class TensorParallelEngine(HFTrainEngine):
 
     def _connect(self, model: PreTrainedModel) -> None:
         """Let collectives run where replicated values enter shards, and where parts are summed."""
+        sandwiched = any(name.endswith(BEFORE_COLUMN_OF_GEMMA[1]) for name, _ in model.named_modules())
         for name, module in model.named_modules():
-            if name.endswith(BEFORE_COLUMN):
+            if name.endswith(BEFORE_COLUMN_OF_GEMMA if sandwiched else BEFORE_COLUMN):
                 module.register_forward_hook(self._enter_shards)
             elif name.endswith(ROW):
                 module.register_forward_hook(self._leave_shards)
 
     def _enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if self.layout.sequence_parallel:
+            return gather_parts(output, self._tokens, output.dim() - 2, self.tensor_parallel_group)
         return enter(output, self.tensor_parallel_group)
 
     def _leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return add_up(output, self.tensor_parallel_group)
+        """The sum over ranks, and what is added to it once."""
+        total = self._own_tokens(add_up(output, self.tensor_parallel_group))
+        bias = self._row_biases.get(module)
+        return total if bias is None else total + bias.to_local()
+
+    def _own_tokens(self, value: Tensor) -> Tensor:
+        """What this rank goes on with of ``[..., T, H]``, between two parallel regions."""
+        if not self.layout.sequence_parallel:
+            return value
+        return split_tokens(value, self._tokens, self.tensor_parallel_group)
 
     def _shard(self, model: PreTrainedModel) -> None:
         """Replace each parameter by this rank's part; a tied one stays one."""
@@ -122,6 +142,11 @@ class TensorParallelEngine(HFTrainEngine):
         for module in model.modules():
             for name, whole in list(module.named_parameters(recurse=False)):
                 setattr(module, name, parts[id(whole)])
+        self._row_biases = {
+            module: cast("DTensor", module.bias)
+            for name, module in model.named_modules()
+            if name.endswith(ROW) and module.bias is not None
+        }
 
     def _part(self, name: str, whole: nn.Parameter) -> nn.Parameter:
         place, local = self._placement(name), whole.detach()
@@ -141,9 +166,7 @@ class TensorParallelEngine(HFTrainEngine):
         owner = _owner(name)
         if owner in COLUMN:
             return Shard(0)
-        if owner in ROW and name.endswith(".bias"):
-            raise UnsupportedCapability(f"{name}: a bias after a row-parallel matrix would be added tp times")
-        return Shard(1) if owner in ROW else Replicate()
+        return Shard(1) if owner in ROW and name.endswith(".weight") else Replicate()
 
     # ---------------------------------------------------------------- compute
 
@@ -169,8 +192,10 @@ class TensorParallelEngine(HFTrainEngine):
 
     def _trunk(self, batch: SequenceBatch) -> Tensor:
         """The last hidden state ``[T, H]``, equal on all ranks of a copy."""
-        trunk = self.model.base_model
-        embedded = self._vocabulary.embed(batch.input_ids, _local(self.model.get_input_embeddings()))
+        trunk, embedding = self.model.base_model, self.model.get_input_embeddings()
+        whole = self._vocabulary.embed(batch.input_ids, _local(embedding))
+        self._tokens = tuple(len(part) for part in batch.input_ids.tensor_split(self.layout.tp))
+        embedded = self._own_tokens(whole * getattr(embedding, "scalar_embed_scale", 1.0))
         inputs = {
             "inputs_embeds": embedded[None],
             "position_ids": batch.position_ids[None],
@@ -179,12 +204,18 @@ class TensorParallelEngine(HFTrainEngine):
             "segments": Segments(tuple(batch.cu_seqlens.tolist())),
         }
         local = {name: cast("DTensor", p).to_local() for name, p in trunk.named_parameters()}
+        # Added after the sum over ranks.
+        local |= {name: torch.zeros_like(value) for name, value in local.items() if _is_row_bias(name)}
         result: Tensor = functional_call(trunk, local, kwargs=inputs).last_hidden_state[0]
+        if self.layout.sequence_parallel:
+            return gather_tokens(result, self._tokens, self.tensor_parallel_group)
         return result
 
     def _language_model(self, states: Tensor, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         """Outputs of the tokens ``ids [T]``, which the ``states [T, H]`` predict."""
-        logits = self._columns(states) / step.temperature
+        logits = self._columns(states)
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        logits = (logits if cap is None else torch.tanh(logits / cap) * cap) / step.temperature
         found: dict[str, Tensor] = {}
         if "logprobs" in step.outputs or "entropy" in step.outputs:
             found["logprobs"], found["entropy"] = self._vocabulary.logprobs(logits, ids)
@@ -207,8 +238,13 @@ class TensorParallelEngine(HFTrainEngine):
                     parameter.grad = torch.zeros_like(parameter)
                 self._reduce(name, self._local(parameter.grad).tensor)
 
+    def _is_partial(self, name: str) -> bool:
+        """Whether this rank's gradient of ``name`` is that of its own heads, or of its own tokens."""
+        own_tokens = self.layout.sequence_parallel and ("norm" in name or _is_row_bias(name))
+        return own_tokens or partial_gradient(name)
+
     def _reduce(self, name: str, grad: Tensor) -> None:
-        if partial_gradient(name):
+        if self._is_partial(name):
             dist.all_reduce(grad, group=self.tensor_parallel_group)
         dist.all_reduce(grad, group=self.data_parallel_group.group)
 
