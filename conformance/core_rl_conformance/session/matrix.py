@@ -14,7 +14,7 @@ from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError, raise_all
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import FAMILIES, Profile, Setting
+from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting
 
 __all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "select"]
 
@@ -114,6 +114,7 @@ class Case:
         """What the engine declares and this case shows."""
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
         special |= {Capability.CUDA} if self.device == "cuda" else set()
+        special |= {Capability.MOE} if self.family == MOE else set()
         return frozenset(special) | self.check.requires | self.layout.needed_capabilities()
 
 
@@ -133,7 +134,7 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     # An engine that cannot be imported says so once here, and not in every check.
     load_engine(spec)
     _try_options(name, found, load_config(spec))
-    return Target(spec=spec, profile=found)
+    return Target(spec=spec, profile=found.completed(spec))
 
 
 def _try_options(name: str, profile: Profile, config: type[Config]) -> None:
