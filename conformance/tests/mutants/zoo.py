@@ -67,7 +67,7 @@ class Mutant:
     def spec(self) -> EngineSpec:
         """The engine's spec; it declares what its layout and model need."""
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
-        special |= {Capability.MOE} if self.family == MOE else set()
+        special |= {Capability.MOE, Capability.ROUTING_REPLAY} if self.family == MOE else set()
         return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities() | special)
 
 
