@@ -128,13 +128,14 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     found = load_object(spec.conformance, f"engine {name!r}: its profile") if spec.conformance else Profile()
     if not isinstance(found, Profile):
         raise ConfigError(f"engine {name!r}: {spec.conformance!r} is a {type(found).__name__}, not a Profile")
+    found = found.completed(spec)
     raise_all(
         ConfigError, f"the conformance profile of engine {name!r}", found.violations(spec, known_checks)
     )
     # An engine that cannot be imported says so once here, and not in every check.
     load_engine(spec)
     _try_options(name, found, load_config(spec))
-    return Target(spec=spec, profile=found.completed(spec))
+    return Target(spec=spec, profile=found)
 
 
 def _try_options(name: str, profile: Profile, config: type[Config]) -> None:
