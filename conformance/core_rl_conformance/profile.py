@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.spec import EngineSpec
+from core_rl.engines.spec import Capability, EngineSpec
 
-__all__ = ["FAMILIES", "Profile", "Setting", "Waiver"]
+__all__ = ["DENSE", "FAMILIES", "MOE", "Profile", "Setting", "Waiver"]
 
-FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
+DENSE = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
+MOE = "qwen3_moe"
+FAMILIES = (*DENSE, MOE)
 """The tiny models that the suite can build."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
 """Fields of a config that checks fill in: options for them would be lost without a word."""
@@ -110,7 +112,8 @@ class Profile:
     settings: tuple[Setting, ...] = ()
     """Layouts with options of their own, run after ``layouts``; models take turns on them."""
     dtypes: tuple[DType, ...] = ("float32",)
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[str, ...] = DENSE
+    """The mixture of experts, `MOE`, comes to these for an engine that declares the capability, and for no other."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the engine's config beyond the common ones, such as ``{"options": {...}}``."""
     waivers: tuple[Waiver, ...] = ()
@@ -119,6 +122,12 @@ class Profile:
     def places(self) -> tuple[Setting, ...]:
         """All that is run: the layouts, and then the settings."""
         return (*(Setting(layout=layout) for layout in self.layouts), *self.settings)
+
+    def completed(self, spec: EngineSpec) -> Profile:
+        """The profile with the models that capabilities of ``spec`` are shown on."""
+        if MOE in self.families or not spec.supports(Capability.MOE):
+            return self
+        return replace(self, families=(*self.families, MOE))
 
     def violations(self, spec: EngineSpec, known_checks: Collection[str]) -> Iterator[str]:
         """What is wrong with this profile, for an engine with ``spec``."""
@@ -137,10 +146,15 @@ class Profile:
             yield f"{name!r} is named twice; each layout or setting is run once"
         for family in sorted(set(self.families) - set(FAMILIES)):
             yield f"unknown model family {family!r}; the suite builds {', '.join(FAMILIES)}"
-        if "bfloat16" in self.dtypes and "bfloat16" not in spec.capabilities:
-            yield "dtype bfloat16 needs the capability 'bfloat16', which the engine does not declare"
+        yield from self._undeclared(spec)
         for waiver in self.waivers:
             yield from self._waiver_violations(waiver, known_checks)
+
+    def _undeclared(self, spec: EngineSpec) -> Iterator[str]:
+        if MOE in self.families and not spec.supports(Capability.MOE):
+            yield f"model {MOE!r} needs the capability 'moe', which the engine does not declare"
+        if "bfloat16" in self.dtypes and not spec.supports(Capability.BFLOAT16):
+            yield "dtype bfloat16 needs the capability 'bfloat16', which the engine does not declare"
 
     def _waiver_violations(self, waiver: Waiver, known_checks: Collection[str]) -> Iterator[str]:
         where = f"the waiver of {waiver.check!r}"

@@ -35,6 +35,7 @@ from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import Measurement
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
+from core_rl_conformance.truth.written import layer_of
 
 __all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
 
@@ -73,6 +74,12 @@ class Subject:
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
         """Ragged sequences; ``seed`` tells several apart."""
         return ragged(self.model().vocab_size, 1000 * self.case.seed + seed, lengths)
+
+    @property
+    def first_layer(self) -> str:
+        """A pattern for the parameters of the first transformer layer."""
+        names = self.bench.oracle(self.model()).parameters()
+        return next(f"{layer}.*" for name in names if (layer := layer_of(name)))
 
     def directory(self, name: str) -> Path:
         """A path inside a directory that is this case's own; nothing is there yet."""

@@ -12,14 +12,15 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
-from core_rl_conformance.profile import FAMILIES, Profile, Setting, Waiver
+from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
 from core_rl_conformance.reference import SPEC
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
 from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
-SPEC_DP = replace(SPEC, name="wide", capabilities=SPEC.capabilities | {Capability.DATA_PARALLEL})
+DENSE_ONLY = SPEC.capabilities - {Capability.MOE, Capability.ROUTING_REPLAY}
+SPEC_DP = replace(SPEC, name="wide", capabilities=DENSE_ONLY | {Capability.DATA_PARALLEL})
 AT_DP2 = Setting(layout=DP2)
 HSDP = Setting(name="hsdp", layout=DP4, options={"options": {"replicas": 2}})
 WIDE = Target(spec=SPEC_DP, profile=Profile(layouts=(DP1, DP2, DP4), families=("qwen3", "llama")))
@@ -138,7 +139,10 @@ def test_quick_sessions_see_every_check_and_all_models() -> None:
     assert {case.family for case in found} == {"qwen3", "llama"}
     own = {one.identifier for one in CHECKS.values() if one.kind == "train" and one.partner is None}
     own -= {one.identifier for one in CHECKS.values() if one.min_cp > 1}
-    assert {case.check.identifier for case in found if not case.not_run} == own
+    left_out = {case.check.identifier for case in found if case.not_run or case.not_supported}
+    assert {case.check.identifier for case in found} - left_out == {
+        name for name in own if CHECKS[name].requires <= SPEC_DP.capabilities
+    }
 
 
 def test_further_dtypes_are_run_with_fewer_models() -> None:
@@ -187,6 +191,22 @@ def test_unknown_selections_are_refused(selection: Selection, message: str) -> N
 
 
 # -------------------------------------------------------------------- profile
+
+
+def test_a_mixture_of_experts_is_for_engines_that_declare_it() -> None:
+    profile, declared = Profile(families=("llama",)), replace(SPEC, capabilities=frozenset({Capability.MOE}))
+    undeclared = replace(SPEC, capabilities=frozenset())
+    assert profile.completed(undeclared) == profile
+    (problem,) = Profile(families=("llama", MOE)).violations(undeclared, CHECKS)
+    assert "model 'qwen3_moe' needs the capability 'moe'" in problem
+    completed = profile.completed(declared)
+    assert completed.families == ("llama", MOE)
+    found = cases(CHECKS["I7.logprobs"], Target(spec=declared, profile=completed), Selection())
+    assert [(case.family, Capability.MOE in case.capabilities) for case in found] == [
+        ("llama", False),
+        (MOE, True),
+    ]
+
 
 SAVING = Setting(name="saving", layout=DP1, options={"seed": 1})
 WRONG_PROFILES = {

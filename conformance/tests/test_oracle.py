@@ -24,7 +24,7 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.truth.float64 import PrecisionError, float64_only
 from core_rl_conformance.truth.oracle import AdamW, AdamWState, Oracle, OracleSequence, grad_norm
 
-FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
+FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,11 @@ def test_oracle_is_float64_where_double_is_not(store: ModelStore, family: str) -
     oracle = Oracle(directory)
     expected = oracle.evaluate([OracleSequence(input_ids=list(ids))])[0]["logits"][1:]
     half_hearted = (
-        AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").double().eval()
+        AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", experts_implementation="eager"
+        )
+        .double()
+        .eval()
     )
     with torch.no_grad():
         upcast = half_hearted(input_ids=torch.tensor([ids])).logits[0, :-1]

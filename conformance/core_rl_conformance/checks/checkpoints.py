@@ -75,7 +75,7 @@ def portable_checkpoints_come_back(subject: Subject) -> None:
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``: those of trained parameters, ``score.weight`` among them.
     """
     head: Head = "value" if subject.spec.supports(Capability.VALUE_HEAD) else "lm"
-    frozen = ["*.0.*"] if subject.spec.supports(Capability.FROZEN_PARAMETERS) else []
+    frozen = [subject.first_layer] if subject.spec.supports(Capability.FROZEN_PARAMETERS) else []
     model = subject.model(head=head)
     group = start(subject, model, frozen=frozen)
     train(group, subject, [0, 1], head)

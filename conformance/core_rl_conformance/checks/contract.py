@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.ranks import disable_adapter
 from core_rl_conformance.procedures.training import verify_outputs
+from core_rl_conformance.profile import MOE
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 
 C = Capability
@@ -90,7 +92,9 @@ def _refusals(subject: Subject) -> dict[Capability, Callable[[], object]]:
         C.VALUE_HEAD: lambda: subject.start(subject.model(head="value")),
         C.REWARD_HEAD: lambda: subject.start(subject.model(head="reward")),
         C.LOGITS: lambda: subject.start().forward(data, ONE_PASS, ("logits",)),
-        C.FROZEN_PARAMETERS: lambda: subject.start(frozen=["*.0.*"]),
+        C.FROZEN_PARAMETERS: lambda: subject.start(frozen=[subject.first_layer]),
+        C.ROUTING_REPLAY: lambda: subject.start().forward(data, ONE_PASS, ("routing",)),
+        C.MOE: lambda: subject.start(replace(subject.model(), family=MOE)),
         C.BFLOAT16: lambda: _start_in_bfloat16(subject),
         C.OFFLOAD: lambda: subject.start().offload(),
         C.LORA: lambda: subject.start().run(disable_adapter),

@@ -15,6 +15,7 @@ from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.subject import Subject
 from core_rl_conformance.truth.oracle import AdamW
+from core_rl_conformance.truth.written import layer_of
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
@@ -31,7 +32,7 @@ def frozen_parameters_stay(subject: Subject) -> None:
     Look at: which parameters reach the optimizer and the norm, and gradient reduction where some have none.
     """
     model = subject.model()
-    group = _verify_frozen(subject, model, LOSS, ["*.0.*"])
+    group = _verify_frozen(subject, model, LOSS, [subject.first_layer])
     verify_outputs(subject, group, model, "after steps with frozen parameters")
 
 
@@ -46,9 +47,9 @@ def any_part_can_be_frozen(subject: Subject) -> None:
     """
     model = subject.model()
     names = list(subject.bench.oracle(model).parameters())
-    last = max(int(part) for name in names for part in name.split(".") if part.isdigit())
+    last = list(filter(None, map(layer_of, names)))[-1]
     _verify_frozen(subject, model, LOSS, names[:1])
-    _verify_frozen(subject, model, LOSS, [name for name in names if f".{last}." not in name])
+    _verify_frozen(subject, model, LOSS, [name for name in names if layer_of(name) != last])
     if subject.spec.supports(Capability.VALUE_HEAD):
         model = subject.model(head="value")
         trunk = [name for name in subject.bench.oracle(model).parameters() if not name.startswith("score.")]

@@ -30,6 +30,8 @@ class Row:
     mask: tuple[bool, ...]
     advantages: tuple[float, ...]
     target: float
+    routing: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    """Experts to choose for each token and layer; None leaves it to the routers."""
 
     @property
     def prompt_length(self) -> int:
@@ -45,6 +47,8 @@ class Row:
             "advantages": advantages,
             "target": torch.tensor(self.target, dtype=torch.float64),
         }
+        if self.routing is not None:
+            fields["routing"] = torch.tensor(self.routing)
         return OracleSequence(input_ids=list(self.ids), fields=fields)
 
 
@@ -72,12 +76,17 @@ class Ragged:
         return Ragged(tuple(replace(row, mask=(True,) * len(row.mask)) for row in self.rows))
 
     def batch(self) -> SequenceBatch:
-        """The packed batch, with the fields ``loss_mask``, ``advantages`` and ``target`` (float32)."""
+        """The packed batch, with the fields ``loss_mask``, ``advantages`` and ``target`` (float32).
+
+        And ``routing`` where it is given.
+        """
+        routing = [torch.tensor(row.routing) for row in self.rows if row.routing is not None]
         return SequenceBatch.from_sequences(
             [row.ids for row in self.rows],
             tokens={
                 "loss_mask": [torch.tensor(row.mask) for row in self.rows],
                 "advantages": [torch.tensor(row.advantages) for row in self.rows],
+                **({"routing": routing} if routing else {}),
             },
             sequences={"target": torch.tensor([row.target for row in self.rows])},
         )

@@ -20,6 +20,8 @@ from core_rl.engines.outputs import ModelOutput
 from core_rl_conformance.truth.oracle import OracleSequence
 
 __all__ = [
+    "BalanceLoss",
+    "BalancedTokenMeanLoss",
     "CheckLoss",
     "InfiniteGradientLoss",
     "LogitsLoss",
@@ -78,6 +80,35 @@ class TokenMeanLoss:
         mask, advantages = sequence.fields["mask"], sequence.fields["advantages"]
         terms = -advantages * outputs["logprobs"] - self.entropy_coef * outputs["entropy"]
         return terms[mask].sum(), float(mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceLoss:
+    """Nothing but the balance of the routers, which an engine with ``router_aux_coef`` 1 adds by itself."""
+
+    temperature: float = 1.0
+
+    def spec(self) -> LossSpec:
+        return LossSpec(fn=self, weight_fn=count_tokens, outputs=("logprobs",))
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        return masked_sum(0.0 * output["logprobs"], batch.loss_mask), {}
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        return outputs["aux_loss"], float(len(sequence.input_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedTokenMeanLoss(TokenMeanLoss):
+    """`TokenMeanLoss` and the balance of the routers beside it."""
+
+    coef: float
+    tokens_per_trained: float
+    """The number of all tokens over that of the trained ones: the balance is divided by the former."""
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        total, weight = super().of_sequence(outputs, sequence)
+        return total + self.coef / self.tokens_per_trained * outputs["aux_loss"], weight
 
 
 @dataclass(frozen=True, kw_only=True)

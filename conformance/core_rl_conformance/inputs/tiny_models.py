@@ -27,9 +27,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from core_rl.config.engine import Head
+from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
+from core_rl_conformance.truth.written import overwrite
 
 __all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "save_with"]
 
@@ -192,12 +195,36 @@ def _gemma2(dropout: float) -> PretrainedConfig:
     )
 
 
+def _qwen3_moe(dropout: float) -> PretrainedConfig:
+    """A dense layer and two of five experts, of which each token takes two; no number of ranks divides them."""
+    return Qwen3MoeConfig(
+        vocab_size=157,
+        hidden_size=40,
+        intermediate_size=66,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        attention_dropout=dropout,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=None,
+    )
+
+
 CONFIGS: dict[str, Callable[[float], PretrainedConfig]] = {
     "qwen3": _qwen3,
     "llama": _llama,
     "qwen2": _qwen2,
     "gpt2": _gpt2,
     "gemma2": _gemma2,
+    "qwen3_moe": _qwen3_moe,
 }
 
 
@@ -242,9 +269,7 @@ def _write_generation_config(model: TinyModel, path: Path) -> None:
 def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> None:
     """Write ``model`` with other weights, by name, to the directory ``path``."""
     built = build(model)
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            parameter.copy_(weights[name])
+    overwrite({name: parameter.detach() for name, parameter in built.named_parameters()}, weights)
     built.save_pretrained(path)
 
 
@@ -257,11 +282,14 @@ def build(model: TinyModel) -> PreTrainedModel:
         for name, parameter in built.named_parameters():
             generator = torch.Generator().manual_seed(_stable_hash(f"{model.family}/{model.seed}/{name}"))
             parameter.copy_(_draw(name, parameter, generator, built))
+        mark_tokens(built)
     return built
 
 
 def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTrainedModel) -> Tensor:
     noise = torch.randn(parameter.shape, generator=generator)
+    if name.endswith("mlp.gate.weight"):
+        return draw_router(name, noise)
     if parameter.dim() == 1:
         if name.endswith("bias"):
             return 0.1 * noise

@@ -18,6 +18,8 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
+            Capability.MOE,
+            Capability.ROUTING_REPLAY,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,

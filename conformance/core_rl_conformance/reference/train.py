@@ -18,6 +18,7 @@ from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
 from core_rl.models.build import build_model
 from core_rl.models.hf_engine import HFTrainEngine
+from core_rl.models.routers import Routers
 
 __all__ = ["ReferenceEngine"]
 
@@ -28,6 +29,7 @@ class ReferenceEngine(HFTrainEngine):
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
         model = build_model(self.config.model, seed=self.config.seed, attn_implementation="eager")
         torch.nn.Module.to(model, self.device)
+        self._routers = Routers(model)
         self._adopt(model)
 
     def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
@@ -40,9 +42,16 @@ class ReferenceEngine(HFTrainEngine):
         """One rank: its sum is the sum."""
 
     def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        rows = [self._sequence(ids, step) for ids in batch.input_ids.split(batch.lengths)]
-        names = rows[0].keys()
-        return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in names})
+        rows = [self._routed(batch.select([number]), step) for number in range(batch.num_sequences)]
+        found = {name: [row[name] for row in rows] for name in rows[0]}
+        sums = {name: torch.stack(found.pop(name)).sum() for name in ("aux_loss",) if name in found}
+        return ModelOutput(**{name: torch.cat(values) for name, values in found.items()}, **sums)
+
+    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+        """The outputs of one sequence, and what its routing gives where that is asked for."""
+        with self._routers.watch(row.tokens.get("routing")) as routings:
+            found = self._sequence(row.input_ids, step)
+        return {**found, **self._routers.outputs(routings, row.cu_seqlens, step.outputs)}
 
     def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         """The outputs of one sequence ``[L]``."""

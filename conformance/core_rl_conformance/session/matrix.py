@@ -14,7 +14,7 @@ from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError, raise_all
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import FAMILIES, Profile, Setting
+from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting
 
 __all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "select"]
 
@@ -116,6 +116,7 @@ class Case:
         """What the engine declares and this case shows."""
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
         special |= {Capability.CUDA} if self.device == "cuda" else set()
+        special |= {Capability.MOE} if self.family == MOE else set()
         return frozenset(special) | self.check.requires | self.layout.needed_capabilities()
 
 
@@ -129,6 +130,7 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     found = load_object(spec.conformance, f"engine {name!r}: its profile") if spec.conformance else Profile()
     if not isinstance(found, Profile):
         raise ConfigError(f"engine {name!r}: {spec.conformance!r} is a {type(found).__name__}, not a Profile")
+    found = found.completed(spec)
     raise_all(
         ConfigError, f"the conformance profile of engine {name!r}", found.violations(spec, known_checks)
     )

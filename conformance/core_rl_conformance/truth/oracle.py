@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from core_rl_conformance.truth.float64 import float64_only
+from core_rl_conformance.truth.routers import balance, watched
+from core_rl_conformance.truth.written import overwrite, written
 
 __all__ = ["AdamW", "AdamWState", "Gradients", "Oracle", "OracleSequence", "SequenceLoss", "grad_norm"]
 
@@ -70,31 +72,39 @@ class Oracle:
         self.head = head
 
     def parameters(self) -> dict[str, Tensor]:
-        """Copies of all parameters, float64, a tied one once."""
-        return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        """Copies of all parameters, float64, by their written names, a tied one once."""
+        return {
+            own: part.detach().clone()
+            for name, value in self.model.named_parameters()
+            for own, part in written(name, value)
+        }
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Replace the parameters named in ``values``."""
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, value in values.items():
-                own[name].copy_(value.double())
+        overwrite({name: value.detach() for name, value in self.model.named_parameters()}, values)
 
     def outputs(self, sequence: OracleSequence, temperature: float = 1.0) -> dict[str, Tensor]:
         """All outputs of one sequence of ``L`` tokens, with their graph.
 
         For ``lm``: ``logits [L, V]`` (that token ``t`` was drawn from, divided by the temperature),
         ``logprobs [L]`` and ``entropy [L]``; otherwise ``values [L]``, ``bootstrap`` and ``scores`` (scalars).
+        With routers, their ``aux_loss`` (a scalar, times ``L``) and ``routing [L, layers, k]`` as well.
         """
-        with float64_only():
+        with float64_only(), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
-            if self.head == "lm":
-                return _language_outputs(
-                    self.model(input_ids=ids, use_cache=False).logits[0], ids[0], temperature
-                )
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-            assert callable(self.model.score)
-            return _scalar_outputs(self.model.score(hidden)[:, 0])
+            found = self._outputs(ids, temperature)
+            if choices:
+                found["aux_loss"] = balance(choices)
+                found["routing"] = torch.stack([choice.experts for choice in choices], dim=1)
+            return found
+
+    def _outputs(self, ids: Tensor, temperature: float) -> dict[str, Tensor]:
+        if self.head == "lm":
+            logits = self.model(input_ids=ids, use_cache=False).logits[0]
+            return _language_outputs(logits, ids[0], temperature)
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        assert callable(self.model.score)
+        return _scalar_outputs(self.model.score(hidden)[:, 0])
 
     def evaluate(
         self, sequences: Sequence[OracleSequence], temperature: float = 1.0
@@ -119,8 +129,11 @@ class Oracle:
                     part.backward()
             total, weight = total + float(part.detach()), weight + counted
         grads = {
-            name: torch.zeros_like(value) if value.grad is None else value.grad / weight
+            own: part
             for name, value in self.model.named_parameters()
+            for own, part in written(
+                name, torch.zeros_like(value) if value.grad is None else value.grad / weight
+            )
         }
         self.model.zero_grad(set_to_none=True)
         return Gradients(loss=total / weight, weight=weight, grads=grads)

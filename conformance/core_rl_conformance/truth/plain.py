@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from core_rl_conformance.truth.oracle import OracleHead, OracleSequence, SequenceLoss
+from core_rl_conformance.truth.routers import balance, watched
+from core_rl_conformance.truth.written import overwrite, written
 
 __all__ = ["VARIANTS", "PlainModel", "Variant"]
 
@@ -47,6 +49,10 @@ VARIANTS = (
     Variant(rows_at_once=7, attention="sdpa", softmax="logsumexp", shuffle=2, nudge=2),
     Variant(rows_at_once=1, nudge=3),
 )
+
+
+EXPERTS = {"eager": "eager", "sdpa": "batched_mm"}
+"""How experts are computed beside each attention; other models have none."""
 
 
 class PlainModel:
@@ -88,17 +94,15 @@ class PlainModel:
             name: torch.zeros_like(value) if value.grad is None else value.grad
             for name, value in model.named_parameters()
         }
-        return total, {name: grad.float().cpu() for name, grad in grads.items()}
+        return total, {
+            own: part.float().cpu() for name, grad in grads.items() for own, part in written(name, grad)
+        }
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Compute with ``values`` from now on, rounded to the model's dtype."""
         self._own = dict(values)
         for _, weights in self._models.values():
-            self._overwrite(weights)
-
-    def _overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        for name, value in self._own.items():
-            weights[name].copy_(value)
+            overwrite(weights, self._own)
 
     def _model(self, variant: Variant) -> PreTrainedModel:
         """The model with the weights of ``variant`` and without gradients; one object for each attention."""
@@ -119,11 +123,15 @@ class PlainModel:
             attention = "eager"  # torch's sdpa cannot cap the scores
         family = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
         model: PreTrainedModel = family.from_pretrained(
-            self.directory, dtype=self.dtype, attn_implementation=attention, local_files_only=True
+            self.directory,
+            dtype=self.dtype,
+            attn_implementation=attention,
+            experts_implementation=EXPERTS[attention],
+            local_files_only=True,
         ).eval()
         torch.nn.Module.to(model, self.device)
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        self._overwrite(weights)
+        overwrite(weights, self._own)
         return model, weights
 
     def _batch(
@@ -146,7 +154,10 @@ class PlainModel:
             mask[row, start : start + len(row_ids)] = 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
-        hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        with watched(model, _replay(sequences, rows, starts, width)) as choices:
+            hidden = model.base_model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            )
         states = hidden.last_hidden_state
         found = {}
         for row, (index, start) in enumerate(zip(rows, starts, strict=True)):
@@ -154,8 +165,26 @@ class PlainModel:
             outputs = _head_outputs(
                 model, self.head, variant, own, ids[row, start : start + len(own)], temperature
             )
+            if choices:
+                first = row * width + start
+                outputs["aux_loss"] = balance([choice.rows(first, first + len(own)) for choice in choices])
             found[index] = {name: value.cpu() for name, value in outputs.items()}
         return found
+
+
+def _replay(
+    sequences: Sequence[OracleSequence], rows: Sequence[int], starts: Sequence[int], width: int
+) -> Tensor | None:
+    """The experts to choose, ``[rows * width, layers, k]``, any for padding; None leaves it to the routers."""
+    given = [sequences[index].fields.get("routing") for index in rows]
+    if given[0] is None:
+        return None
+    layers, k = given[0].shape[1:]
+    replay = torch.arange(k).repeat(len(rows), width, layers, 1)
+    for row, (start, routing) in enumerate(zip(starts, given, strict=True)):
+        assert routing is not None
+        replay[row, start : start + len(routing)] = routing
+    return replay.flatten(0, 1)
 
 
 def _head_outputs(
@@ -223,7 +252,8 @@ def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> f
     """How much one sequence counts, asked with outputs of zero."""
     zeros = torch.zeros(len(sequence.input_ids))
     names = ("logprobs", "entropy") if head == "lm" else ("values",)
-    outputs = dict.fromkeys(names, zeros) | {"scores": torch.zeros(()), "bootstrap": torch.zeros(())}
+    scalars = ("scores", "bootstrap", "aux_loss")
+    outputs = dict.fromkeys(names, zeros) | dict.fromkeys(scalars, torch.zeros(()))
     outputs["logits"] = zeros[:, None]
     return loss(outputs, sequence)[1]
 

@@ -13,7 +13,7 @@ from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.engines.train import TrainEngine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.profile import Profile, Setting
+from core_rl_conformance.profile import MOE, Profile, Setting
 from core_rl_conformance.reference import ROLLOUT_SPEC
 from core_rl_conformance.session.matrix import Case, Target
 from core_rl_conformance.subject import Subject
@@ -66,9 +66,10 @@ class Mutant:
 
     @property
     def spec(self) -> EngineSpec:
-        """The engine's spec; it declares what its layout needs."""
-        half = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
-        return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities() | half)
+        """The engine's spec; it declares what its layout and model need."""
+        special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
+        special |= {Capability.MOE, Capability.ROUTING_REPLAY} if self.family == MOE else set()
+        return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities() | special)
 
 
 def name_of(engine: type) -> str:

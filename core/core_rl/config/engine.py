@@ -24,6 +24,9 @@ class ModelConfig(Config):
     """``lm``, or ``value``/``reward``: one float32 linear map to a scalar without bias."""
     frozen: tuple[str, ...] = ()
     """Glob patterns of parameter names that are not trained, such as ``model.embed_tokens.*``."""
+    router_aux_coef: float = Field(default=0.0, ge=0.0)
+    """Adds this times the load-balancing loss of the routers (mixture of experts) to every trained loss:
+    that of each sequence, weighted by its tokens. It is reported as ``aux_loss``, and not part of ``loss``."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

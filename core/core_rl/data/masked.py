@@ -27,7 +27,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Per-sequence sums ``[B]`` of token values ``[T]``, in the dtype of ``values``."""
+    """Per-sequence sums ``[B, ...]`` of token values ``[T, ...]``, in the dtype of ``values``."""
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(device=values.device, dtype=torch.long)
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-    return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(0, owner, values)
+    return values.new_zeros((len(lengths), *values.shape[1:])).index_add(0, owner, values)

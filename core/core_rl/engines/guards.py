@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core_rl.config.engine import OptimizerConfig, TrainEngineConfig
+from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import TensorKind, WeightUpdateMeta
 from core_rl.engines.outputs import OutputName
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 HEAD_CAPABILITY = {"value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD}
 HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
-    "lm": frozenset({"logprobs", "entropy", "logits"}),
-    "value": frozenset({"values"}),
-    "reward": frozenset({"scores"}),
+    "lm": frozenset({"logprobs", "entropy", "logits", "routing"}),
+    "value": frozenset({"values", "routing"}),
+    "reward": frozenset({"scores", "routing"}),
 }
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SYNC_CAPABILITY = {
     "disk": Capability.SYNC_DISK,
     "tensor": Capability.SYNC_TENSOR,
@@ -57,6 +58,25 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         wanted.append(Capability.FROZEN_PARAMETERS)
     for capability in wanted:
         require_capability(spec, capability, f"a config with {capability.value}")
+
+
+def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig) -> None:
+    """Raise `UnsupportedCapability` for a mixture of experts on an engine that does not declare it.
+
+    And `ConfigError` where the routers of a model without any are to be balanced.
+    """
+    if has_experts(model):
+        require_capability(spec, Capability.MOE, f"{model.model_type!r}, a mixture of experts")
+    elif config.router_aux_coef:
+        raise ConfigError(
+            f"model.router_aux_coef = {config.router_aux_coef}, and {model.model_type!r} routes nothing; set it to 0"
+        )
+
+
+def has_experts(model: PretrainedConfig) -> bool:
+    """Whether ``model`` routes tokens to experts; each family of transformers counts them under one of a few names."""
+    text = model.get_text_config()
+    return any(getattr(text, name, None) for name in EXPERT_COUNTS)
 
 
 def check_device(spec: EngineSpec, device: torch.device) -> None:
@@ -141,6 +161,35 @@ def check_outputs(spec: EngineSpec, config: TrainEngineConfig, outputs: Sequence
         raise ConfigError(f"a model with head {config.model.head!r} gives {sorted(possible)}, not {wrong}")
     if "logits" in outputs:
         require_capability(spec, Capability.LOGITS, "output 'logits'")
+    if "routing" in outputs:
+        require_capability(spec, Capability.ROUTING_REPLAY, "output 'routing'")
+
+
+def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfig) -> None:
+    """Raise for a token field ``routing`` that cannot be replayed: none may go by without a word.
+
+    `UnsupportedCapability` where the engine does not declare it, `BatchError` for what is no choice of
+    experts of this model.
+    """
+    if "routing" not in batch.tokens:
+        return
+    require_capability(spec, Capability.ROUTING_REPLAY, "a batch with the token field 'routing'")
+    text, routing = model.get_text_config(), batch["routing"]
+    if not has_experts(model):
+        raise BatchError(
+            f"the batch has a token field 'routing', and {model.model_type!r} routes nothing; drop it"
+        )
+    k, count = text.num_experts_per_tok, next(filter(None, (getattr(text, n, None) for n in EXPERT_COUNTS)))
+    if routing.dtype != torch.int64 or routing.dim() != 3 or routing.shape[2] != k:
+        raise BatchError(
+            f"token field 'routing' must be int64 [T, layers, {k}]; got {routing.dtype} {list(routing.shape)}"
+        )
+    if routing.numel() and not 0 <= int(routing.min()) <= int(routing.max()) < count:
+        raise BatchError(
+            f"token field 'routing' holds {int(routing.min())} to {int(routing.max())}; experts are 0 to {count - 1}"
+        )
+    if (routing.sort(-1).values.diff(dim=-1) == 0).any():
+        raise BatchError("token field 'routing' names an expert twice for one token and layer")
 
 
 def check_batch(batch: SequenceBatch, model: PretrainedConfig) -> None:

@@ -14,8 +14,9 @@ from core_rl.errors import EngineContractError, LossError, raise_all
 
 __all__ = ["ModelOutput", "OutputName"]
 
-OutputName = Literal["logprobs", "entropy", "values", "scores", "logits"]
+OutputName = Literal["logprobs", "entropy", "values", "scores", "logits", "aux_loss", "routing"]
 TOKEN_OUTPUTS = ("logprobs", "entropy", "values", "logits")
+DTYPES = {"routing": torch.int64}
 SEQUENCE_OUTPUTS = ("scores", "bootstrap")
 
 
@@ -35,6 +36,12 @@ class ModelOutput:
     """Reward of each whole sequence, float32 ``[B]``."""
     logits: Tensor | None = None
     """Logits that ``x_t`` was drawn from, divided by the temperature, float32 ``[T, V]``; 0 at first tokens."""
+
+    aux_loss: Tensor | None = None
+    """The load-balancing loss of the routers, a float32 scalar **sum** over all tokens of the batch."""
+
+    routing: Tensor | None = None
+    """The experts that each layer with a router chose for ``x_t``, int64 ``[T, layers, k]``."""
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """The fields that are there."""
@@ -75,11 +82,14 @@ class ModelOutput:
         for name in asked:
             value = getattr(self, name)
             length = num_sequences if name in SEQUENCE_OUTPUTS else num_tokens
+            dtype = DTYPES.get(name, torch.float32)
+            if name == "aux_loss" and isinstance(value, Tensor) and value.dim() == 0:
+                continue
             if not isinstance(value, Tensor):
                 problems.append(f"output {name!r} was asked for and is {type(value).__name__}")
-            elif value.dtype != torch.float32 or value.dim() < 1 or len(value) != length:
+            elif value.dtype != dtype or value.dim() < 1 or len(value) != length:
                 problems.append(
-                    f"output {name!r} is {value.dtype} {list(value.shape)}, not float32 [{length}]"
+                    f"output {name!r} is {value.dtype} {list(value.shape)}, not {dtype} [{length}]"
                 )
         raise_all(EngineContractError, "the engine's forward", problems)
 

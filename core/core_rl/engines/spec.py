@@ -33,6 +33,7 @@ class Capability(StrEnum):
     FROZEN_PARAMETERS = "frozen_parameters"
     LORA = "lora"
     MOE = "moe"
+    ROUTING_REPLAY = "routing_replay"
     OFFLOAD = "offload"
     # state
     SHARDED_CHECKPOINT = "sharded_checkpoint"

@@ -71,20 +71,26 @@ class MicroBatches:
 
 
 class LossStep:
-    """Computes the loss, scaled so that the sum over micro-batches and ranks is the whole loss."""
+    """Computes the loss, scaled so that the sum over micro-batches and ranks is the whole loss.
+
+    So is the routers' balance, with a scale of its own; 0 leaves it out.
+    """
 
     trained_only = True
 
-    def __init__(self, micro_batches: MicroBatches, loss: LossSpec, scale: float) -> None:
+    def __init__(
+        self, micro_batches: MicroBatches, loss: LossSpec, scale: float, aux_scale: float = 0.0
+    ) -> None:
         self._micro_batches = micro_batches
         self._loss = loss
         self._scale = scale
+        self._aux_scale = aux_scale
         self.metrics: list[Mapping[str, Metric]] = []
         self.totals: list[Tensor] = []
 
     @property
     def outputs(self) -> tuple[OutputName, ...]:
-        return self._loss.outputs
+        return (*self._loss.outputs, "aux_loss") if self._aux_scale else self._loss.outputs
 
     @property
     def temperature(self) -> float:
@@ -99,8 +105,13 @@ class LossStep:
             return connected
         total, metrics = self._loss.total(output.masked(micro_batch.loss_mask), micro_batch)
         self.totals.append(total.detach())
+        scaled = total * self._scale + connected
+        if self._aux_scale:
+            aux = output["aux_loss"]
+            metrics = {**metrics, "aux_loss": Metric.mean(aux, micro_batch.num_tokens)}
+            scaled = scaled + aux * self._aux_scale
         self.metrics.append(metrics)
-        return total * self._scale + connected
+        return scaled
 
     def total(self) -> float:
         """The sum of the losses of this rank's micro-batches, unscaled."""

@@ -38,7 +38,7 @@ from core_rl.engines.progress import EngineProgress, Pending
 from core_rl.engines.schedule import learning_rate, schedule_length
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.engines.steps import CollectStep, LossStep, MicroBatches, PostHook
-from core_rl.errors import EngineStateError
+from core_rl.errors import EngineStateError, LossError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,7 +74,8 @@ class TrainEngine(TrainHooks):
         """Join the process group and build module and optimizer.
 
         Raises `LayoutError` when the layout does not multiply to the world size, `ConfigError` when
-        the model cannot be built, `EngineStateError` when called twice.
+        the model cannot be built, `UnsupportedCapability` for a mixture of experts where the engine
+        declares none, `EngineStateError` when called twice.
         """
         guards.require_state(self._state, "new", "initialize()")
         self.device = pick_device(self.config.device, addr.local_rank if addr else 0)
@@ -87,6 +88,7 @@ class TrainEngine(TrainHooks):
             self.layout.check_world(self.world.size)
             self._rank_groups: RankGroups = self._groups(self.world)
             self._build(self._membership.address, ft_spec or FinetuneSpec())
+            guards.check_experts(self.spec, self.config.model, self._hf_config())
         except BaseException:
             self._membership.leave()
             raise
@@ -202,12 +204,14 @@ class TrainEngine(TrainHooks):
         mb_spec: MicroBatchSpec,
         forward_only: bool = False,
         total_weight: float | None = None,
+        total_tokens: int | None = None,
     ) -> dict[str, float]:
         """Accumulate the gradient of (sum of totals) / (sum of weights); returns reduced metrics.
 
         ``total_weight`` replaces the sum of weights for a caller that spreads one step over several
         calls: it is the sum over all of them and over all data-parallel ranks (this rank's own for
-        ``normalize_scope="dp"``), and the result equals one call.
+        ``normalize_scope="dp"``), and the result equals one call. ``total_tokens``, their number of all
+        tokens, does the same for the load-balancing loss of ``model.router_aux_coef``.
         """
         guards.require_state(self._state, "ready", "forward_backward()")
         guards.check_outputs(self.spec, self.config, loss.outputs)
@@ -216,8 +220,9 @@ class TrainEngine(TrainHooks):
         with self._in_mode("eval" if forward_only else "train"):
             micro_batches = self._cut(batch, mb_spec)
             weights = agree(self.data_parallel_group, lambda: sum(map(loss.weight, micro_batches.real())))
-            step = LossStep(micro_batches, loss, self._loss_scale(loss, weights, total_weight))
-            if sum(weights) > 0:
+            scale = self._loss_scale(loss, weights, total_weight)
+            step = LossStep(micro_batches, loss, scale, self._aux_scale(batch, total_weight, total_tokens))
+            if sum(weights) > 0 or total_tokens is not None:
                 self._run_all(micro_batches, step, forward_only)
             metrics, finite = self._reduced(step, loss, weights)
         if not forward_only:
@@ -304,6 +309,7 @@ class TrainEngine(TrainHooks):
 
         def wanted() -> int:
             guards.check_batch(batch, self._hf_config())
+            guards.check_routing(self.spec, batch, self._hf_config())
             return count_micro_batches(batch, mb_spec)
 
         count = max(agree(self.data_parallel_group, wanted))
@@ -325,6 +331,18 @@ class TrainEngine(TrainHooks):
             weight, share = weights[self.data_parallel_rank], 1.0 / self.data_parallel_size
         weight = weight if total_weight is None else total_weight
         return share / weight if weight > 0 else 0.0
+
+    def _aux_scale(self, batch: SequenceBatch, total_weight: float | None, total_tokens: int | None) -> float:
+        """What the routers' balance, a sum over tokens, is multiplied by; 0 leaves it out."""
+        coefficient = self.config.model.router_aux_coef
+        if not coefficient:
+            return 0.0
+        if total_tokens is None and total_weight is not None:
+            raise LossError(
+                "model.router_aux_coef balances over all tokens of a step; pass total_tokens beside total_weight"
+            )
+        tokens = total_tokens or sum(self.data_parallel_group.gather(batch.num_tokens))
+        return coefficient / max(1, tokens)
 
     def _reduced(self, step: LossStep, loss: LossSpec, weights: list[float]) -> tuple[dict[str, float], bool]:
         """Metrics over all micro-batches and ranks, and whether every loss was finite."""

@@ -61,18 +61,21 @@ class EngineGroup(EngineRanks):
         mb_spec: MicroBatchSpec,
         forward_only: bool = False,
         total_weight: float | None = None,
+        total_tokens: int | None = None,
     ) -> dict[str, float]:
         """Accumulate gradients; see `TrainEngine.forward_backward`.
 
-        ``total_weight`` is the weight of all calls of one step, over whole batches. It needs a loss of
-        ``normalize_scope="global"``, since it would differ from rank to rank for ``"dp"``.
+        ``total_weight`` and ``total_tokens`` are those of all calls of one step, over whole batches. The
+        first needs a loss of ``normalize_scope="global"``, since it would differ from rank to rank for ``"dp"``.
         """
         if total_weight is not None and loss.normalize_scope != "global":
             raise LossError(
                 f"total_weight through a group needs normalize_scope='global', not {loss.normalize_scope!r}; "
                 "use run_each() to give each rank its own"
             )
-        return self._on_parts("forward_backward", batch, loss, mb_spec, forward_only, total_weight)
+        return self._on_parts(
+            "forward_backward", batch, loss, mb_spec, forward_only, total_weight, total_tokens
+        )
 
     def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         """The loss and its metrics without gradients; see `TrainEngine.eval_batch`."""

@@ -18,11 +18,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as hf_logging
 
 from core_rl.config.engine import ModelConfig
-from core_rl.errors import ConfigError, UnsupportedCapability
+from core_rl.errors import ConfigError
+from core_rl.models.experts import ExpertsKernel, use_experts_kernel
+from core_rl.models.written_form import WrittenForm
 
 __all__ = ["build_model", "freeze", "read_config"]
 
@@ -52,13 +53,19 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def build_model(
-    model: ModelConfig, *, seed: int, attn_implementation: str, dtype: torch.dtype = torch.float32
+    model: ModelConfig,
+    *,
+    seed: int,
+    attn_implementation: str,
+    experts: ExpertsKernel = "eager",
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """A model in ``dtype`` on the CPU, in evaluation mode, the same on every rank for the same ``seed``.
 
     Weights that no file gives (all of them for ``model.config``, the head for a new value model)
     are drawn from ``seed`` without touching the global random state. Raises `ConfigError` for
-    missing or misshapen weights.
+    missing or misshapen weights, and `UnsupportedCapability` for a model whose written form is no cut
+    of what it holds.
     """
     config = read_config(model)
     family: Any = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
@@ -80,7 +87,7 @@ def build_model(
                 _check_loading(model, report)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
-    _check_names(built)
+    use_experts_kernel(built, experts)
     freeze(built, model.frozen)
     built.config.architectures = [type(built).__name__]  # what an export is to be loaded as
     built.eval()
@@ -90,14 +97,27 @@ def build_model(
 def freeze(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
     """Turn gradients off for the parameters that match one of the glob ``patterns``.
 
-    Raises `ConfigError` for a pattern that matches nothing.
+    A pattern matches names as they are held or as they are written. Raises `ConfigError` for a
+    pattern that matches nothing, and for patterns that match a part of a fused parameter.
     """
-    names = [name for name, _ in model.named_parameters()]
+    written = WrittenForm.of(model)
+    parts = {held: written.names(held) for held, _ in model.named_parameters()}
+    names = [*parts, *(name for part in parts.values() for name in part)]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if idle:
         raise ConfigError(f"model.frozen = {idle} match no parameter; names look like {names[:3]}")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in patterns))
+    for held, parameter in model.named_parameters():
+        frozen = [name for name in parts[held] if _matches(name, patterns) or _matches(held, patterns)]
+        if frozen and len(frozen) < len(parts[held]):
+            raise ConfigError(
+                f"model.frozen matches {frozen[:3]}, a part of {held!r}, which is one parameter in memory; "
+                "freeze all of its experts or none"
+            )
+        parameter.requires_grad_(not frozen)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager
@@ -129,15 +149,3 @@ def _check_loading(model: ModelConfig, report: dict[str, object]) -> None:
 def _listed(report: dict[str, object], key: str) -> list[str]:
     found = report.get(key) or ()
     return sorted(str(name) for name in found) if isinstance(found, (list, set, tuple)) else []
-
-
-def _check_names(model: PreTrainedModel) -> None:
-    """Refuse models whose parameters are written in another form than they are held (fused experts)."""
-    held = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
-    written = set(revert_weight_conversion(model, dict(held)))
-    if written != set(held):
-        changed = sorted(set(held) - written)
-        raise UnsupportedCapability(
-            f"{type(model).__name__} holds {changed[:3]} in another form than it writes; "
-            "fused expert weights are not supported yet"
-        )

@@ -21,6 +21,7 @@ from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.train import TrainEngine
 from core_rl.models.gather import LocalPart, ShardGather
 from core_rl.models.optimizer import build_adamw, moment, set_moment, set_step_count
+from core_rl.models.written_form import WrittenForm
 
 __all__ = ["HFTrainEngine", "LocalPart"]
 
@@ -41,6 +42,7 @@ class HFTrainEngine(TrainEngine):
         Collective: the ranks tell each other what they hold.
         """
         self.model = model
+        self._written = WrittenForm.of(model)
         held = dict(self._held("master"))
         self._owned = {name: self._owned_parameter(p) for name, p in model.named_parameters()}
         config = self.config.optimizer
@@ -52,7 +54,7 @@ class HFTrainEngine(TrainEngine):
             for name, part in held.items()
         }
         if self._copy_world().size > 1:
-            self._gather = ShardGather(self._copy_world(), held, self._tensor_shapes("master"))
+            self._gather = ShardGather(self._copy_world(), held, self._held_shapes("master"))
 
     def _owned_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's part as a parameter for the optimizer, in the same memory."""
@@ -103,6 +105,10 @@ class HFTrainEngine(TrainEngine):
         return self._local(parameter.grad).tensor
 
     def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
+        return self._written.shapes(self._held_shapes(kind))
+
+    def _held_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
+        """Names and full shapes as the module holds them, which `_held` and `_full_tensors` go by."""
         if kind == "buffers":
             return {name: tuple(part.tensor.shape) for name, part in self._held("buffers")}
         return {
@@ -112,11 +118,12 @@ class HFTrainEngine(TrainEngine):
         }
 
     def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, full in self._full_tensors(kind):
-            yield name, full if self.is_output_rank else None
+        for held, full in self._full_tensors(kind):
+            for name, tensor in self._written.cut(held, full):
+                yield name, tensor if self.is_output_rank else None
 
     def _full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors in the dtype in which ``kind`` is exported, on every rank."""
+        """Full tensors as the module holds them, in the dtype in which ``kind`` is exported, on every rank."""
         parts = ((name, self._in_export_dtype(kind, name, part.tensor)) for name, part in self._held(kind))
         if kind == "buffers" or self._copy_world().size == 1:
             return parts
@@ -128,8 +135,12 @@ class HFTrainEngine(TrainEngine):
         half = kind == "params" and self.config.dtype == "bfloat16" and not _is_float32_head(name)
         return tensor.to(torch.bfloat16 if half else torch.float32)
 
-    @torch.no_grad()
     def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        self._load_held(kind, self._written.held(source))
+
+    @torch.no_grad()
+    def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
+        """Read this rank's parts from ``source``, which has the names and shapes of the module."""
         for name, part in self._held(kind):
             value = source.read(name, part.region)
             if kind == "exp_avg" or kind == "exp_avg_sq":
@@ -181,7 +192,7 @@ class HFTrainEngine(TrainEngine):
     def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
         kinds: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq", "buffers")
         for kind in kinds if with_optimizer else ("master", "buffers"):
-            shapes = self._tensor_shapes(kind)
+            shapes = self._held_shapes(kind)
             for name, part in self._held(kind):
                 if self.world.rank == (0 if kind == "buffers" else min(self._holders[name])):
                     yield Shard(f"{kind}/{name}", part.tensor, shapes[name], part.offsets)
@@ -197,11 +208,11 @@ class HFTrainEngine(TrainEngine):
 
     def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
         files = ShardFiles(directory)
-        self._load_named_tensors("master", _Prefixed(files, "master/"))
-        self._load_named_tensors("buffers", _Prefixed(files, "buffers/"))
+        self._load_held("master", _Prefixed(files, "master/"))
+        self._load_held("buffers", _Prefixed(files, "buffers/"))
         if with_optimizer:
-            self._load_named_tensors("exp_avg", _Prefixed(files, "exp_avg/"))
-            self._load_named_tensors("exp_avg_sq", _Prefixed(files, "exp_avg_sq/"))
+            self._load_held("exp_avg", _Prefixed(files, "exp_avg/"))
+            self._load_held("exp_avg_sq", _Prefixed(files, "exp_avg_sq/"))
             self._load_random_state(files)
 
     def _load_random_state(self, files: ShardFiles) -> None:

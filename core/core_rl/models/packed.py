@@ -16,6 +16,7 @@ from core_rl.engines.outputs import OutputName
 from core_rl.errors import ConfigError
 from core_rl.models.attention import Segments
 from core_rl.models.collectives import add_up, enter, gather
+from core_rl.models.routers import Routers, Routing
 from core_rl.models.shards import WHOLE, ModelShards, TokenSlice
 from core_rl.numerics.token_logprobs import HeadMap, token_logits, token_logprobs
 from core_rl.numerics.vocabulary import VocabularyShard
@@ -35,6 +36,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.head = head
         self.shards = shards
+        self._routers = Routers(model)
         text = model.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
         self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
@@ -55,19 +57,31 @@ class PackedModel(nn.Module):
         the other outputs are 0.
         """
         tokens = self.shards.slice_of(batch)
-        hidden = self.model.base_model(
-            input_ids=tokens.input_ids[None],
-            position_ids=tokens.position_ids[None],
-            attention_mask=None,
-            use_cache=False,
-            segments=Segments(tokens.segments, self.shards.context),
-        ).last_hidden_state[0]
+        with self._routers.watch(_own_routing(batch, tokens)) as routings:
+            hidden = self.model.base_model(
+                input_ids=tokens.input_ids[None],
+                position_ids=tokens.position_ids[None],
+                attention_mask=None,
+                use_cache=False,
+                segments=Segments(tokens.segments, self.shards.context),
+            ).last_hidden_state[0]
         if self.shards.sequence_parallel:
             # The language-model head is spread over the ranks, the scalar heads are not.
             hidden = gather(hidden, self.shards.tensor, 0, partial=self.head == "lm")
         if self.head == "lm":
-            return self._language_model(hidden, tokens, batch, outputs, temperature, trained_only)
-        return self._scalar(hidden, tokens, batch)
+            found = self._language_model(hidden, tokens, batch, outputs, temperature, trained_only)
+        else:
+            found = self._scalar(hidden, tokens, batch)
+        if "aux_loss" in outputs or "routing" in outputs:
+            whole = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
+            found |= self._routers.outputs(whole, batch.cu_seqlens, outputs)
+        return found
+
+    def _whole_routing(self, routing: Routing, length: int) -> Routing:
+        """Of all ``length`` tokens, without padding, on every rank that sees some of them."""
+        logits = gather(routing.logits, self.shards.context, 0, partial=False)
+        experts = gather(routing.experts, self.shards.context, 0, partial=False)
+        return Routing(logits[:length], experts[:length])
 
     def _language_model(
         self,
@@ -150,6 +164,16 @@ class PackedModel(nn.Module):
         which, before = tokens.here(later - 1)
         values = self._placed(states[before], later[which], batch.num_tokens)
         return {"values": values, "bootstrap": final}
+
+
+def _own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
+    """The experts that ``batch`` prescribes for the tokens of this rank, ``[L, layers, k]``; any for padding."""
+    routing = batch.tokens.get("routing")
+    if routing is None:
+        return None
+    padded = F.pad(routing, (0, 0, 0, 0, 0, tokens.segments[-1] - len(routing)))
+    own = padded[tokens.start : tokens.start + len(tokens.input_ids)]
+    return own.to(tokens.input_ids.device)
 
 
 def _own(parameter: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
+            Capability.MOE,
+            Capability.ROUTING_REPLAY,
             Capability.BFLOAT16,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,

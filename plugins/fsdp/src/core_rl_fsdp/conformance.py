@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import FAMILIES, Profile, Setting
+from core_rl_conformance.profile import DENSE, Profile, Setting
 
 __all__ = ["PROFILE"]
 
-LINEAR = tuple(family for family in FAMILIES if family != "gpt2")
-"""Models of plain linear layers, which tensor parallelism needs."""
+LINEAR = tuple(family for family in DENSE if family != "gpt2")
+"""Models of plain linear layers, which tensor parallelism needs; experts are fused."""
 
 PROFILE = Profile(
     layouts=(

@@ -43,7 +43,12 @@ class FSDPEngine(HFTrainEngine):
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
         register_packed_attention(compiled=self.config.options.compile)
-        model = build_model(self.config.model, seed=self.config.seed, attn_implementation=PACKED_ATTENTION)
+        model = build_model(
+            self.config.model,
+            seed=self.config.seed,
+            attn_implementation=PACKED_ATTENTION,
+            experts="grouped",
+        )
         self._check_layout(model)
         if self.config.options.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

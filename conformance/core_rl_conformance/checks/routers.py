@@ -1,0 +1,147 @@
+"""Routers of a mixture of experts: their balance, and choices that are recorded and replayed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.ranks import backward_on_parts
+from core_rl_conformance.profile import MOE
+from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
+
+LOSS = TokenMeanLoss()
+ALONE = BalanceLoss()
+COEF = 0.25
+
+
+@check("I18.aux-gradient", requires=[Capability.MOE], families=(MOE,))
+def balance_follows_the_oracle(subject: Subject) -> None:
+    """The gradient of the routers' balance alone is the oracle's, however the batch is cut.
+
+    Why: a balance over a micro-batch depends on what happens to be in it; one that is averaged over
+    micro-batches, or added once for each context-parallel rank, grows with the layout (verl #6836).
+    Look at: ``aux_loss`` of the `ModelOutput`, a **sum** over the tokens of the micro-batch in which each
+    sequence stands for itself; the core divides it by all tokens of the step. Tokens that are not trained
+    count, and padding and dummies do not.
+    """
+    model, data = subject.model(), subject.data()
+    expected = subject.gradients(model, data, ALONE)
+    group = _started(subject, 1.0)
+    for what, backward in _cuts(subject, group, data).items():
+        metrics = backward()
+        value = metrics.get("aux_loss", math.nan)
+        balance = compare_scalar(f"the metric 'aux_loss' {what}", value, expected.oracle.loss, expected.loss)
+        subject.verify(balance)
+        grads = group.named_tensors("grads")
+        subject.verify(compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances))
+        group.optimizer_zero_grad()
+
+
+def _cuts(subject: Subject, group: EngineGroup, data: Ragged) -> dict[str, Callable[[], Mapping[str, float]]]:
+    """Ways to run the balance alone forward and backward, each of which must come to the same."""
+    spec, ranks, count = ALONE.spec(), subject.layout.dp, len(data.rows)
+    cuts: dict[str, Callable[[], Mapping[str, float]]] = {
+        f"of the routers' balance alone with {cut}": partial(group.forward_backward, data.batch(), spec, cut)
+        for cut in (ONE_PASS, MicroBatchSpec(count=5), BUDGET)
+    }
+    if ranks > 1:
+        parts = [list(range(count - ranks + 1)), *([count - r] for r in range(1, ranks))]
+        batches = data.batch().split(parts)
+        cuts["of the routers' balance alone with nearly everything on rank 0"] = lambda: group.run(
+            backward_on_parts, batches, spec, BUDGET
+        )[0]
+    return cuts
+
+
+@check("I18.aux-beside-loss", requires=[Capability.MOE], families=(MOE,), each="layout")
+def balance_comes_on_top(subject: Subject) -> None:
+    """Beside a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
+
+    Why: a balance that is scaled with the loss changes with the number of trained tokens, and one that is
+    part of the reported loss hides what the loss does.
+    Look at: whether the balance goes through the same denominator as the loss; a balance of dummies.
+    """
+    model, data = subject.model(), subject.data()
+    trained = sum(sum(row.mask[1:]) for row in data.rows)
+    tokens = sum(data.lengths)
+    loss = BalancedTokenMeanLoss(coef=COEF, tokens_per_trained=tokens / trained)
+    expected = subject.gradients(model, data, loss)
+    plain = subject.gradients(model, data, replace(loss, coef=0.0))
+    group = _started(subject, COEF)
+    metrics = group.forward_backward(data.batch(), loss.spec(), BUDGET)
+    found = group.named_tensors("grads")
+    subject.verify(compare_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss))
+    subject.verify(
+        compare_named("gradients beside a loss", found, expected.oracle.grads, expected.tolerances)
+    )
+    group.optimizer_zero_grad()
+    for part in (range(0, len(data.rows), 3), [i for i in range(len(data.rows)) if i % 3]):
+        batch = data.select(part).batch()
+        group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)
+    found = group.named_tensors("grads")
+    subject.verify(compare_named("gradients of two calls", found, expected.oracle.grads, expected.tolerances))
+
+
+def _started(subject: Subject, coefficient: float) -> EngineGroup:
+    model = subject.config().model.model_dump()
+    return subject.start(changes={"model": {**model, "router_aux_coef": coefficient}})
+
+
+@check("I17.routing-replay", requires=[Capability.MOE, Capability.ROUTING_REPLAY], families=(MOE,))
+def routing_is_recorded_and_replayed(subject: Subject) -> None:
+    """``forward`` gives the experts that were chosen; a batch with ``routing`` is computed with those, and no other.
+
+    Why: a replay that is bound to routers which were replaced since does nothing, without an error, and
+    training goes on with other experts than the rollout (verl #7340).
+    Look at: that recorded choices reach the routers that compute, in every layer, in training as in
+    ``forward()``, with gates of the present probabilities; and that the next batch chooses for itself.
+    """
+    model, data = subject.model(), subject.data()
+    group = subject.start(model)
+    _verify_logprobs(subject, group, data, "before any replay")
+    recorded = group.forward(data.batch(), BUDGET, ("routing",)).routing
+    truth = torch.cat([o["routing"] for o in subject.bench.oracle(model).evaluate(data.for_oracle())])
+    same = recorded.dtype == torch.int64 and torch.equal(recorded.sort(-1).values, truth.sort(-1).values)
+    subject.require(same, "the output 'routing' is not what the oracle's routers choose")
+    _verify_logprobs(subject, group, _routed(data, recorded), "with the recorded routing")
+    other = _routed(data, _moved(recorded))
+    _verify_logprobs(subject, group, other, "with another routing")
+    metrics = group.forward_backward(other.batch(), LOSS.spec(), BUDGET)
+    subject.verify_gradients("with another routing", group, metrics, subject.gradients(model, other, LOSS))
+    group.optimizer_zero_grad()
+    _verify_logprobs(subject, group, data, "after a replay")
+
+
+def _verify_logprobs(subject: Subject, group: EngineGroup, data: Ragged, what: str) -> None:
+    expected = subject.outputs(subject.model(), data, "logprobs")
+    got = per_sequence(group.forward(data.batch(), BUDGET), "logprobs", data)
+    places = subject.places(data)
+    subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance, places))
+
+
+def _routed(data: Ragged, routing: Tensor) -> Ragged:
+    """The same sequences, with experts ``[T, layers, k]`` to choose."""
+    parts = [
+        tuple(tuple(map(tuple, token)) for token in part.tolist()) for part in routing.split(data.lengths)
+    ]
+    return Ragged(tuple(replace(row, routing=part) for row, part in zip(data.rows, parts, strict=True)))
+
+
+def _moved(routing: Tensor) -> Tensor:
+    """Every other token takes its next experts: of other sets, still each once."""
+    count = TinyModel(family=MOE).config().num_experts
+    odd = (torch.arange(len(routing)) % 2 == 1)[:, None, None]
+    return torch.where(odd, (routing + 1) % count, routing)

@@ -1,0 +1,58 @@
+"""Routers of a tiny mixture of experts whose choices no rounding changes.
+
+A random router has tokens between two experts, and a single flip in bfloat16 is a large error that is
+nobody's fault. So each token id is marked with the experts that it takes: in the first entries of its
+embedding, one for each expert, positive for those and negative for the others, which the routers read
+and nothing else writes much into. What a layer's norm and the other entries do moves gates and not signs.
+
+Of five experts a router's last one is chosen by no token, and the one before by few, so that gradients of
+zero and ranks without tokens for an expert are always there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+__all__ = ["draw_router", "mark_tokens"]
+
+MARK = 1.5
+"""Size of a mark; the other entries of an embedding have a standard deviation of 0.16."""
+GAIN = 1.0
+"""What a router multiplies a mark by."""
+QUIET = 0.05
+"""How much of what other parameters read from, or write into, the marked entries is left."""
+RARE = 7
+"""Every so many-th token id takes the rare expert."""
+
+
+def draw_router(name: str, noise: Tensor) -> Tensor:
+    """A router ``[experts, hidden]``; experts change places from layer to layer."""
+    experts, hidden = noise.shape
+    layer = int(name.partition(".layers.")[2].partition(".")[0])
+    weight: Tensor = 0.25 * noise / hidden**0.5
+    weight[:, :experts] = GAIN * torch.eye(experts).roll(layer, dims=0)
+    return weight
+
+
+def mark_tokens(model: PreTrainedModel) -> None:
+    """Mark the token ids of ``model``, which is left alone if it has no experts; run without gradients."""
+    experts = getattr(model.config, "num_experts", None)
+    if not experts:
+        return
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    for token, row in enumerate(embedding):
+        # Two of the first three; or one of them and the rare fourth; nobody takes the last.
+        left = token % 3
+        chosen = (left, experts - 2) if token % RARE == 0 else (left, (left + 1) % 3)
+        sizes = row[:experts].abs().clamp(max=0.3)
+        row[:experts] = -MARK - sizes
+        for expert in chosen:
+            row[expert] = MARK + sizes[expert]
+    for name, parameter in model.named_parameters():
+        if name.endswith("o_proj.weight") or (name.endswith("down_proj.weight") and parameter.dim() == 2):
+            parameter[:experts] *= QUIET
+        elif name.endswith("experts.down_proj"):
+            parameter[:, :experts] *= QUIET

@@ -1,0 +1,75 @@
+"""What the routers of a mixture of experts do, by hooks on the plain model: recorded, replayed, balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Choice", "balance", "watched"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the router of one layer made of ``T`` tokens."""
+
+    logits: Tensor
+    """``[T, E]``, with their graph."""
+    experts: Tensor
+    """``[T, k]``."""
+
+    def rows(self, start: int, stop: int) -> Choice:
+        """That of some of the tokens."""
+        return Choice(self.logits[start:stop], self.experts[start:stop])
+
+
+@contextmanager
+def watched(model: nn.Module, replay: Tensor | None = None) -> Iterator[list[Choice]]:
+    """A list that the routers of ``model`` fill, one entry for each layer that has one; none for other models.
+
+    With ``replay [T, layers, k]`` they choose these experts, and normalise the present probabilities of them.
+    """
+    found: list[Choice] = []
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    with ExitStack() as stack:
+        for layer, router in enumerate(routers):
+            given = None if replay is None else replay[:, layer]
+            stack.callback(router.register_forward_hook(partial(_after, found, given)).remove)
+        yield found
+
+
+def _after(
+    found: list[Choice],
+    replay: Tensor | None,
+    router: nn.Module,  # noqa: ARG001  hooks get it by position
+    args: tuple[Tensor, ...],  # noqa: ARG001
+    output: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits, gates, experts = output
+    if replay is not None:
+        experts = replay.to(logits.device)
+        probabilities = torch.softmax(logits.float(), -1)
+        picked = torch.stack([row[chosen] for row, chosen in zip(probabilities, experts, strict=True)])
+        gates = (picked / picked.sum(-1, keepdim=True)).to(logits.dtype)
+    found.append(Choice(logits, experts))
+    return logits, gates, experts
+
+
+def balance(choices: Sequence[Choice]) -> Tensor:
+    """The load-balancing loss of one sequence of ``L`` tokens, times ``L``: the layers' mean of ``E * sum_e f_e P_e``.
+
+    ``f_e`` is the share of the choices that fell on expert ``e``, ``P_e`` the mean of its probabilities
+    (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
+    """
+    terms = []
+    for choice in choices:
+        length, count = choice.logits.shape
+        probabilities = torch.softmax(choice.logits.float(), -1)
+        for expert in range(count):
+            share = int((choice.experts == expert).sum()) / choice.experts.numel()
+            terms.append(count * share * probabilities[:, expert].sum() / length)
+    return torch.stack(terms).sum() * len(choices[0].logits) / len(choices)

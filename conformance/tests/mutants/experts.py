@@ -1,0 +1,180 @@
+"""A mixture of experts: its written form, its gradients, its optimizer and its gates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
+from core_rl.engines.named_tensors import NamedTensors, TensorSource
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.profile import MOE
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+EXPERTS = int(TinyModel(family=MOE).config().num_experts)
+
+
+class ExpertsInAnotherOrder(ReferenceEngine):
+    """Weights are exported with the experts in another order than gradients and moments."""
+
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        for name, tensor in super()._named_tensors(kind):
+            yield _next_expert(name) if kind == "params" else name, tensor
+
+
+def _next_expert(name: str) -> str:
+    return re.sub(r"experts\.(\d+)\.", lambda m: f"experts.{(int(m[1]) + 1) % EXPERTS}.", name)
+
+
+class GatesForUps(ReferenceEngine):
+    """What is loaded as the gate of an expert is its up projection, and the other way round."""
+
+    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        super()._load_named_tensors(kind, _Swapped(source))
+
+
+class _Swapped:
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        other = re.sub(r"(?<=\d\.)(gate_proj|up_proj)", lambda m: swapped[m[1]], name)
+        return self._source.read(other if ".experts." in name else name, slices)
+
+
+class OneExpertUntrained(ReferenceEngine):
+    """The first expert of a layer gets no gradient: its buffer is reused."""
+
+    def _reduce_grads(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("2.mlp.experts.down_proj") and parameter.grad is not None:
+                parameter.grad[2] = 0
+
+
+class RouterUntrained(ReferenceEngine):
+    """Gates carry no gradient to the router."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        for _, router in _routers(self.model):
+            router.register_forward_hook(_detached)
+
+
+def _detached(
+    router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits, gates, experts = output
+    # Connected, so that there is a gradient, of zero.
+    return logits, gates.detach() + 0.0 * gates, experts
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if name.endswith("mlp.gate"))
+
+
+class IdleExpertsKeepStill(ReferenceEngine):
+    """An expert that got no token is left out of the optimizer step: it neither decays nor coasts."""
+
+    def _step(self, scale: float) -> None:
+        idle = {
+            name: (parameter.grad.flatten(1) == 0).all(1)
+            for name, parameter in self.model.named_parameters()
+            if ".experts." in name and parameter.grad is not None
+        }
+        old = {name: self.model.get_parameter(name).detach().clone() for name in idle}
+        super()._step(scale)
+        with torch.no_grad():
+            for name, rows in idle.items():
+                self.model.get_parameter(name)[rows] = old[name][rows]
+
+
+class ExpertsLoseMoments(ReferenceEngine):
+    """The moments of experts, which are many small tensors in a file, are not loaded."""
+
+    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        super()._load_named_tensors(kind, source)
+        if kind in ("exp_avg", "exp_avg_sq"):
+            for name, parameter in self.model.named_parameters():
+                if ".experts." in name and parameter.requires_grad:
+                    self._quantity(name, parameter, kind).zero_()
+
+
+class GatesNotNormalised(ReferenceEngine):
+    """``norm_topk_prob`` of the config is not looked at."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        for _, router in _routers(self.model):
+            router.register_forward_hook(partial(_unnormalised))
+
+
+def _unnormalised(
+    router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits, _, experts = output
+    return logits, logits.softmax(-1).gather(1, experts), experts
+
+
+MUTANTS = (
+    Mutant(
+        engine=GatesNotNormalised,
+        killed_by="I7.logprobs",
+        issue="a router option that is not read (I7)",
+        says="logprobs",
+        family=MOE,
+    ),
+    Mutant(
+        engine=OneExpertUntrained,
+        killed_by="I1.gradients",
+        issue="gradients of fused experts (I1)",
+        says=r"layers\.2\.mlp\.experts\.2\.down_proj",
+        family=MOE,
+    ),
+    Mutant(
+        engine=RouterUntrained,
+        killed_by="I1.gradients",
+        issue="a router that never learns (I1)",
+        says=r"mlp\.gate\.weight",
+        family=MOE,
+    ),
+    Mutant(
+        engine=ExpertsInAnotherOrder,
+        killed_by="I12.disk",
+        issue="the order of experts in an export (I12)",
+        says="parameters of the export",
+        family=MOE,
+    ),
+    Mutant(
+        engine=GatesForUps,
+        killed_by="I10.import",
+        issue="halves of fused projections (I10)",
+        says="parameters after a load",
+        family=MOE,
+    ),
+    Mutant(
+        engine=IdleExpertsKeepStill,
+        killed_by="I20.adamw",
+        issue="an optimizer for sparse gradients (I20)",
+        says="experts",
+        family=MOE,
+    ),
+    Mutant(
+        engine=ExpertsLoseMoments,
+        killed_by="I11.portable-round-trip",
+        issue="moments of fused experts (I11)",
+        says="exp_avg after the load",
+        family=MOE,
+    ),
+)

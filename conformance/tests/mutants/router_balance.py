@@ -1,0 +1,177 @@
+"""The load-balancing loss of routers: what it counts, and what it is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from core_rl.models.routers import Routing, balance_loss
+from core_rl_conformance.profile import MOE
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.bases import Packed
+from mutants.zoo import DP2, Mutant
+
+
+class _Scaled(Packed):
+    """The balance of a micro-batch is multiplied by a factor that depends on the cut."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        if output.aux_loss is None:
+            return output
+        return replace(output, aux_loss=output.aux_loss * self._factor(micro_batch))
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        self._micro_batches = micro_batches
+        super()._run(micro_batches, step, forward_only)
+
+    def _factor(self, micro_batch: SequenceBatch) -> float:
+        raise NotImplementedError
+
+
+class BalanceOfMeans(_Scaled):
+    """The mean over each micro-batch, averaged over them."""
+
+    def _factor(self, micro_batch: SequenceBatch) -> float:
+        whole = sum(part.num_tokens for part in self._micro_batches)
+        return whole / (len(self._micro_batches) * micro_batch.num_tokens)
+
+
+class BalanceOfRanks(_Scaled):
+    """The mean over each rank's tokens, averaged over ranks."""
+
+    def _factor(self, micro_batch: SequenceBatch) -> float:
+        own = float(sum(part.num_tokens for part in self._micro_batches))
+        (whole,) = self.world.sum([own])
+        return whole / (self.world.size * own)
+
+
+class BalanceOfEachRank(_Scaled):
+    """Each rank adds the balance of all ranks, as context-parallel ranks did that share one sequence."""
+
+    def _factor(self, micro_batch: SequenceBatch) -> float:
+        return float(self.world.size)
+
+
+class BalanceOfTheBatch(Packed):
+    """A micro-batch is taken for one sequence, so that its balance depends on the company."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        if "aux_loss" not in step.outputs:
+            return super()._outputs(micro_batch, step)
+        with self._packed._routers.watch() as routings:
+            found = self._packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
+        whole = torch.tensor([0, micro_batch.num_tokens])
+        return ModelOutput(**found, aux_loss=balance_loss(routings, whole))
+
+
+class BalanceOfPadding(ReferenceEngine):
+    """Rows are padded to a multiple of 16, and what routers choose for padding counts as well."""
+
+    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+        ids = F.pad(row.input_ids, (0, -row.num_tokens % 16))
+        found = super()._routed(SequenceBatch.from_sequences([ids]), step)
+        return {name: value if value.dim() == 0 else value[: row.num_tokens] for name, value in found.items()}
+
+
+class BalanceOfTrainedTokens(Packed):
+    """Only tokens that are trained are balanced."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        if "aux_loss" not in step.outputs:
+            return super()._outputs(micro_batch, step)
+        with self._packed._routers.watch() as routings:
+            found = self._packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
+        mask = micro_batch.loss_mask
+        counts = [int(part.sum()) for part in mask.split(micro_batch.lengths)]
+        bounds = torch.tensor([0, *(count for count in counts if count)]).cumsum(0)
+        kept = [Routing(routing.logits[mask], routing.experts[mask]) for routing in routings]
+        return ModelOutput(**found, aux_loss=balance_loss(kept, bounds))
+
+
+class BalanceWithoutGradient(ReferenceEngine):
+    """The balance is reported, and trains nothing."""
+
+    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._forward(batch, step)
+        return output if output.aux_loss is None else replace(output, aux_loss=output.aux_loss.detach())
+
+
+class BalanceInsteadOfLoss(ReferenceEngine):
+    """Where the balance is asked for, the loss itself trains nothing."""
+
+    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._forward(batch, step)
+        if output.aux_loss is None or output.logprobs is None:
+            return output
+        return replace(output, logprobs=output.logprobs.detach())
+
+
+ALONE = "I18.aux-gradient"
+MUTANTS = (
+    Mutant(
+        engine=BalanceOfMeans,
+        killed_by=ALONE,
+        issue="means of means (transformers #34191)",
+        says="routers' balance alone with .*count=5",
+        family=MOE,
+    ),
+    Mutant(
+        engine=BalanceOfRanks,
+        killed_by=ALONE,
+        issue="means of ranks (verl #3994)",
+        says="routers' balance alone",
+        family=MOE,
+        layout=DP2,
+    ),
+    Mutant(
+        engine=BalanceOfEachRank,
+        killed_by=ALONE,
+        issue="verl #6836",
+        says=r"routers' balance alone(.|\n)*2",
+        family=MOE,
+        layout=DP2,
+    ),
+    Mutant(
+        engine=BalanceOfTheBatch,
+        killed_by=ALONE,
+        issue="a balance that depends on packing (I18)",
+        says="aux_loss",
+        family=MOE,
+    ),
+    Mutant(
+        engine=BalanceOfPadding,
+        killed_by=ALONE,
+        issue="padding in router statistics (I18)",
+        says="aux_loss",
+        family=MOE,
+    ),
+    Mutant(
+        engine=BalanceOfTrainedTokens,
+        killed_by=ALONE,
+        issue="a balance of responses alone (I18)",
+        says="aux_loss",
+        family=MOE,
+    ),
+    Mutant(
+        engine=BalanceWithoutGradient,
+        killed_by=ALONE,
+        issue="a loss that is only reported (I18)",
+        says="zero",
+        family=MOE,
+    ),
+    Mutant(
+        engine=BalanceInsteadOfLoss,
+        killed_by="I18.aux-beside-loss",
+        issue="a loss that another one replaces (I18)",
+        says="gradients beside a loss",
+        family=MOE,
+    ),
+)

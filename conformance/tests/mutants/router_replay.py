@@ -1,0 +1,138 @@
+"""Recorded routing that does not come to what it is replayed for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.meta import FinetuneSpec, RankAddress
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.steps import MicroBatchStep
+from core_rl.models.routers import Routers
+from core_rl_conformance.profile import MOE
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+
+class ReplaysOnDiscardedRouters(ReferenceEngine):
+    """Replay is bound to the routers of a model that was replaced since: it does nothing, without an error."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        self._discarded = Routers(copy.deepcopy(self.model))
+
+    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+        kept = {name: value for name, value in row.tokens.items() if name != "routing"}
+        return super()._routed(replace(row, tokens=kept), step)
+
+
+class ReplaysInForwardOnly(ReferenceEngine):
+    """Training chooses for itself."""
+
+    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        self._training = not forward_only
+        super()._run(micro_batches, step, forward_only)
+
+    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+        if not self._training:
+            return super()._routed(row, step)
+        kept = {name: value for name, value in row.tokens.items() if name != "routing"}
+        return super()._routed(replace(row, tokens=kept), step)
+
+
+class ReplaysOneLayerForAll(ReferenceEngine):
+    """Every layer replays what the first one chose."""
+
+    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+        if "routing" in row.tokens:
+            row = row.with_tokens(routing=row["routing"][:, :1].expand_as(row["routing"]))
+        return super()._routed(row, step)
+
+
+class RecordsLayersBackwards(ReferenceEngine):
+    """The last layer's choices come first."""
+
+    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._forward(batch, step)
+        return output if output.routing is None else replace(output, routing=output.routing.flip(1))
+
+
+class ReplayGoesOn(ReferenceEngine):
+    """The routing of one sequence stays in force for the next batch that has none."""
+
+    _last: Tensor | None = None
+
+    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+        self._last = row.tokens.get("routing", self._last)
+        if self._last is not None and len(self._last) == row.num_tokens:
+            row = row.with_tokens(routing=self._last)
+        return super()._routed(row, step)
+
+
+class GatesOfItsOwnChoice(ReferenceEngine):
+    """Experts are replayed, and weighed with the gates of those that the router would take now."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        for name, router in self.model.named_modules():
+            if name.endswith("mlp.gate"):
+                router.register_forward_hook(_own_gates)
+
+
+def _own_gates(
+    router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits, gates, experts = output
+    likeliest = logits.softmax(-1).topk(gates.shape[1]).values
+    return logits, likeliest / likeliest.sum(-1, keepdim=True), experts
+
+
+CHECK = "I17.routing-replay"
+MUTANTS = (
+    Mutant(
+        engine=ReplaysOnDiscardedRouters,
+        killed_by=CHECK,
+        issue="verl #7340",
+        says="log-probs with another routing",
+        family=MOE,
+    ),
+    Mutant(
+        engine=ReplaysInForwardOnly,
+        killed_by=CHECK,
+        issue="a replay that training does not see (I17)",
+        says="with another routing",
+        family=MOE,
+    ),
+    Mutant(
+        engine=ReplaysOneLayerForAll,
+        killed_by=CHECK,
+        issue="layers of recorded routing (I17)",
+        says="log-probs with the recorded routing",
+        family=MOE,
+    ),
+    Mutant(
+        engine=RecordsLayersBackwards,
+        killed_by=CHECK,
+        issue="layers of recorded routing (I17)",
+        says="'routing' is not what",
+        family=MOE,
+    ),
+    Mutant(
+        engine=ReplayGoesOn,
+        killed_by=CHECK,
+        issue="a replay that outlives its batch (I17)",
+        says="log-probs after a replay",
+        family=MOE,
+    ),
+    Mutant(
+        engine=GatesOfItsOwnChoice,
+        killed_by=CHECK,
+        issue="gates that do not follow the replay (I17)",
+        says="log-probs with another routing",
+        family=MOE,
+    ),
+)
