@@ -31,7 +31,7 @@ from transformers import (
 
 from core_rl.config.engine import Head
 
-__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "save_with"]
+__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "save_with"]
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""

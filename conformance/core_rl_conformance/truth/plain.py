@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from core_rl_conformance.truth.low_rank import LowRank
 from core_rl_conformance.truth.oracle import OracleHead, OracleSequence, SequenceLoss
 
 __all__ = ["VARIANTS", "PlainModel", "Variant"]
@@ -52,8 +53,16 @@ VARIANTS = (
 class PlainModel:
     """The model in ``directory``, in ``dtype`` on ``device``; everything it returns is on the CPU."""
 
-    def __init__(self, directory: Path, head: OracleHead, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        head: OracleHead,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        adapter: LowRank | None = None,
+    ) -> None:
         self.directory = directory
+        self.adapter = adapter
         self.head = head
         self.dtype = dtype
         self.device = device
@@ -121,6 +130,8 @@ class PlainModel:
         model: PreTrainedModel = family.from_pretrained(
             self.directory, dtype=self.dtype, attn_implementation=attention, local_files_only=True
         ).eval()
+        if self.adapter is not None:
+            self.adapter.attach(model)
         torch.nn.Module.to(model, self.device)
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._overwrite(weights)

@@ -10,18 +10,14 @@ from typing import Any
 import fsdp_support as support
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.meta import SaveLoadMeta
-from core_rl.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.reference.config import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig
 
 LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
