@@ -58,7 +58,7 @@ def start(
     return subject.start(model, optimizer=optimizer, layout=layout, changes=changes)
 
 
-def load(subject: Subject, group: EngineGroup, adapter: TinyAdapter, name: str = "adapter") -> None:
+def load(subject: Subject, group: EngineGroup, adapter: TinyAdapter, name: str = "given-adapter") -> None:
     """Load ``adapter`` from a directory as ``peft`` writes it; ``name`` is that of the directory."""
     group.load(SaveLoadMeta(path=str(adapter.write(subject.directory(name))), format="adapter"))
 

@@ -275,6 +275,21 @@ class BaseNotInTheCheckpoint(AdaptedReference):
                 self.model.get_parameter(name).copy_(value)
 
 
+class OneRankLoadsTheAdapter(Replicated):
+    """The first rank loads the adapter, and exports it; the others compute with the one that they drew."""
+
+    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        if kind != "adapter" or self.world.rank == 0:
+            super()._load_named_tensors(kind, source)
+
+
+class DigestOfARank(Replicated):
+    """The digest of the base holds the number of ranks."""
+
+    def _base_digest(self) -> str:
+        return f"{super()._base_digest()} on {self.world.size}"
+
+
 class LoadsAnyAdapter(AdaptedReference):
     """An overridden ``load`` reads the tensors and looks at nothing else."""
 
@@ -441,6 +456,19 @@ MUTANTS = (
         killed_by="I11.adapter-resume",
         issue="frozen weights",
         says="master after the load of 'sharded'",
+    ),
+    Mutant(
+        engine=OneRankLoadsTheAdapter,
+        killed_by="I11.adapter-other-layout",
+        issue="AReaL #1470",
+        says="logprobs 'adapter' loaded on dp2",
+    ),
+    Mutant(
+        engine=DigestOfARank,
+        killed_by="I11.adapter-other-layout",
+        issue="layouts in digests",
+        says="another base model: the same architecture with other weights",
+        layout=DP2,
     ),
     Mutant(
         engine=LoadsAnyAdapter,
