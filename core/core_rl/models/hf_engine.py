@@ -90,9 +90,11 @@ class HFTrainEngine(TrainEngine):
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names that are written; a tied one comes once."""
-        adapted = self.config.model.lora is not None
         for name, parameter in self.model.named_parameters():
-            yield (written_name(name) if adapted else name), parameter
+            yield self._written_name(name), parameter
+
+    def _written_name(self, name: str) -> str:
+        return written_name(name) if self.config.model.lora is not None else name
 
     def _named_parameters_of(self, kind: TensorKind) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that ``kind`` is about."""
