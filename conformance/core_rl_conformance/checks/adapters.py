@@ -157,8 +157,9 @@ def _verify_gradients(
 def steps_of_a_new_adapter_are_adamws(subject: Subject) -> None:
     """A new adapter is one adapter on all ranks; its steps are AdamW's, and the base stays bit for bit.
 
-    ``A`` is drawn from the seed and ``B`` is 0. Why: ranks that draw their own ``A`` train several adapters at
-    once, of which one is exported; a base weight that decays moves without a gradient.
+    ``A`` is drawn from the seed and ``B`` is 0.
+    Why: ranks that draw their own ``A`` train several adapters at once, of which one is exported; a base weight
+    that decays moves without a gradient.
     Look at: the seed on each rank, and which parameters reach the optimizer.
     """
     model = subject.model()
