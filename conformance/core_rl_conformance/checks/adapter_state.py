@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from core_rl.config.layout import ParallelLayout
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, WeightUpdateMeta
 from core_rl.engines.spec import Capability
 from core_rl.errors import CheckpointMismatch, CoreRLError, EngineStateError, WeightsError
@@ -32,6 +31,7 @@ from core_rl_conformance.procedures.adapters import (
     verify_present_outputs,
 )
 from core_rl_conformance.procedures.training import optimizer_config
+from core_rl_conformance.profile import Setting
 from core_rl_conformance.subject import ONE_PASS, Subject
 from core_rl_conformance.truth.tolerance import tolerances
 
@@ -181,7 +181,7 @@ def an_adapter_moves_to_another_layout(subject: Subject) -> None:
     Look at: offsets of empty shards, ``_base_digest``, and what ranks other than the first load.
     """
     adapter = TinyAdapter(model=subject.model())
-    other = subject.case.other_layout
+    other = subject.case.other_setting
     assert other is not None  # the check asks for a profile with two
     group = _start(subject, adapter)
     load(subject, group, adapter)
@@ -198,7 +198,7 @@ def an_adapter_moves_to_another_layout(subject: Subject) -> None:
         verify_present_outputs(subject, group, adapter, what)
 
 
-def _start(subject: Subject, adapter: TinyAdapter, layout: ParallelLayout | None = None) -> EngineGroup:
+def _start(subject: Subject, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
     optimizer = optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS)
     return start(subject, adapter, optimizer=optimizer, layout=layout, fields={"dropout": 0.1})
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.meta import SaveLoadMeta
 from core_rl.engines.outputs import OutputName
@@ -15,6 +14,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
+from core_rl_conformance.profile import Setting
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 from core_rl_conformance.truth.low_rank import LowRank
 
@@ -40,7 +40,7 @@ def start(
     adapter: TinyAdapter,
     *,
     optimizer: Mapping[str, Any] | None = None,
-    layout: ParallelLayout | None = None,
+    layout: Setting | None = None,
     seed: int = 0,
     fields: Mapping[str, object] | None = None,
 ) -> EngineGroup:

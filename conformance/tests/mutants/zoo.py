@@ -68,7 +68,9 @@ class Mutant:
     def spec(self) -> EngineSpec:
         """The engine's spec; it declares what its layout needs."""
         half = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
-        return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities() | half)
+        # The toy engines, which are the ones with such layouts, take no adapters.
+        toy = {Capability.LORA} if self.layout.tp * self.layout.cp > 1 else set()
+        return spec_of(self.engine, self.undeclared | toy, self.layout.needed_capabilities() | half)
 
 
 def name_of(engine: type) -> str:
