@@ -16,6 +16,7 @@ from torch import Tensor, nn
 __all__ = ["LowRank", "linear_layers"]
 
 A, B = ".lora_A.weight", ".lora_B.weight"
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,10 +65,16 @@ class LowRank:
 
 
 def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, int, bool]]:
-    """Linear layers of the ``trunk`` of ``model``: sizes of output and input, and whether one stores ``[in, out]``."""
+    """Linear layers of the ``trunk`` of ``model``: sizes of output and input, and whether one stores ``[in, out]``.
+
+    In a mixture of experts, without those that are called as an expert's matrices are.
+    """
     inside = {id(module) for module in trunk.modules()}
+    mixture = any(".experts." in name for name, _ in model.named_parameters())
     found = {}
     for name, module in model.named_modules():
+        if mixture and name.rpartition(".")[2] in EXPERT_PARTS:
+            continue
         transposed = type(module).__name__ == "Conv1D"  # GPT-2's
         if id(module) in inside and (transposed or isinstance(module, nn.Linear)):
             sizes = module.get_parameter("weight").shape

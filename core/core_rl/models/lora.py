@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from core_rl.config.engine import Head, LoraConfig
@@ -185,19 +186,33 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         last = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"model.lora.target_modules: {idle or 'an empty list'} matches no linear layer of the trunk, where "
-            f"there are {', '.join(last)}; embeddings and heads take no adapter (a tie would carry it over)"
+            f"there are {', '.join(last)}; embeddings, heads (a tie would carry it over) and experts take no adapter"
         )
     return [name for name in linear if any(_matches(name, target) for target in config.target_modules)]
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Linear layers of the trunk: the head's weight may be the embedding's as well (peft #2018)."""
+    """Linear layers of the trunk that can have an adapter.
+
+    Not the head, whose weight may be the embedding's as well (peft #2018). In a mixture of experts, not what
+    is called as an expert's matrices are: ``peft`` takes such a name for the fused weights of the experts.
+    """
     trunk = {id(module) for module in model.base_model.modules()}
+    experts = _expert_parts(model)
     return [
         name
         for name, module in model.named_modules()
-        if id(module) in trunk and (_is_adapted(module) or isinstance(module, nn.Linear | Conv1D))
+        if id(module) in trunk
+        and isinstance(module, nn.Linear | Conv1D)
+        and name.rpartition(".")[2] not in experts
     ]
+
+
+def _expert_parts(model: PreTrainedModel) -> set[str]:
+    """Last parts of the names of matrices that are fused in memory and written one by one: ``down_proj``."""
+    held = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
+    written = revert_weight_conversion(model, dict(held))
+    return {name.rsplit(".", 2)[-2] for name in written if name not in held}
 
 
 def _matches(name: str, target: str) -> bool:
