@@ -14,8 +14,10 @@ from torch import Tensor
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, ServerPool
+from core_rl_conformance.truth.low_rank import LowRank
 from core_rl_conformance.truth.oracle import Gradients, Oracle, grad_norm
 from core_rl_conformance.truth.plain import VARIANTS, PlainModel
 from core_rl_conformance.truth.tolerance import (
@@ -126,10 +128,12 @@ class Bench:
         dtype: torch.dtype,
         device: str = "cpu",
         temperature: float = 1.0,
+        adapter: LowRank | None = None,
     ) -> ExpectedOutputs:
-        """The output ``name`` of each sequence, with the weights that ``directory`` has now."""
-        plain = PlainModel(directory, head, dtype, device)
-        return _run_outputs(Oracle(directory, head), plain, data, temperature).expected(name, dtype)
+        """The output ``name`` of each sequence, with the weights that ``directory`` has now and an ``adapter``."""
+        plain = PlainModel(directory, head, dtype, device, adapter)
+        oracle = Oracle(directory, head, adapter)
+        return _run_outputs(oracle, plain, data, temperature).expected(name, dtype)
 
     def gradients(
         self, model: TinyModel, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
@@ -151,6 +155,39 @@ class Bench:
     ) -> ExpectedGradients:
         """Loss, gradients and norm with the weights that ``directory`` has now."""
         return _run_gradients(Oracle(directory, head), PlainModel(directory, head, dtype, device), data, loss)
+
+    def adapted_outputs(
+        self,
+        adapter: TinyAdapter,
+        data: Ragged,
+        name: str,
+        temperature: float,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> ExpectedOutputs:
+        """The output ``name`` of each sequence, with ``adapter``."""
+        runs = self._keep(
+            ("adapted outputs", adapter, data, temperature, dtype, device),
+            lambda: _run_outputs(*self._adapted(adapter, dtype, device), data, temperature),
+        )
+        return runs.expected(name, dtype)
+
+    def adapted_gradients(
+        self, adapter: TinyAdapter, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
+    ) -> ExpectedGradients:
+        """Loss and gradients, also those of the factors of ``adapter``, and the norm of all of them."""
+        return self._keep(
+            ("adapted gradients", adapter, data, loss, dtype, device),
+            lambda: _run_gradients(*self._adapted(adapter, dtype, device), data, loss),
+        )
+
+    def _adapted(self, adapter: TinyAdapter, dtype: torch.dtype, device: str) -> tuple[Oracle, PlainModel]:
+        directory, head, low_rank = (
+            self.models.directory(adapter.model),
+            adapter.model.head,
+            adapter.low_rank(),
+        )
+        return Oracle(directory, head, low_rank), PlainModel(directory, head, dtype, device, low_rank)
 
     def training(
         self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"

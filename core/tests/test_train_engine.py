@@ -256,7 +256,7 @@ BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
     (accumulate_after_export, EngineStateError, "already reduced by an export"),
     (wrong_weights, WeightsError, "3 problems"),
     (initialize_twice, EngineStateError, r"initialize\(\) on an engine that is 'ready'"),
-    (adapters, UnsupportedCapability, "does not declare 'lora'"),
+    (adapters, EngineStateError, "this engine has no adapter; set model.lora"),
     (offload, UnsupportedCapability, "does not declare 'offload'"),
     (distributed_sync, UnsupportedCapability, "does not declare 'sync_distributed'"),
 ]

@@ -97,13 +97,22 @@ def _refusals(subject: Subject) -> dict[Capability, Callable[[], object]]:
         C.MOE: lambda: subject.start(replace(subject.model(), family=MOE)),
         C.BFLOAT16: lambda: _start_in_bfloat16(subject),
         C.OFFLOAD: lambda: subject.start().offload(),
-        C.LORA: lambda: subject.start().run(disable_adapter),
+        C.LORA: lambda: _ask_for_an_adapter(subject),
         C.SHARDED_CHECKPOINT: lambda: _save(subject, "sharded"),
         C.PORTABLE_CHECKPOINT: lambda: _save(subject, "portable"),
         C.SYNC_DISK: sync(WeightUpdateMeta(version=1, path=str(subject.directory("sync")))),
     }
     actions |= {capability: sync(meta) for capability, meta in SYNC.items()}
     return actions | {capability: layout(asked) for capability, asked in LAYOUTS.items()}
+
+
+def _ask_for_an_adapter(subject: Subject) -> None:
+    """Both ways: by the method, and by the config, if the method refuses."""
+    try:
+        subject.start().run(disable_adapter)
+    except UnsupportedCapability:
+        model = {**subject.config().model.model_dump(), "lora": {"rank": 2}}
+        subject.start(changes={"model": model})
 
 
 def _save(subject: Subject, format_: str) -> None:

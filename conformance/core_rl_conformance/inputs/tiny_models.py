@@ -34,7 +34,7 @@ from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
 from core_rl_conformance.truth.written import overwrite
 
-__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "save_with"]
+__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "save_with"]
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""

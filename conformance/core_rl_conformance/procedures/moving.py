@@ -26,6 +26,8 @@ from core_rl_conformance.subject import Subject
 from core_rl_conformance.truth.oracle import AdamW
 
 __all__ = [
+    "OPTIMIZER",
+    "TOTAL_STEPS",
     "Saved",
     "State",
     "elsewhere",

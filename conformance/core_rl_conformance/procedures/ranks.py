@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -10,7 +11,13 @@ from core_rl.engines.loss import LossSpec
 from core_rl.engines.outputs import ModelOutput, OutputName
 from core_rl.engines.train import TrainEngine
 
-__all__ = ["backward_on_parts", "disable_adapter", "forward_inside_train_mode", "train_mode_losses"]
+__all__ = [
+    "backward_on_parts",
+    "disable_adapter",
+    "fail_without_adapter",
+    "forward_inside_train_mode",
+    "train_mode_losses",
+]
 
 
 def backward_on_parts(
@@ -47,3 +54,9 @@ def disable_adapter(engine: TrainEngine) -> None:
     """Enter and leave ``disable_adapter()``."""
     with engine.disable_adapter():
         pass
+
+
+def fail_without_adapter(engine: TrainEngine) -> None:
+    """Leave ``disable_adapter()`` by an error."""
+    with suppress(ArithmeticError), engine.disable_adapter():
+        raise ArithmeticError

@@ -20,6 +20,7 @@ SPEC = EngineSpec(
             Capability.FROZEN_PARAMETERS,
             Capability.MOE,
             Capability.ROUTING_REPLAY,
+            Capability.LORA,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,

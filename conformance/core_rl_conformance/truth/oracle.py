@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from core_rl_conformance.truth.float64 import float64_only
+from core_rl_conformance.truth.low_rank import LowRank
 from core_rl_conformance.truth.routers import balance, watched
 from core_rl_conformance.truth.written import overwrite, written
 
@@ -57,9 +58,12 @@ class Gradients:
 
 
 class Oracle:
-    """The model in ``directory`` (``save_pretrained`` format) with one of the three heads."""
+    """The model in ``directory`` (``save_pretrained`` format) with one of the three heads.
 
-    def __init__(self, directory: Path, head: OracleHead = "lm") -> None:
+    The factors of an ``adapter`` are parameters like others, named after their layer.
+    """
+
+    def __init__(self, directory: Path, head: OracleHead = "lm", adapter: LowRank | None = None) -> None:
         family = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
         with float64_only():
             self.model: PreTrainedModel = family.from_pretrained(
@@ -69,6 +73,8 @@ class Oracle:
                 experts_implementation="eager",
                 local_files_only=True,
             ).eval()
+            if adapter is not None:
+                adapter.attach(self.model)
         self.head = head
 
     def parameters(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from core_rl_conformance.truth.low_rank import LowRank
 from core_rl_conformance.truth.oracle import OracleHead, OracleSequence, SequenceLoss
 from core_rl_conformance.truth.routers import balance, watched
 from core_rl_conformance.truth.written import overwrite, written
@@ -58,8 +59,16 @@ EXPERTS = {"eager": "eager", "sdpa": "batched_mm"}
 class PlainModel:
     """The model in ``directory``, in ``dtype`` on ``device``; everything it returns is on the CPU."""
 
-    def __init__(self, directory: Path, head: OracleHead, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        head: OracleHead,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        adapter: LowRank | None = None,
+    ) -> None:
         self.directory = directory
+        self.adapter = adapter
         self.head = head
         self.dtype = dtype
         self.device = device
@@ -129,6 +138,8 @@ class PlainModel:
             experts_implementation=EXPERTS[attention],
             local_files_only=True,
         ).eval()
+        if self.adapter is not None:
+            self.adapter.attach(model)
         torch.nn.Module.to(model, self.device)
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         overwrite(weights, self._own)

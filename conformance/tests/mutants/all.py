@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mutants import (
+    adapters,
     checkpoints,
     context_parallel,
     experts,
@@ -34,6 +35,7 @@ MUTANTS = (
     *steps.MUTANTS,
     *optimizers.MUTANTS,
     *checkpoints.MUTANTS,
+    *adapters.MUTANTS,
     *moments.MUTANTS,
     *precision.MUTANTS,
     *experts.MUTANTS,

@@ -22,7 +22,7 @@ class Replicated(ReferenceEngine):
     def _reduce_grads(self) -> None:
         if self.world.size == 1:
             return
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._named_parameters():
             if parameter.requires_grad:
                 grad = self._quantity(name, parameter, "grads")
                 dist.all_reduce(grad, group=self.world.group)

@@ -111,7 +111,7 @@ class OddTailOfABucket(Replicated):
     """Gradients are reduced in pairs of elements, and the last one of an odd number stays each rank's own."""
 
     def _reduce_grads(self) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._named_parameters():
             grad = self._quantity(name, parameter, "grads").contiguous()
             flat = grad.view(-1)
             dist.all_reduce(flat[: len(flat) // 2 * 2], group=self.world.group)

@@ -25,6 +25,7 @@ CAPABILITIES = frozenset(
         C.REWARD_HEAD,
         C.LOGITS,
         C.FROZEN_PARAMETERS,
+        C.LORA,
         C.DATA_PARALLEL,
         C.SHARDED_CHECKPOINT,
         C.PORTABLE_CHECKPOINT,
@@ -69,7 +70,9 @@ class Mutant:
         """The engine's spec; it declares what its layout and model need."""
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
         special |= {Capability.MOE, Capability.ROUTING_REPLAY} if self.family == MOE else set()
-        return spec_of(self.engine, self.undeclared, self.layout.needed_capabilities() | special)
+        # The toy engines, which are the ones with such layouts, take no adapters.
+        toy = {Capability.LORA} if self.layout.tp * self.layout.cp > 1 else set()
+        return spec_of(self.engine, self.undeclared | toy, self.layout.needed_capabilities() | special)
 
 
 def name_of(engine: type) -> str:

@@ -1,4 +1,4 @@
-"""The three formats in which a train engine saves itself; see `SaveLoadMeta.format`."""
+"""The formats in which a train engine saves itself; see `SaveLoadMeta.format`. The adapter's has its own module."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ from core_rl.errors import CheckpointError, CheckpointMismatch, raise_all
 if TYPE_CHECKING:
     from core_rl.engines.train import TrainEngine
 
-__all__ = ["load_engine_state", "save_engine"]
+__all__ = ["fingerprint", "load_engine_state", "load_parts", "save_engine"]
 
-CAPABILITY = {"sharded": Capability.SHARDED_CHECKPOINT, "portable": Capability.PORTABLE_CHECKPOINT}
+CAPABILITY = {
+    "sharded": Capability.SHARDED_CHECKPOINT,
+    "portable": Capability.PORTABLE_CHECKPOINT,
+    "adapter": Capability.LORA,
+}
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 SHARDS = "shards"
 
@@ -65,9 +69,11 @@ def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> None:
     Raises `UnsupportedCapability` for a format that the engine does not declare, and one
     `CheckpointError` on all ranks when anything fails on any of them; what was at the path stays.
     """
+    from core_rl.checkpoint.adapters import save_adapter
+
     _require_format(engine, meta.format)
-    save = {"hf": save_hf, "portable": save_portable, "sharded": save_sharded}[meta.format]
-    save(engine, meta)
+    formats = {"hf": save_hf, "portable": save_portable, "sharded": save_sharded, "adapter": save_adapter}
+    formats[meta.format](engine, meta)
 
 
 def load_engine_state(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -77,9 +83,11 @@ def load_engine_state(engine: TrainEngine, meta: SaveLoadMeta) -> None:
     `CheckpointDamaged` or `CheckpointMismatch`, and `WeightsError` for a model directory with other
     tensors; the same on all ranks.
     """
+    from core_rl.checkpoint.adapters import load_adapter
+
     _require_format(engine, meta.format)
-    load = {"hf": load_hf, "portable": load_portable, "sharded": load_sharded}[meta.format]
-    load(engine, meta)
+    formats = {"hf": load_hf, "portable": load_portable, "sharded": load_sharded, "adapter": load_adapter}
+    formats[meta.format](engine, meta)
 
 
 def _require_format(engine: TrainEngine, name: CheckpointFormat) -> None:
@@ -103,12 +111,13 @@ def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
             config.save_pretrained(directory)
             _copy_model_files(engine.config.model.path, meta.tokenizer_path, directory)
 
-    state = {"model": _fingerprint(engine), "version": engine.progress.version}
+    state = {"model": fingerprint(engine), "version": engine.progress.version}
     publish(meta.path, write, engine.world, kind="hf", state=state)
 
 
 def load_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
     """Weights only: progress, and moments if there are some, stay as they are."""
+    guards.require_loadable(engine.config, "params")
     with opened(meta.path, engine.world, kind="hf", require_manifest=False) as directory:
 
         def parts() -> dict[TensorKind, TensorSource]:
@@ -118,7 +127,7 @@ def load_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
             present = _Selection(source, [name for name in source.names() if name in buffers])
             return {"params": params, "buffers": present} if buffers else {"params": params}
 
-        _load_parts(engine, parts, f"cannot load {meta.path!r}")
+        load_parts(engine, parts, f"cannot load {meta.path!r}")
 
 
 class _Selection:
@@ -188,7 +197,7 @@ def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         state = on_all(engine.world, lambda: _checked_state(engine, meta, directory), subject)
         with_moments = meta.with_optimizer and engine.config.optimizer is not None
         kinds = _weights(engine, "master") + (MOMENTS if with_moments else ())
-        _load_parts(engine, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
+        load_parts(engine, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
     if meta.with_optimizer:
         engine.restore_progress(EngineProgress(**state["progress"]))
 
@@ -227,7 +236,7 @@ def _weights(engine: TrainEngine, kind: TensorKind) -> tuple[TensorKind, ...]:
     return (kind, "buffers") if engine.tensor_shapes("buffers") else (kind,)
 
 
-def _load_parts(
+def load_parts(
     engine: TrainEngine, parts: Callable[[], Mapping[TensorKind, TensorSource]], subject: str
 ) -> None:
     """Check the names and shapes of all parts on all ranks, and only then load them."""
@@ -250,13 +259,28 @@ def _state(engine: TrainEngine, with_optimizer: bool) -> dict[str, Any]:
     return {
         "engine": engine.spec.name,
         "layout": engine.config.layout.model_dump(),
-        "model": _fingerprint(engine),
+        "model": fingerprint(engine) | _adapter_fields(engine),
         "optimizer": with_optimizer,
         "progress": asdict(engine.progress),
     }
 
 
-def _fingerprint(engine: TrainEngine) -> dict[str, Any]:
+def _adapter_fields(engine: TrainEngine) -> dict[str, Any]:
+    """What tells one kind of adapter from another."""
+    lora = engine.config.model.lora
+    if lora is None:
+        return {}
+    layers = [
+        name.rsplit(".", 2)[0] for name in engine.tensor_shapes("adapter") if name.endswith(".lora_A.weight")
+    ]
+    last = sorted({layer.rpartition(".")[2] for layer in layers})
+    fields = lora.model_dump(include={"rank", "alpha", "rslora"}) | {
+        "layers": f"{len(layers)}: {', '.join(last)}"
+    }
+    return {f"lora.{name}": value for name, value in fields.items()}
+
+
+def fingerprint(engine: TrainEngine) -> dict[str, Any]:
     """What tells one architecture from another."""
     config = engine.hf_config().get_text_config()
     fields = {name: getattr(config, name, None) for name in MODEL_FIELDS}
@@ -279,7 +303,7 @@ def _mismatches(
             f"it was saved by the engine {state['engine']!r}, and this is {engine.spec.name!r}; "
             "save with format='portable' to move between engines"
         )
-    own, saved = _fingerprint(engine), state["model"]
+    own, saved = fingerprint(engine) | _adapter_fields(engine), state["model"]
     for name in dict.fromkeys([*saved, *own]):
         if saved.get(name) != own.get(name):
             yield f"it is of another model: {name} is {saved.get(name)!r} there and {own.get(name)!r} here"

@@ -13,6 +13,27 @@ Head = Literal["lm", "value", "reward"]
 DType = Literal["float32", "bfloat16"]
 
 
+class LoraConfig(Config):
+    """A low-rank adapter (LoRA, arXiv:2106.09685): ``scaling * B @ A`` beside linear layers, whose weights stay.
+
+    The fields are those of ``peft``.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """The inner size of ``B @ A``."""
+    alpha: int = Field(default=32, ge=1)
+    """The product is scaled by ``alpha / rank``."""
+    rslora: bool = False
+    """Scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732)."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """On the input of ``A``, in training."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names or last parts of names of linear layers, such as ``q_proj``; by default all of the trunk."""
+    path: str | None = None
+    """An adapter to start from, as ``peft`` or ``format="adapter"`` saved it; its rank, alpha and target
+    modules are those above. Without one, ``A`` is drawn from the seed and ``B`` is 0."""
+
+
 class ModelConfig(Config):
     """Which model, and with which head."""
 
@@ -27,6 +48,8 @@ class ModelConfig(Config):
     router_aux_coef: float = Field(default=0.0, ge=0.0)
     """Adds this times the load-balancing loss of the routers (mixture of experts) to every trained loss:
     that of each sequence, weighted by its tokens. It is reported as ``aux_loss``, and not part of ``loss``."""
+    lora: LoraConfig | None = None
+    """Train an adapter (and the head of a value or reward model) instead of the weights."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

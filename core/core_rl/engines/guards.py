@@ -56,6 +56,8 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         wanted.append(Capability.BFLOAT16)
     if config.model.frozen:
         wanted.append(Capability.FROZEN_PARAMETERS)
+    if config.model.lora:
+        wanted.append(Capability.LORA)
     for capability in wanted:
         require_capability(spec, capability, f"a config with {capability.value}")
 
@@ -114,9 +116,12 @@ def require_optimizer(config: TrainEngineConfig) -> OptimizerConfig:
     return config.optimizer
 
 
-def require_trainable(config: TrainEngineConfig, mode: str | None, pending: Pending) -> None:
+def require_trainable(
+    config: TrainEngineConfig, mode: str | None, pending: Pending, adapter_off: bool = False
+) -> None:
     """Raise `EngineStateError` where gradients may not accumulate."""
     require_optimizer(config)
+    require_adapter_on(adapter_off, "forward_backward()")
     if mode == "eval":
         raise EngineStateError(
             "forward_backward() inside eval_mode(); leave the context, or pass forward_only=True"
@@ -129,17 +134,41 @@ def require_trainable(config: TrainEngineConfig, mode: str | None, pending: Pend
 
 def require_kind(config: TrainEngineConfig, kind: TensorKind) -> None:
     """Raise for kinds that a forward-only engine lacks, and for unknown ones."""
-    known = ("params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers")
+    known = ("params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers", "adapter")
     if kind not in known:
         raise WeightsError(f"unknown kind {kind!r}; known kinds: {', '.join(known)}")
     if kind in ("grads", "exp_avg", "exp_avg_sq"):
         require_optimizer(config)
+    if kind == "adapter":
+        require_adapter(config, "the kind 'adapter'")
 
 
-def require_loadable(kind: TensorKind) -> None:
-    """Raise `WeightsError` for gradients, which only a backward pass makes."""
+def require_adapter(config: TrainEngineConfig, what: str) -> None:
+    """Raise `EngineStateError` for an engine without an adapter."""
+    if config.model.lora is None:
+        raise EngineStateError(
+            f"{what}: this engine has no adapter; set model.lora, for example to {{rank: 16}}"
+        )
+
+
+def require_adapter_on(adapter_off: bool, what: str) -> None:
+    """Raise `EngineStateError` inside ``disable_adapter()``, where ``what`` would leave the adapter out."""
+    if adapter_off:
+        raise EngineStateError(
+            f"{what} inside disable_adapter(), where the adapter is off; leave the context"
+        )
+
+
+def require_loadable(config: TrainEngineConfig, kind: TensorKind) -> None:
+    """Raise `WeightsError` for gradients, which only a backward pass makes, and for merged weights."""
     if kind == "grads":
         raise WeightsError("gradients cannot be loaded; run forward_backward()")
+    if kind == "params" and config.model.lora is not None:
+        raise WeightsError(
+            "an engine with an adapter cannot load 'params' (or a checkpoint with format='hf'): weights with an "
+            "adapter merged into them do not come apart; load the adapter (kind or format 'adapter'), or both "
+            "(kind 'master', format 'portable'), or set model.path to a new base model"
+        )
 
 
 def require_sync(spec: EngineSpec, meta: WeightUpdateMeta) -> None:

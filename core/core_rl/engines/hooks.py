@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -137,4 +137,12 @@ class TrainHooks(ABC):
 
     def _adapter_disabled(self) -> AbstractContextManager[None]:
         """A context in which the adapters are off."""
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement adapters")
+
+    def _adapter_config(self) -> dict[str, Any]:
+        """The ``adapter_config.json`` of ``peft``, as JSON values."""
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement adapters")
+
+    def _base_digest(self) -> str:
+        """What tells the weights below the adapter from others, the same at every layout and on all ranks."""
         raise UnsupportedCapability(f"{type(self).__name__} does not implement adapters")

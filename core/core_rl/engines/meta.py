@@ -18,8 +18,8 @@ __all__ = [
     "WeightUpdateMeta",
 ]
 
-TensorKind = Literal["params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers"]
-CheckpointFormat = Literal["hf", "sharded", "portable"]
+TensorKind = Literal["params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers", "adapter"]
+CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class SaveLoadMeta:
     """A local directory or an fsspec URL."""
     format: CheckpointFormat = "sharded"
     with_optimizer: bool = True
-    """Moments, step counts and random state as well; ``hf`` never holds them."""
+    """Moments, step counts and random state as well; ``hf`` and ``adapter`` never hold them."""
     tokenizer_path: str | None = None
     """For ``hf``: a directory whose tokenizer files are copied into the export."""
 

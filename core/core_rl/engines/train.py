@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ class TrainEngine(TrainHooks):
         self._state = "new"
         self._mode: str | None = None
         self._offloaded = False
+        self._base_only: AbstractContextManager[None] | None = None
         self._pending = Pending()
         self._progress = EngineProgress()
 
@@ -75,7 +76,8 @@ class TrainEngine(TrainHooks):
 
         Raises `LayoutError` when the layout does not multiply to the world size, `ConfigError` when
         the model cannot be built, `UnsupportedCapability` for a mixture of experts where the engine
-        declares none, `EngineStateError` when called twice.
+        declares none, `EngineStateError` when called twice, and what `load` raises for
+        ``model.lora.path``.
         """
         guards.require_state(self._state, "new", "initialize()")
         self.device = pick_device(self.config.device, addr.local_rank if addr else 0)
@@ -89,11 +91,19 @@ class TrainEngine(TrainHooks):
             self._rank_groups: RankGroups = self._groups(self.world)
             self._build(self._membership.address, ft_spec or FinetuneSpec())
             guards.check_experts(self.spec, self.config.model, self._hf_config())
+            self._set_training(False)
+            self._state = "ready"
+            self._start_adapter()
         except BaseException:
+            self._state = "new"
             self._membership.leave()
             raise
-        self._set_training(False)
-        self._state = "ready"
+
+    def _start_adapter(self) -> None:
+        """Load the adapter that the config names."""
+        lora = self.config.model.lora
+        if lora is not None and lora.path is not None:
+            self.load(SaveLoadMeta(path=lora.path, format="adapter"))
 
     def destroy(self) -> None:
         """Free the model and leave the process group; the engine cannot be used again."""
@@ -216,7 +226,7 @@ class TrainEngine(TrainHooks):
         guards.require_state(self._state, "ready", "forward_backward()")
         guards.check_outputs(self.spec, self.config, loss.outputs)
         if not forward_only:
-            guards.require_trainable(self.config, self._mode, self._pending)
+            guards.require_trainable(self.config, self._mode, self._pending, self._adapter_off)
         with self._in_mode("eval" if forward_only else "train"):
             micro_batches = self._cut(batch, mb_spec)
             weights = agree(self.data_parallel_group, lambda: sum(map(loss.weight, micro_batches.real())))
@@ -389,10 +399,14 @@ class TrainEngine(TrainHooks):
         """Stream parameter-shaped quantities in the Hugging Face layout; see `NamedTensors`.
 
         ``grads`` are there between ``forward_backward`` and ``optimizer_step``: reduced, normalised,
-        not clipped.
+        not clipped. With an adapter (``model.lora``), ``params`` are the weights with the adapter merged
+        into them, ``adapter`` is the adapter (and a value or reward head) under the names of ``peft``
+        in float32, and ``master`` holds the base weights and the adapter beside each other.
         """
         guards.require_state(self._state, "ready", "named_tensors()")
         guards.require_kind(self.config, kind)
+        if kind == "params":
+            guards.require_adapter_on(self._adapter_off, "named_tensors('params')")
         if self._offloaded:
             raise EngineStateError("the engine is offloaded; call onload() before named_tensors()")
         if kind == "grads":
@@ -409,7 +423,7 @@ class TrainEngine(TrainHooks):
         """Set parameters, moments or buffers; `WeightsError` lists every name or shape that is off."""
         guards.require_state(self._state, "ready", "load_named_tensors()")
         guards.require_kind(self.config, kind)
-        guards.require_loadable(kind)
+        guards.require_loadable(self.config, kind)
         check_source(source, self._tensor_shapes(kind), f"loading {kind!r}")
         self._load_named_tensors(kind, source)
 
@@ -418,6 +432,8 @@ class TrainEngine(TrainHooks):
         from core_rl.checkpoint.formats import save_engine
 
         guards.require_state(self._state, "ready", "save()")
+        if meta.format == "hf":
+            guards.require_adapter_on(self._adapter_off, "save(format='hf')")
         with self._onloaded():
             save_engine(self, meta)
 
@@ -466,10 +482,38 @@ class TrainEngine(TrainHooks):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The base model inside the context: adapters off."""
-        guards.require_capability(self.spec, Capability.LORA, "disable_adapter()")
-        with self._adapter_disabled():
+        """The base model inside the context: adapters off in `forward` and `eval_batch`.
+
+        Training and exports of merged weights are refused inside. Raises `EngineStateError` where
+        ``model.lora`` is not set.
+        """
+        was_on = self._switch_adapter(on=False)
+        try:
             yield
+        finally:
+            self._switch_adapter(on=was_on)
+
+    @property
+    def _adapter_off(self) -> bool:
+        return self._base_only is not None
+
+    def _switch_adapter(self, on: bool) -> bool:
+        """Either half of `disable_adapter`, for a driver, which cannot hold a context of another process.
+
+        Returns whether the adapter was on.
+        """
+        was_on = not self._adapter_off
+        guards.require_capability(self.spec, Capability.LORA, "disable_adapter()")
+        guards.require_state(self._state, "ready", "disable_adapter()")
+        guards.require_adapter(self.config, "disable_adapter()")
+        if on and self._base_only is not None:
+            context, self._base_only = self._base_only, None
+            context.__exit__(None, None, None)
+        elif not on and self._base_only is None:
+            context = self._adapter_disabled()
+            context.__enter__()
+            self._base_only = context
+        return was_on
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and gradients (``model``) and moments (``optimizer``) to ``device``."""

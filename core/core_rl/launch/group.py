@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from core_rl.engines.outputs import OutputName
 from core_rl.engines.post_hook import AggregateFn
 from core_rl.engines.progress import EngineProgress
 from core_rl.engines.steps import PostHook
-from core_rl.errors import BatchError, LossError
+from core_rl.errors import BatchError, GroupError, LossError
 from core_rl.launch import remote
 from core_rl.launch.ranks import EngineRanks
 
@@ -183,6 +184,18 @@ class EngineGroup(EngineRanks):
         """Resources that one rank needs."""
         scheduling: Scheduling = self._on_all("get_scheduling_config")
         return scheduling
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The base model on all ranks inside the context; see `TrainEngine.disable_adapter`."""
+        was_on: bool = self._on_all("_switch_adapter", False)
+        try:
+            yield
+        except BaseException:
+            with suppress(GroupError):  # where the group has ended, what ended it is what counts
+                self._on_all("_switch_adapter", was_on)
+            raise
+        self._on_all("_switch_adapter", was_on)
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and gradients, and moments, to ``device``; see `TrainEngine.to`."""

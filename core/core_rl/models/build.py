@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.models.experts import ExpertsKernel, use_experts_kernel
+from core_rl.models.lora import add_adapter
 from core_rl.models.written_form import WrittenForm
 
 __all__ = ["build_model", "freeze", "read_config"]
@@ -62,6 +63,8 @@ def build_model(
 ) -> PreTrainedModel:
     """A model in ``dtype`` on the CPU, in evaluation mode, the same on every rank for the same ``seed``.
 
+    With ``model.lora`` it has an adapter, and its base is frozen.
+
     Weights that no file gives (all of them for ``model.config``, the head for a new value model)
     are drawn from ``seed`` without touching the global random state. Raises `ConfigError` for
     missing or misshapen weights, and `UnsupportedCapability` for a model whose written form is no cut
@@ -89,6 +92,8 @@ def build_model(
             raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
     use_experts_kernel(built, experts)
     freeze(built, model.frozen)
+    if model.lora is not None:
+        add_adapter(built, model.lora, model.head, seed)
     built.config.architectures = [type(built).__name__]  # what an export is to be loaded as
     built.eval()
     return built

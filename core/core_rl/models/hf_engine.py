@@ -7,7 +7,9 @@ tensor is spread: `_local` and `_copy_world`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,16 @@ from core_rl.engines.grad_norm import GradShard
 from core_rl.engines.meta import TensorKind
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.train import TrainEngine
+from core_rl.models.digest import digest_of_parts
 from core_rl.models.gather import LocalPart, ShardGather
+from core_rl.models.lora import (
+    ADAPTER_PREFIX,
+    adapter_config,
+    adapter_disabled,
+    low_rank_products,
+    merged,
+    written_name,
+)
 from core_rl.models.optimizer import build_adamw, moment, set_moment, set_step_count
 from core_rl.models.written_form import WrittenForm
 
@@ -42,9 +53,10 @@ class HFTrainEngine(TrainEngine):
         Collective: the ranks tell each other what they hold.
         """
         self.model = model
-        self._written = WrittenForm.of(model)
+        self._written = WrittenForm.of(model, self._base_shapes())
+        self._products = low_rank_products(model) if self.config.model.lora else {}
         held = dict(self._held("master"))
-        self._owned = {name: self._owned_parameter(p) for name, p in model.named_parameters()}
+        self._owned = {name: self._owned_parameter(p) for name, p in self._named_parameters()}
         config = self.config.optimizer
         trainable = any(parameter.requires_grad for parameter in self._owned.values())
         self.optimizer = build_adamw(self._owned.values(), config) if config and trainable else None
@@ -78,6 +90,26 @@ class HFTrainEngine(TrainEngine):
     def _hf_config(self) -> PretrainedConfig:
         return self.model.config
 
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names that are written; a tied one comes once."""
+        for name, parameter in self.model.named_parameters():
+            yield self._written_name(name), parameter
+
+    def _written_name(self, name: str) -> str:
+        return written_name(name) if self.config.model.lora is not None else name
+
+    def _named_parameters_of(self, kind: TensorKind) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that ``kind`` is about."""
+        for name, parameter in self._named_parameters():
+            of_adapter = name.startswith(ADAPTER_PREFIX)
+            chosen = {
+                "params": not of_adapter,
+                "master": True,
+                "adapter": of_adapter or name.startswith("score."),
+            }
+            if chosen.get(kind, parameter.requires_grad):
+                yield name, parameter
+
     def _held(self, kind: TensorKind) -> Iterator[tuple[str, LocalPart]]:
         """Names and this rank's parts of ``kind``; a tied parameter comes once."""
         if kind == "buffers":
@@ -86,11 +118,11 @@ class HFTrainEngine(TrainEngine):
                 if name in written:
                     yield name, LocalPart(buffer, (0,) * buffer.dim())
             return
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._named_parameters_of(kind):
             part = self._local(parameter.detach())
-            if kind in ("params", "master"):
+            if kind in ("params", "master", "adapter"):
                 yield name, part
-            elif parameter.requires_grad:
+            else:
                 yield name, LocalPart(self._quantity(name, parameter, kind), part.offsets)
 
     def _quantity(self, name: str, parameter: nn.Parameter, kind: TensorKind) -> Tensor:
@@ -104,30 +136,44 @@ class HFTrainEngine(TrainEngine):
             return torch.zeros_like(owned, requires_grad=False)
         return self._local(parameter.grad).tensor
 
+    def _base_shapes(self) -> dict[str, tuple[int, ...]]:
+        """All parameters of the model itself: adapters are written as they are held."""
+        return {name: tuple(parameter.shape) for name, parameter in self._named_parameters_of("params")}
+
     def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
-        return self._written.shapes(self._held_shapes(kind))
+        shapes = self._written.shapes(self._held_shapes(kind))
+        return {_exported_name(kind, name): shape for name, shape in shapes.items()}
 
     def _held_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
         """Names and full shapes as the module holds them, which `_held` and `_full_tensors` go by."""
         if kind == "buffers":
             return {name: tuple(part.tensor.shape) for name, part in self._held("buffers")}
-        return {
-            name: tuple(parameter.shape)
-            for name, parameter in self.model.named_parameters()
-            if kind in ("params", "master") or parameter.requires_grad
-        }
+        return {name: tuple(parameter.shape) for name, parameter in self._named_parameters_of(kind)}
 
     def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for held, full in self._full_tensors(kind):
+        merging = kind == "params" and bool(self._products)
+        for held, full in self._merged() if merging else self._full_tensors(kind):
             for name, tensor in self._written.cut(held, full):
-                yield name, tensor if self.is_output_rank else None
+                yield _exported_name(kind, name), tensor if self.is_output_rank else None
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Base weights with the adapter added in float32, and rounded after that."""
+        held = {name: part.tensor for name, part in self._held("master")}
+        order: list[str] = []
+        for name, _ in self._named_parameters_of("params"):
+            product = self._products.get(name)
+            order += [name] if product is None else [product.a, product.b, name]
+        for name, full in merged(self._in_full((name, held[name]) for name in order), self._products):
+            yield name, self._in_export_dtype("params", name, full)
 
     def _full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         """Full tensors as the module holds them, in the dtype in which ``kind`` is exported, on every rank."""
         parts = ((name, self._in_export_dtype(kind, name, part.tensor)) for name, part in self._held(kind))
-        if kind == "buffers" or self._copy_world().size == 1:
-            return parts
-        return self._gather.stream(parts)
+        return parts if kind == "buffers" else self._in_full(parts)
+
+    def _in_full(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors out of the parts of the ranks that hold one copy."""
+        return parts if self._copy_world().size == 1 else self._gather.stream(parts)
 
     def _in_export_dtype(self, kind: TensorKind, name: str, tensor: Tensor) -> Tensor:
         if kind == "buffers":
@@ -142,7 +188,7 @@ class HFTrainEngine(TrainEngine):
     def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
         """Read this rank's parts from ``source``, which has the names and shapes of the module."""
         for name, part in self._held(kind):
-            value = source.read(name, part.region)
+            value = source.read(_exported_name(kind, name), part.region)
             if kind == "exp_avg" or kind == "exp_avg_sq":
                 if self.optimizer is not None:
                     set_moment(self.optimizer, self._owned[name], kind, value)
@@ -158,7 +204,7 @@ class HFTrainEngine(TrainEngine):
 
     def _grads(self) -> Iterator[tuple[str, Tensor]]:
         """Names and this rank's parts of the gradients that there are."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._named_parameters():
             if parameter.grad is not None:
                 yield name, self._local(parameter.grad).tensor
 
@@ -183,6 +229,22 @@ class HFTrainEngine(TrainEngine):
     def _set_update_count(self, count: int) -> None:
         if self.optimizer is not None:
             set_step_count(self.optimizer, count)
+
+    # ---------------------------------------------------------------- adapter
+
+    def _adapter_disabled(self) -> AbstractContextManager[None]:
+        return adapter_disabled(self.model)
+
+    def _adapter_config(self) -> dict[str, Any]:
+        lora = self.config.model.lora
+        assert lora is not None  # the core asks only then
+        return adapter_config(self.model, lora, self.config.model.head, self.config.model.path)
+
+    def _base_digest(self) -> str:
+        adapter = {name for name, _ in self._held("adapter")}
+        first = ((name, part.tensor) for name, part in self._held("master") if name not in adapter)
+        own = ((name, part) for name, part in first if self.world.rank == min(self._holders[name]))
+        return digest_of_parts(self.world, own)
 
     # ------------------------------------------------------ sharded checkpoint
 
@@ -245,6 +307,12 @@ class _Prefixed:
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         return self._source.read(self._prefix + name, slices)
+
+
+def _exported_name(kind: TensorKind, name: str) -> str:
+    """In an adapter, ``peft`` writes the name of a head as it writes all others."""
+    prefixed = kind == "adapter" and not name.startswith(ADAPTER_PREFIX)
+    return ADAPTER_PREFIX + name if prefixed else name
 
 
 def _is_float32_head(name: str) -> bool:

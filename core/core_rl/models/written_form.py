@@ -61,12 +61,15 @@ class WrittenForm:
         self._pieces = dict(pieces)
 
     @staticmethod
-    def of(model: PreTrainedModel) -> WrittenForm:
+    def of(model: PreTrainedModel, shapes: Mapping[str, Shape] | None = None) -> WrittenForm:
         """The written form of ``model``, whose parameters may be sharded already. No collective.
+
+        ``shapes`` are names and full shapes of its parameters, where they bear other names by now.
 
         Raises `UnsupportedCapability` where transformers' conversion does more than cut and rename.
         """
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if shapes is None:
+            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         held = _imaginary(shapes)
         with torch.no_grad(), _OnlyViews(type(model).__name__):
             written = revert_weight_conversion(model, dict(held))

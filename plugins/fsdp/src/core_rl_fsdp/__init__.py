@@ -24,6 +24,7 @@ SPEC = EngineSpec(
             Capability.FROZEN_PARAMETERS,
             Capability.MOE,
             Capability.ROUTING_REPLAY,
+            Capability.LORA,
             Capability.BFLOAT16,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,

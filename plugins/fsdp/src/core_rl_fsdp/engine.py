@@ -55,7 +55,8 @@ class FSDPEngine(HFTrainEngine):
         self._packed = PackedModel(model, self.config.model.head, self._meshes.shards).to(self.device)
         self._partial: frozenset[str] = frozenset()
         if self.layout.tp > 1:
-            self._partial = apply_tensor_parallel(model, self._meshes.tensor, self._meshes.shards)
+            partial = apply_tensor_parallel(model, self._meshes.tensor, self._meshes.shards)
+            self._partial = frozenset(map(self._written_name, partial))
         self._shard_modules(self._packed, self._meshes.data)
         self._adopt(model)
 

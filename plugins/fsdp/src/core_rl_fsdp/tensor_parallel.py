@@ -35,7 +35,7 @@ def check_tensor_parallel(model: PreTrainedModel, degree: int) -> None:
     config = model.config.get_text_config()
     for modules in _split(model).values():
         for name in modules:
-            module = model.base_model.get_submodule(name)
+            module = _base(model.base_model.get_submodule(name))
             if not isinstance(module, nn.Linear):
                 raise UnsupportedCapability(
                     f"tensor parallelism needs plain linear layers, and {name} of {type(model).__name__} is a "
@@ -65,14 +65,32 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, shards: Mode
     split = _split(model)
     styles: dict[str, ParallelStyle] = {}
     for name in split[COLUMN]:
-        styles[name] = _Columns()
+        # With an adapter, B cuts as the weight does, after an A that all ranks have.
+        styles |= dict.fromkeys(_linear_parts(model, name, "lora_B"), _Columns())
     for name in split[ROW]:
-        styles[name] = _Rows(shards)
+        # A cuts as the weight does, and B works on the sum.
+        styles |= dict.fromkeys(_linear_parts(model, name, "lora_A"), _Rows(shards))
     for name in {name.rpartition(".")[0] for name in split[COLUMN]}:
         styles[name] = _Entrance(shards)
     parallelize_module(model.base_model, mesh, styles)
     _shard_vocabulary(model, mesh, shards)
     return frozenset(_partial(model, split, shards))
+
+
+def _base(module: nn.Module) -> nn.Module:
+    """The layer itself, below the adapter if it has one."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def _linear_parts(model: PreTrainedModel, name: str, factor: str) -> list[str]:
+    """What a style is for: the linear layer ``name``, or with an adapter the layer below and one ``factor`` of it."""
+    module = model.base_model.get_submodule(name)
+    if _base(module) is module:
+        return [name]
+    factors = [f"{name}.{factor}.{adapter}" for adapter, _ in module.get_submodule(factor).named_children()]
+    return [f"{name}.base_layer", *factors]
 
 
 def _split(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -101,9 +119,10 @@ def _partial(model: PreTrainedModel, split: Mapping[str, list[str]], shards: Mod
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) or name.startswith("score."):
             continue
-        row_bias = any(name == f"{model.base_model_prefix}.{row}.bias" for row in split[ROW])
+        # Biases, and factors of adapters, that are applied to the sum.
+        after_rows = any(name.startswith(f"{model.base_model_prefix}.{row}.") for row in split[ROW])
         # Inside, each rank has other heads or columns; outside, other tokens, if tokens are spread.
-        if shards.sequence_parallel or (name.startswith(inside) and not row_bias):
+        if shards.sequence_parallel or (name.startswith(inside) and not after_rows):
             yield name
 
 

@@ -1,0 +1,270 @@
+"""Adapters (LoRA) as files and exports: merged, alone, resumed, and of another model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, WeightUpdateMeta
+from core_rl.engines.spec import Capability
+from core_rl.errors import CheckpointMismatch, CoreRLError, EngineStateError, WeightsError
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.hints.diagnose import compare_named, same_named
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.procedures import moving
+from core_rl_conformance.procedures.adapters import (
+    adapter_of,
+    base_of,
+    load,
+    low_rank_of,
+    outputs_of,
+    start,
+    verify_present_outputs,
+)
+from core_rl_conformance.procedures.training import optimizer_config
+from core_rl_conformance.profile import Setting
+from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.truth.tolerance import tolerances
+
+LOSS = TokenMeanLoss(temperature=0.8)
+MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")
+
+
+@check("I12.adapter-merged", requires=[Capability.LORA])
+def exports_are_merged(subject: Subject) -> None:
+    """``params``, an ``hf`` export and a disk sync hold ``W + alpha / rank * B A``; the engine's own base stays.
+
+    Weights without an adapter are the base's, bit for bit: a tied embedding too.
+    Why: a server without LoRA that gets base weights samples from the policy before training (verl #7014:
+    the stream was read after the merged context had closed); a merge in place that is taken back rounds the base,
+    and one on a tied head changes the embedding (peft #2018).
+    Look at: ``named_tensors("params")``: merged in float32 on a copy of each weight, as it is read, and rounded last.
+    """
+    model = subject.model()
+    adapter = TinyAdapter(model=model)
+    group = start(subject, adapter, optimizer={"lr": 3e-3})
+    load(subject, group, adapter)
+    group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
+    path = subject.directory("export")
+    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    params = _verify_merged(subject, group, adapter)
+    family = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=subject.dtype)
+    loaded = {name: value.detach() for name, value in family.named_parameters()}
+    subject.verify(same_named("parameters of the export", loaded, params))
+    if subject.spec.supports(Capability.SYNC_DISK):
+        group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
+        path = subject.directory("sync")
+        group.upload_weights(WeightUpdateMeta(version=1, path=str(path)))
+        params = _verify_merged(subject, group, adapter)
+        files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
+        sent = {name: value for file in files for name, value in file.items()}
+        subject.verify(same_named("parameters of a sync", sent, params))
+
+
+def _verify_merged(subject: Subject, group: EngineGroup, adapter: TinyAdapter) -> dict[str, Tensor]:
+    """Compare ``params`` with the oracle's merge of the base's own weights and the engine's adapter; return them."""
+    base = subject.bench.oracle(adapter.model).parameters()
+    low_rank = low_rank_of(adapter, group)
+    params = group.named_tensors("params")
+    held = {name: value.float() for name, value in base.items()}
+    subject.verify(same_named("the base below the adapter", base_of(group.named_tensors("master")), held))
+    adapted = {f"{name}.weight" for name in low_rank.layers}
+    expected = {name: value for name, value in low_rank.merged(base).items() if name in adapted}
+    orders: tuple[Literal[0, 1, 2], ...] = (0, 1, 2)
+    variants = [
+        {name: low_rank.merged(held, order)[name].to(subject.dtype) for name in expected} for order in orders
+    ]
+    allowed = tolerances(variants, expected, subject.dtype)
+    found = {name: value for name, value in params.items() if name in adapted}
+    subject.verify(compare_named("merged weights", found, expected, allowed))
+    others = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
+    found = {name: value for name, value in params.items() if name not in adapted}
+    subject.verify(same_named("exported weights without an adapter", found, others))
+    return params
+
+
+@check("I11.adapter-alone", requires=[Capability.LORA], each="layout")
+def an_adapter_is_saved_alone(subject: Subject) -> None:
+    """``format="adapter"`` writes what ``peft`` and servers read, float32 and nothing else; it comes back bit for bit.
+
+    Why: names or a scale that only the engine knows make a server load nothing, without an error; an adapter in
+    the compute dtype loses what training moved.
+    Look at: ``named_tensors("adapter")``, ``_adapter_config``, and what a load fills.
+    """
+    model = subject.model()
+    adapter = TinyAdapter(model=model)
+    group = start(subject, adapter, optimizer={"lr": 3e-3})
+    load(subject, group, adapter)
+    group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
+    path = subject.directory("saved")
+    group.save(SaveLoadMeta(path=str(path), format="adapter"))
+    held, outputs = adapter_of(group.named_tensors("master")), outputs_of(group, subject.data())
+    subject.verify(same_named("the adapter's file", load_file(path / "adapter_model.safetensors"), held))
+    subject.verify(same_named("named_tensors('adapter')", group.named_tensors("adapter"), held))
+    _verify_config(subject, path, adapter)
+    group = start(subject, adapter, seed=5)
+    group.load(SaveLoadMeta(path=str(path), format="adapter"))
+    subject.verify(same_named("the adapter after a load", group.named_tensors("adapter"), held))
+    subject.verify(same_named("outputs after a load", outputs_of(group, subject.data()), outputs))
+    group = start(subject, adapter, seed=6, fields={"path": str(path)})
+    subject.verify(same_named("outputs with model.lora.path", outputs_of(group, subject.data()), outputs))
+
+
+def _verify_config(subject: Subject, path: Path, adapter: TinyAdapter) -> None:
+    config = json.loads((path / "adapter_config.json").read_text())
+    kinds = sorted({name.rpartition(".")[2] for name in adapter.low_rank().layers})
+    expected = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "use_rslora": adapter.rslora,
+        "target_modules": kinds,
+        "base_model_name_or_path": str(subject.bench.models.directory(adapter.model)),
+    }
+    found = {name: config.get(name) for name in expected}
+    subject.require(found == expected, f"adapter_config.json has {found}; expected {expected}")
+
+
+@check("I11.adapter-resume", requires=[Capability.LORA, Capability.SHARDED_CHECKPOINT], each="layout")
+def training_of_an_adapter_resumes(subject: Subject) -> None:
+    """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
+
+    ``portable`` too, where it is declared: weights and moments are the same.
+    Why: moments that are looked up by the names of the base are not there (AReaL #1468), and a checkpoint of what
+    is trained alone goes on from another base.
+    Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint.
+    """
+    declared = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
+    formats: list[CheckpointFormat] = ["sharded", "portable"] if declared else ["sharded"]
+    adapter = TinyAdapter(model=subject.model())
+    group = _start(subject, adapter)
+    load(subject, group, adapter)
+    _train(group, subject, [0, 1])
+    for form in formats:
+        group.save(moving.meta(subject.directory(form), form))
+    saved = moving.state(group)
+    _verify_kept(subject, group, saved)
+    reports = _train(group, subject, [2])
+    expected = moving.state(group)
+    other = replace(adapter, model=moving.elsewhere(adapter.model))
+    for form in formats:
+        group = _start(subject, other)
+        _train(group, subject, [5])
+        group.load(moving.meta(subject.directory(form), form))
+        moving.verify_state(subject, f"after the load of {form!r}", group, saved)
+        got = _train(group, subject, [2])
+        if form == "sharded":
+            moving.verify_steps(subject, 2, got, reports)
+            moving.verify_state(subject, "after resuming", group, expected)
+
+
+@check(
+    "I11.adapter-other-layout",
+    requires=[Capability.LORA, Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL],
+    each="layout",
+    min_layouts=2,
+)
+def an_adapter_moves_to_another_layout(subject: Subject) -> None:
+    """What one layout saved, another loads: ``sharded`` with the moments, and the adapter alone.
+
+    Why: factors are so thin that some ranks hold no row of them, and a digest of the base that depends on the
+    layout refuses what is right.
+    Look at: offsets of empty shards, ``_base_digest``, and what ranks other than the first load.
+    """
+    adapter = TinyAdapter(model=subject.model())
+    other = subject.case.other_setting
+    assert other is not None  # the check asks for a profile with two
+    group = _start(subject, adapter)
+    load(subject, group, adapter)
+    _train(group, subject, [0, 1])
+    for form in MOVED:
+        group.save(moving.meta(subject.directory(form), form))
+    saved = moving.state(group)
+    alone: moving.State = {"master": saved["master"]}
+    for form in MOVED:
+        group = start(subject, adapter, layout=other, seed=5)
+        group.load(moving.meta(subject.directory(form), form))
+        what = f"{form!r} loaded on {other}"
+        moving.verify_state(subject, what, group, alone if form == "adapter" else saved)
+        verify_present_outputs(subject, group, adapter, what)
+
+
+def _start(subject: Subject, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
+    optimizer = optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS)
+    return start(subject, adapter, optimizer=optimizer, layout=layout, fields={"dropout": 0.1})
+
+
+def _train(group: EngineGroup, subject: Subject, steps: list[int]) -> list[dict[str, float]]:
+    return moving.train(group, subject, steps)
+
+
+def _verify_kept(subject: Subject, group: EngineGroup, saved: moving.State) -> None:
+    """Require that the moments are those of the adapter, and not zero."""
+    names = set(group.named_tensors("adapter"))
+    for kind in ("exp_avg", "exp_avg_sq"):
+        odd = sorted(set(saved[kind]) ^ names)
+        subject.require(not odd, f"{kind}: only one of it and the adapter has {', '.join(odd[:6])}")
+        still = [name for name, value in saved[kind].items() if not value.any()]
+        subject.require(not still, f"{kind} is zero after two steps: {', '.join(still[:6])}")
+
+
+@check("contract.adapter", requires=[Capability.LORA], each="layout")
+def foreign_adapters_are_refused(subject: Subject) -> None:
+    """Another adapter, base or state is refused with the error that says so, and the engine stays as it was.
+
+    Why: an adapter over another base, or at another scale, loads without complaint and gives noise.
+    Look at: methods that were overridden; the checks are the core's.
+    """
+    adapter = TinyAdapter(model=subject.model())
+    low, scaled, elsewhere = (
+        replace(adapter, rank=2),
+        replace(adapter, alpha=9),
+        replace(adapter, model=moving.elsewhere(adapter.model)),
+    )
+    paths = {"low": low.write(subject.directory("low")), "scaled": scaled.write(subject.directory("scaled"))}
+    paths["some"] = replace(adapter, some=True).write(subject.directory("some"))
+    paths["elsewhere"] = subject.directory("elsewhere")
+    start(subject, elsewhere).save(SaveLoadMeta(path=str(paths["elsewhere"]), format="adapter"))
+    base = subject.bench.models.directory(adapter.model)
+    group = start(subject, adapter)
+    before = group.named_tensors("master")
+    refusals: Mapping[str, tuple[type[CoreRLError], Callable[[], object]]] = {
+        "an adapter of another rank": (CheckpointMismatch, lambda: _load(group, paths["low"])),
+        "an adapter of another alpha": (CheckpointMismatch, lambda: _load(group, paths["scaled"])),
+        "an adapter of other layers": (WeightsError, lambda: _load(group, paths["some"])),
+        "an adapter of another base model": (CheckpointMismatch, lambda: _load(group, paths["elsewhere"])),
+        "merged weights": (
+            WeightsError,
+            lambda: group.load(SaveLoadMeta(path=str(base), format="hf")),
+        ),
+        "training inside disable_adapter()": (EngineStateError, lambda: _train_without(group, subject)),
+    }
+    for what, (kind, act) in refusals.items():
+        subject.require(_raises(act, kind), f"{what} raised no {kind.__name__}")
+    subject.verify(same_named("weights after refusals", group.named_tensors("master"), before))
+
+
+def _load(group: EngineGroup, path: Path) -> None:
+    group.load(SaveLoadMeta(path=str(path), format="adapter"))
+
+
+def _train_without(group: EngineGroup, subject: Subject) -> None:
+    with group.disable_adapter():
+        group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
+
+
+def _raises(act: Callable[[], object], kind: type[CoreRLError]) -> bool:
+    try:
+        act()
+    except CoreRLError as error:
+        return isinstance(error, kind)
+    return False

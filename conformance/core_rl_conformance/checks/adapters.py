@@ -1,0 +1,181 @@
+"""Adapters (LoRA): what they add, what is trained, and that the base model stays below them."""
+
+from __future__ import annotations
+
+import torch
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.procedures.adapters import (
+    adapter_of,
+    base_of,
+    load,
+    outputs_of,
+    start,
+    verify_present_outputs,
+    written,
+)
+from core_rl_conformance.procedures.ranks import fail_without_adapter
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
+from core_rl_conformance.truth.oracle import AdamW
+
+LOSS = TokenMeanLoss(temperature=0.8)
+TWO = MicroBatchSpec(count=2)
+CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.02)
+"""Clipped in every step, with an epsilon that makes the update depend on the scale."""
+
+
+@check("I7.adapter-logprobs", requires=[Capability.LORA])
+def adapted_logprobs_match_the_oracle(subject: Subject) -> None:
+    """Log-probs and entropy with an adapter are the oracle's, which computes ``W x + alpha / rank * B A x``.
+
+    On all linear layers of the trunk, and on some of them with the scale ``alpha / sqrt(rank)``.
+    Why: a scale that is forgotten, or that has rank and alpha the wrong way round, trains and serves two policies.
+    Look at: the scale, which layers have an adapter, the dtype of its factors.
+    """
+    model, data = subject.model(), subject.data()
+    for adapter in (TinyAdapter(model=model), TinyAdapter(model=model, rslora=True, some=True, seed=1)):
+        group = start(subject, adapter)
+        load(subject, group, adapter, f"adapter-{adapter.seed}")
+        output = group.forward(data.batch(), BUDGET, ("logprobs", "entropy"), 0.8)
+        for name in ("logprobs", "entropy"):
+            expected = subject.bench.adapted_outputs(
+                adapter, data, name, 0.8, subject.dtype, subject.case.device
+            )
+            what = f"{name} with an adapter (rslora: {adapter.rslora})"
+            got = per_sequence(output, name, data)
+            places = subject.places(data)
+            subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
+            subject.verify_overall(what, got, expected)
+
+
+@check("I7.adapter-disabled", requires=[Capability.LORA], each="layout")
+def a_disabled_adapter_leaves_the_base_model(subject: Subject) -> None:
+    """Inside ``disable_adapter()`` outputs are those of an engine without an adapter, bit for bit; after it, as before.
+
+    A new adapter, whose ``B`` is 0, changes nothing either.
+    Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; one that stays
+    off after an error trains a policy that nobody serves.
+    Look at: ``_adapter_disabled``: every adapter layer, on every rank, and back in a ``finally``.
+    """
+    model, data = subject.model(), subject.data()
+    plain = outputs_of(subject.start(model), data)
+    adapter = TinyAdapter(model=model)
+    group = start(subject, adapter)
+    subject.verify(same_named("outputs with a new adapter", outputs_of(group, data), plain))
+    load(subject, group, adapter)
+    adapted = outputs_of(group, data)
+    for turn in ("", " the second time"):
+        with group.disable_adapter():
+            off = outputs_of(group, data)
+        subject.verify(same_named(f"outputs inside disable_adapter(){turn}", off, plain))
+        subject.verify(same_named(f"outputs after disable_adapter(){turn}", outputs_of(group, data), adapted))
+    group.run(fail_without_adapter)
+    after = outputs_of(group, data)
+    subject.verify(same_named("outputs after an error inside disable_adapter()", after, adapted))
+
+
+@check("I9.adapter-dropout", requires=[Capability.LORA], each="layout")
+def dropout_of_the_adapter_is_off_in_forward(subject: Subject) -> None:
+    """The adapter's dropout acts in training, and in no forward pass.
+
+    Why: log-probs that are computed with dropout are those of another policy (verl #4708).
+    Look at: modules that were added after ``eval()`` was called, and the dropout of the config.
+    """
+    adapter, data = TinyAdapter(model=subject.model()), subject.data()
+    group = start(subject, adapter, fields={"dropout": 0.5})
+    load(subject, group, adapter)
+    before = outputs_of(group, data)
+    losses = [group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)["loss"] for _ in range(3)]
+    group.optimizer_zero_grad()
+    subject.verify(same_named("log-probs of two passes", outputs_of(group, data), before))
+    verify_present_outputs(subject, group, adapter, "with dropout in the adapter's config")
+    subject.require(
+        len(set(losses)) > 1,
+        f"three training passes give the same loss, {losses[0]!r}: the adapter's dropout does not act",
+    )
+
+
+@check("I20.adapter-gradients", requires=[Capability.LORA])
+def gradients_of_the_adapter_match_the_oracle(subject: Subject) -> None:
+    """The gradients of ``A`` and ``B`` are the oracle's, with any cut; nothing below them has one.
+
+    Why: the scale of the product that is left out of its gradient, activation checkpointing that finds no input
+    with a gradient, and a base that is trained along.
+    Look at: the scale, what has ``requires_grad``, and recomputation below a frozen embedding.
+    """
+    adapter, data = TinyAdapter(model=subject.model()), subject.data()
+    group = start(subject, adapter)
+    load(subject, group, adapter)
+    for cut in (ONE_PASS, BUDGET):
+        _verify_gradients(subject, group, adapter, data, LOSS, cut)
+
+
+@check("I20.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
+def a_head_is_trained_beside_the_adapter(subject: Subject) -> None:
+    """Values with an adapter are the oracle's, and the gradients of a critic's loss: of the adapter and of the head.
+
+    Why: an adapter freezes all that is not its own, and a new head that is frozen stays noise.
+    Look at: ``requires_grad`` of the head after the adapter was added.
+    """
+    adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
+    group = start(subject, adapter)
+    load(subject, group, adapter)
+    verify_present_outputs(subject, group, adapter, "with an adapter")
+    _verify_gradients(subject, group, adapter, data, ValueLoss(), TWO)
+
+
+def _verify_gradients(
+    subject: Subject,
+    group: EngineGroup,
+    adapter: TinyAdapter,
+    data: Ragged,
+    loss: CheckLoss,
+    cut: MicroBatchSpec,
+) -> None:
+    expected = subject.bench.adapted_gradients(adapter, data, loss, subject.dtype, subject.case.device)
+    metrics = group.forward_backward(data.batch(), loss.spec(), cut)
+    what = f"with an adapter and {cut}"
+    subject.verify(compare_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss))
+    base = base_of(written(expected.oracle.grads))
+    trained = {name: grad for name, grad in written(expected.oracle.grads).items() if name not in base}
+    found = group.named_tensors("grads")
+    frozen = sorted(set(found) & set(base))
+    subject.require(not frozen, f"the base model has gradients beside an adapter: {', '.join(frozen[:6])}")
+    subject.verify(compare_named(f"gradients {what}", found, trained, written(expected.tolerances)))
+    group.optimizer_zero_grad()
+
+
+@check("I20.adapter-steps", requires=[Capability.LORA], each="layout")
+def steps_of_a_new_adapter_are_adamws(subject: Subject) -> None:
+    """A new adapter is one adapter on all ranks; its steps are AdamW's, and the base stays bit for bit.
+
+    ``A`` is drawn from the seed and ``B`` is 0.
+    Why: ranks that draw their own ``A`` train several adapters at once, of which one is exported; a base weight
+    that decays moves without a gradient.
+    Look at: the seed on each rank, and which parameters reach the optimizer.
+    """
+    model = subject.model()
+    adapter = TinyAdapter(model=model)
+    drawn = [adapter_of(start(subject, adapter, seed=seed).named_tensors("master")) for seed in (11, 12, 11)]
+    subject.verify(same_named("adapters drawn from the same seed", drawn[2], drawn[0]))
+    for name, value in drawn[0].items():
+        known = not value.any() if ".lora_B." in name else not torch.equal(value, drawn[1][name])
+        subject.require(bool(known), f"{name} of a new adapter: A is drawn from the seed, and B is 0")
+    group = start(subject, adapter, seed=11, optimizer=optimizer_config(CONFIG))
+    base = base_of(subject.bench.oracle(model).parameters())
+    shadow = Shadow.of(group, CONFIG, frozen=list(base))
+    subject.verify(
+        same_named("the base", dict(shadow.frozen), {name: value.float() for name, value in base.items()})
+    )
+    batches = [subject.data(seed=seed).batch() for seed in range(3)]
+    shadow.train(subject, group, batches, LOSS.spec(), TWO)
+    shadow.verify(subject, group, "with an adapter")
+    verify_present_outputs(subject, group, adapter, "after steps of the adapter")

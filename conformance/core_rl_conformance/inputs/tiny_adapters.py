@@ -1,0 +1,92 @@
+"""Adapters for the tiny models that expose bugs: they change every output, and no two of their sizes are equal.
+
+Written to a directory as ``peft`` writes them, without ``peft``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from core_rl_conformance.inputs.tiny_models import TinyModel, build
+from core_rl_conformance.truth.low_rank import LowRank, linear_layers
+
+__all__ = ["PREFIX", "TinyAdapter"]
+
+PREFIX = "base_model.model."
+"""What ``peft`` writes before the names of an adapter's tensors."""
+STRENGTH = 0.3
+"""How large the adapter's product is beside the weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyAdapter:
+    """One adapter of one tiny model; equal fields give bitwise equal factors."""
+
+    model: TinyModel
+    rank: int = 3
+    alpha: int = 7
+    rslora: bool = False
+    some: bool = False
+    """On every second kind of layer; otherwise on all of the trunk's."""
+    seed: int = 0
+
+    @property
+    def scaling(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def section(self) -> dict[str, Any]:
+        """The section ``model.lora`` of an engine's config."""
+        targets = {"target_modules": self._kinds()} if self.some else {}
+        return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora, **targets}
+
+    def low_rank(self) -> LowRank:
+        """The factors in float32."""
+        layers = {
+            name: sizes for name, sizes in self._layers().items() if name.rpartition(".")[2] in self._kinds()
+        }
+        random = torch.Generator().manual_seed(7919 * self.model.seed + self.seed)
+        factors = {}
+        for name, (out, into, _) in layers.items():
+            factors[f"{name}.lora_A.weight"] = torch.randn(self.rank, into, generator=random) / math.sqrt(
+                into
+            )
+            size = STRENGTH / (self.scaling * math.sqrt(self.rank))
+            factors[f"{name}.lora_B.weight"] = size * torch.randn(out, self.rank, generator=random)
+        transposed = frozenset(name for name, (_, _, turned) in layers.items() if turned)
+        return LowRank(factors=factors, scaling=self.scaling, transposed=transposed)
+
+    def write(self, path: Path) -> Path:
+        """The directory ``path``, with the adapter in it."""
+        path.mkdir(parents=True)
+        tensors = {PREFIX + name: value for name, value in self.low_rank().factors.items()}
+        if self.model.head != "lm":
+            tensors[f"{PREFIX}score.weight"] = build(self.model).get_parameter("score.weight").detach()
+        save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if self.model.head == "lm" else "SEQ_CLS",
+            "base_model_name_or_path": "a/model-hub-name",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.rslora,
+            "target_modules": self._kinds(),
+            "bias": "none",
+        }
+        (path / "adapter_config.json").write_text(json.dumps(config))
+        return path
+
+    def _kinds(self) -> list[str]:
+        kinds = sorted({name.rpartition(".")[2] for name in self._layers()})
+        return kinds[::2] if self.some else kinds
+
+    def _layers(self) -> dict[str, tuple[int, int, bool]]:
+        model = build(self.model)
+        return linear_layers(model, model.base_model)

@@ -1,0 +1,116 @@
+"""Engines with an adapter: starting them, and what they hold in the oracle's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import SaveLoadMeta
+from core_rl.engines.outputs import OutputName
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
+from core_rl_conformance.profile import Setting
+from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
+from core_rl_conformance.truth.low_rank import LowRank
+
+__all__ = [
+    "adapter_of",
+    "base_of",
+    "load",
+    "low_rank_of",
+    "outputs_of",
+    "start",
+    "verify_present_outputs",
+    "written",
+]
+
+ValueT = TypeVar("ValueT")
+
+PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
+"""Lengths of the sequences that show what the ranks compute with."""
+
+
+def start(
+    subject: Subject,
+    adapter: TinyAdapter,
+    *,
+    optimizer: Mapping[str, Any] | None = None,
+    layout: Setting | None = None,
+    seed: int = 0,
+    fields: Mapping[str, object] | None = None,
+) -> EngineGroup:
+    """The engine over ``adapter``'s model with a new adapter of its kind, drawn from ``seed``.
+
+    ``fields`` replace some of ``model.lora``.
+    """
+    model = adapter.model
+    section = {
+        "path": str(subject.bench.models.directory(model)),
+        "head": model.head,
+        "lora": {**adapter.section(), **(fields or {})},
+    }
+    changes = {"model": section, "seed": seed}
+    return subject.start(model, optimizer=optimizer, layout=layout, changes=changes)
+
+
+def load(subject: Subject, group: EngineGroup, adapter: TinyAdapter, name: str = "given-adapter") -> None:
+    """Load ``adapter`` from a directory as ``peft`` writes it; ``name`` is that of the directory."""
+    group.load(SaveLoadMeta(path=str(adapter.write(subject.directory(name))), format="adapter"))
+
+
+def adapter_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of ``tensors`` that is the adapter's, with the names that it has in a file."""
+    return {name: value for name, value in tensors.items() if name.startswith(PREFIX)}
+
+
+def base_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of ``tensors`` that is below the adapter, without a head beside it."""
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith(PREFIX) and not name.startswith("score.")
+    }
+
+
+def written(found: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    """``found``, where the factors are named after their layers, with the names that they have in a file."""
+    return {PREFIX + name if ".lora_" in name else name: value for name, value in found.items()}
+
+
+def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:
+    """The factors that the engine holds now."""
+    found = {
+        name.removeprefix(PREFIX): value for name, value in adapter_of(group.named_tensors("master")).items()
+    }
+    like = adapter.low_rank()
+    return LowRank(factors=found, scaling=like.scaling, transposed=like.transposed)
+
+
+def verify_present_outputs(subject: Subject, group: EngineGroup, adapter: TinyAdapter, what: str) -> None:
+    """Compare outputs on all ranks with the oracle that has the base's weights and the engine's exported adapter."""
+    data, model = subject.data(lengths=PROBE), adapter.model
+    name: OutputName = "logprobs" if model.head == "lm" else "values"
+    expected = subject.bench.outputs_at(
+        subject.bench.models.directory(model),
+        model.head,
+        data,
+        name,
+        subject.dtype,
+        subject.case.device,
+        adapter=low_rank_of(adapter, group),
+    )
+    got = per_sequence(group.forward(data.batch(), MicroBatchSpec(count=1), (name,)), name, data)
+    places = subject.places(data)
+    subject.verify(compare_tokens(f"{name} {what}", got, expected.values, expected.tolerance, places))
+
+
+def outputs_of(
+    group: EngineGroup, data: Ragged, names: Sequence[OutputName] = ("logprobs",)
+) -> dict[str, Tensor]:
+    """The outputs ``names`` of the packed batch."""
+    return dict(group.forward(data.batch(), ONE_PASS, tuple(names)).items())

@@ -1,0 +1,82 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as their paper writes them: ``y = W x + scaling * B A x``.
+
+Nothing here imports ``peft`` or core-rl. The adapter is a hook on the output of a layer, so it does not
+depend on how the layer stores its weight; its factors are parameters of the model, with gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["LowRank", "linear_layers"]
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LowRank:
+    """An adapter: for some layers ``A [rank, in]`` and ``B [out, rank]``."""
+
+    factors: Mapping[str, Tensor]
+    """``LAYER.lora_A.weight`` and ``LAYER.lora_B.weight``."""
+    scaling: float
+    transposed: frozenset[str] = frozenset()
+    """Layers that store their weight as ``[in, out]``."""
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers that have a part of it."""
+        return [name.removesuffix(A) for name in self.factors if name.endswith(A)]
+
+    def attach(self, model: nn.Module) -> None:
+        """Add it to ``model``, in the model's dtype and on its device."""
+        for name in self.layers:
+            layer = model.get_submodule(name)
+            like = next(layer.parameters())
+            for factor in ("lora_A", "lora_B"):
+                holder = nn.Module()
+                value = self.factors[f"{name}.{factor}.weight"].to(like)
+                holder.register_parameter("weight", nn.Parameter(value.clone()))
+                layer.add_module(factor, holder)
+            layer.register_forward_hook(self._add)
+
+    def _add(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        a, b = layer.get_parameter("lora_A.weight"), layer.get_parameter("lora_B.weight")
+        return output + self.scaling * F.linear(F.linear(inputs[0], a), b)
+
+    def merged(self, weights: Mapping[str, Tensor], order: Literal[0, 1, 2] = 0) -> dict[str, Tensor]:
+        """``weights`` by name, with the product added where there is one, in their dtype.
+
+        Each ``order`` of the multiplications rounds in its own way.
+        """
+        found = dict(weights)
+        for name in self.layers:
+            weight = weights[f"{name}.weight"]
+            a, b = self.factors[name + A].to(weight), self.factors[name + B].to(weight)
+            product = (self.scaling * (b @ a), (self.scaling * b) @ a, b @ (self.scaling * a))[order]
+            found[f"{name}.weight"] = weight + (product.T if name in self.transposed else product)
+        return found
+
+
+def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, int, bool]]:
+    """Linear layers of the ``trunk`` of ``model``: sizes of output and input, and whether one stores ``[in, out]``.
+
+    In a mixture of experts, without those that are called as an expert's matrices are.
+    """
+    inside = {id(module) for module in trunk.modules()}
+    mixture = any(".experts." in name for name, _ in model.named_parameters())
+    found = {}
+    for name, module in model.named_modules():
+        if mixture and name.rpartition(".")[2] in EXPERT_PARTS:
+            continue
+        transposed = type(module).__name__ == "Conv1D"  # GPT-2's
+        if id(module) in inside and (transposed or isinstance(module, nn.Linear)):
+            sizes = module.get_parameter("weight").shape
+            found[name] = (sizes[transposed], sizes[not transposed], transposed)
+    return found

@@ -1,0 +1,126 @@
+"""``format="adapter"``: the adapter alone, in the directory layout of ``peft``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.formats import fingerprint, load_parts
+from core_rl.checkpoint.manifest import MANIFEST, read_manifest
+from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
+from core_rl.config.engine import LoraConfig
+from core_rl.engines import guards
+from core_rl.engines.meta import SaveLoadMeta, TensorKind
+from core_rl.engines.named_tensors import TensorSource
+from core_rl.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, raise_all
+
+if TYPE_CHECKING:
+    from core_rl.engines.train import TrainEngine
+
+__all__ = ["load_adapter", "save_adapter"]
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model"
+PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "lora_bias": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    # Any other way to begin has changed the base weights.
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Fields of ``peft``'s config, and the values with which an adapter is ``scaling * B @ A`` and nothing else."""
+
+
+def save_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """``adapter_model.safetensors`` and ``adapter_config.json``, which ``peft`` and servers load; collective.
+
+    Raises `EngineStateError` for an engine without an adapter.
+    """
+    guards.require_adapter(engine.config, "save(format='adapter')")
+
+    def write(directory: Path) -> None:
+        stream = engine.named_tensors("adapter")
+        # One file, whatever its size: peft reads no index.
+        write_tensors(directory, TENSOR_FILE, stream, writes=engine.is_writer, max_file_bytes=1 << 62)
+        if engine.is_writer:
+            text = json.dumps(engine._adapter_config(), indent=2, sort_keys=True)
+            (directory / CONFIG_FILE).write_text(text + "\n")
+
+    state = {
+        "model": fingerprint(engine),
+        "base": engine._base_digest(),
+        "version": engine.progress.version,
+    }
+    publish(meta.path, write, engine.world, kind="adapter", state=state)
+
+
+def load_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """The adapter alone: the base, progress and moments stay as they are; collective.
+
+    Also takes what ``peft`` itself has saved, which does not tell the base weights: then only names and
+    shapes can be checked. Raises `CheckpointMismatch` that lists what differs.
+    """
+    guards.require_adapter(engine.config, "load(format='adapter')")
+    own = {"model": fingerprint(engine), "base": engine._base_digest()}
+    lora = engine.config.model.lora
+    assert lora is not None  # required above
+    with opened(meta.path, engine.world, kind="adapter", require_manifest=False) as directory:
+
+        def parts() -> dict[TensorKind, TensorSource]:
+            problems = [*_config_problems(lora, directory), *_base_problems(own, directory)]
+            raise_all(CheckpointMismatch, "the adapter does not fit this engine", problems)
+            return {"adapter": TensorFiles(directory, TENSOR_FILE)}
+
+        load_parts(engine, parts, f"cannot load {meta.path!r}")
+
+
+def _config_problems(lora: LoraConfig, directory: Path) -> Iterator[str]:
+    saved = _read_config(directory / CONFIG_FILE)
+    for name, allowed in PLAIN.items():
+        if saved.get(name) not in allowed:
+            yield f"its {name} is {saved[name]!r}, which is more than LoRA as model.lora has it"
+    for field, name, default in (
+        ("rank", "r", None),
+        ("alpha", "lora_alpha", None),
+        ("rslora", "use_rslora", False),
+    ):
+        there, here = saved.get(name, default), getattr(lora, field)
+        if there != here:
+            yield f"its {name} is {there!r}, and model.lora.{field} is {here!r} here; set it to {there!r}"
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(
+            f"there is no {path.name}: this is no adapter that peft has saved"
+        ) from error
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{path.name} holds a {type(found).__name__}, not an object")
+    return found
+
+
+def _base_problems(own: Mapping[str, Any], directory: Path) -> Iterator[str]:
+    """What the manifest of our own adapters tells about the model below it."""
+    if not (directory / MANIFEST).is_file():
+        return
+    state = read_manifest(directory).state
+    for name, value in own["model"].items():
+        if state["model"].get(name) != value:
+            yield f"it is of another base model: {name} is {state['model'].get(name)!r} there and {value!r} here"
+    if state["model"] == own["model"] and state["base"] != own["base"]:
+        yield (
+            "it is of another base model: the same architecture with other weights "
+            f"(digest {state['base'][:8]} there and {own['base'][:8]} here); set model.path to the base that "
+            "it was trained on"
+        )
