@@ -10,7 +10,7 @@ from typing import Literal
 
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, WeightUpdateMeta
 from core_rl.engines.spec import Capability
@@ -57,17 +57,23 @@ def exports_are_merged(subject: Subject) -> None:
     path = subject.directory("export")
     group.save(SaveLoadMeta(path=str(path), format="hf"))
     params = _verify_merged(subject, group, adapter)
-    family = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=subject.dtype)
-    loaded = {name: value.detach() for name, value in family.named_parameters()}
-    subject.verify(same_named("parameters of the export", loaded, params))
+    subject.verify(same_named("parameters of the export", _in_files(path), params))
+    loading: tuple[PreTrainedModel, dict[str, object]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
+        path, local_files_only=True, output_loading_info=True
+    )
+    problems = {name: str(found) for name, found in loading[1].items() if found}
+    subject.require(not problems, f"transformers reports while loading the export: {problems}")
     if subject.spec.supports(Capability.SYNC_DISK):
         group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
         path = subject.directory("sync")
         group.upload_weights(WeightUpdateMeta(version=1, path=str(path)))
         params = _verify_merged(subject, group, adapter)
-        files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
-        sent = {name: value for file in files for name, value in file.items()}
-        subject.verify(same_named("parameters of a sync", sent, params))
+        subject.verify(same_named("parameters of a sync", _in_files(path), params))
+
+
+def _in_files(path: Path) -> dict[str, Tensor]:
+    files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
+    return {name: value for file in files for name, value in file.items()}
 
 
 def _verify_merged(subject: Subject, group: EngineGroup, adapter: TinyAdapter) -> dict[str, Tensor]:
