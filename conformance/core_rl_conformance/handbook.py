@@ -32,6 +32,8 @@ INVARIANTS = {
     "I13": "No cache outlives an update",
     "I14": "Every token has the version of the weights that drew it",
     "I16": "Ranks with little or nothing to do take part",
+    "I17": "Replayed routing is the recorded one",
+    "I18": "However a batch is cut, the balance of routers is the same",
     "I19": "Prompts go in as they are, and an end of sequence is a token like others",
     "I20": "Every parameter that should move does, as AdamW says",
     "contract": "Rules of the interface",
