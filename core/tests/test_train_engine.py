@@ -248,7 +248,11 @@ BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
     (long_sequence, BatchError, "sequence 1 has 9 tokens, and max_tokens is 8"),
     (beyond_context, BatchError, "sequence 1 has 65 tokens; the model takes 64"),
     (foreign_token, BatchError, "sequence 1 holds the token id 61 at position 1; the vocabulary has 61"),
-    (wrong_output, ConfigError, r"head 'lm' gives \['entropy', 'logits', 'logprobs'\], not \['values'\]"),
+    (
+        wrong_output,
+        ConfigError,
+        r"head 'lm' gives \['entropy', 'logits', 'logprobs', 'routing'\], not \['values'\]",
+    ),
     (token_losses, LossError, r"the loss must return a scalar sum; its total is \[17\]"),
     (unlisted_output, LossError, "the output 'logprobs' was not computed; list it in 'outputs'"),
     (train_in_eval, EngineStateError, "inside eval_mode"),

@@ -89,7 +89,7 @@ class ModelOutput:
                 problems.append(f"output {name!r} was asked for and is {type(value).__name__}")
             elif value.dtype != dtype or value.dim() < 1 or len(value) != length:
                 problems.append(
-                    f"output {name!r} is {value.dtype} {list(value.shape)}, not {dtype} [{length}]"
+                    f"output {name!r} is {value.dtype} {list(value.shape)}, not {_name(dtype)} [{length}]"
                 )
         raise_all(EngineContractError, "the engine's forward", problems)
 
@@ -106,3 +106,7 @@ class ModelOutput:
             index = sequence_index if name in SEQUENCE_OUTPUTS else token_index
             values[name] = torch.empty_like(value).index_copy(0, index.to(value.device), value)
         return ModelOutput(**values)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
