@@ -23,6 +23,7 @@ from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.models.build import build_model
 from core_rl.models.gather import LocalPart
 from core_rl.models.hf_engine import HFTrainEngine
+from core_rl.models.meta_build import build_on_meta
 from core_rl.models.packed import PackedModel
 from core_rl.models.ulysses import check_heads
 from core_rl_fsdp.config import FSDPConfig
@@ -43,16 +44,28 @@ class FSDPEngine(HFTrainEngine):
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
         register_packed_attention(compiled=self.config.options.compile)
-        model = build_model(self.config.model, seed=self.config.seed, attn_implementation=PACKED_ATTENTION)
+        chosen, seed = self.config.model, self.config.seed
+        unloaded = build_on_meta(chosen, seed=seed, attn_implementation=PACKED_ATTENTION)
+        if unloaded is not None:
+            model = unloaded.model
+        else:
+            model = build_model(chosen, seed=seed, attn_implementation=PACKED_ATTENTION)
         self._check_layout(model)
         if self.config.options.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._packed = PackedModel(model, self.config.model.head, self._meshes.shards).to(self.device)
+        self._packed = PackedModel(model, chosen.head, self._meshes.shards)
+        if unloaded is None:
+            self._packed.to(self.device)
         self._partial: frozenset[str] = frozenset()
         if self.layout.tp > 1:
             self._partial = apply_tensor_parallel(model, self._meshes.tensor, self._meshes.shards)
         self._shard_modules(self._packed, self._meshes.data)
+        if unloaded is not None:
+            unloaded.materialize(self._packed, self.device)
         self._adopt(model)
+        if unloaded is not None:
+            self._load_named_tensors("master", unloaded.source)
+            self._load_named_tensors("buffers", unloaded.source)
 
     def _check_layout(self, model: PreTrainedModel) -> None:
         """Refuse what the model cannot take, before anything is moved or cut."""
