@@ -18,6 +18,7 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
+            Capability.OFFLOAD,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,

@@ -25,6 +25,7 @@ CAPABILITIES = frozenset(
         C.REWARD_HEAD,
         C.LOGITS,
         C.FROZEN_PARAMETERS,
+        C.OFFLOAD,
         C.DATA_PARALLEL,
         C.SHARDED_CHECKPOINT,
         C.PORTABLE_CHECKPOINT,

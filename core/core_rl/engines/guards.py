@@ -9,7 +9,7 @@ import torch
 
 from core_rl.config.engine import OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import TensorKind, WeightUpdateMeta
+from core_rl.engines.meta import StatePart, TensorKind, WeightUpdateMeta
 from core_rl.engines.outputs import OutputName
 from core_rl.engines.progress import Pending
 from core_rl.engines.spec import Capability, EngineSpec
@@ -55,6 +55,8 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         wanted.append(Capability.BFLOAT16)
     if config.model.frozen:
         wanted.append(Capability.FROZEN_PARAMETERS)
+    if config.offload_params or config.offload_optimizer:
+        wanted.append(Capability.OFFLOAD)
     for capability in wanted:
         require_capability(spec, capability, f"a config with {capability.value}")
 
@@ -114,6 +116,20 @@ def require_kind(config: TrainEngineConfig, kind: TensorKind) -> None:
         raise WeightsError(f"unknown kind {kind!r}; known kinds: {', '.join(known)}")
     if kind in ("grads", "exp_avg", "exp_avg_sq"):
         require_optimizer(config)
+
+
+def part_of(kind: TensorKind) -> StatePart:
+    """What must be on the device to read or set tensors of ``kind``."""
+    return "optimizer" if kind in ("exp_avg", "exp_avg_sq") else "model"
+
+
+def require_present(offloaded: frozenset[StatePart], kind: TensorKind) -> None:
+    """Raise `EngineStateError` for tensors that are offloaded."""
+    if part_of(kind) in offloaded:
+        inside = ", or call it inside train_mode() or eval_mode()" if part_of(kind) == "model" else ""
+        raise EngineStateError(
+            f"named_tensors({kind!r}): the {part_of(kind)} state is offloaded; call onload() first{inside}"
+        )
 
 
 def require_loadable(kind: TensorKind) -> None:

@@ -12,12 +12,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.collectives import RankGroups, World
 from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.meta import FinetuneSpec, RankAddress, Scheduling, TensorKind, WeightUpdateMeta
+from core_rl.engines.meta import (
+    FinetuneSpec,
+    RankAddress,
+    Scheduling,
+    StatePart,
+    TensorKind,
+    WeightUpdateMeta,
+)
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.steps import MicroBatchStep
 from core_rl.errors import UnsupportedCapability
@@ -125,8 +130,15 @@ class TrainHooks(ABC):
         """
         raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
 
-    def _move(self, device: torch.device, *, model: bool, optimizer: bool) -> None:
-        """Move weights with gradients, or optimizer state, to ``device``."""
+    def _offload(self, part: StatePart) -> None:
+        """Copy weights with gradients, or optimizer state, to host memory, and free what they take.
+
+        On the CPU as well: what is offloaded is not there, on any device.
+        """
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement offloading")
+
+    def _onload(self, part: StatePart) -> None:
+        """The inverse of `_offload`, bit for bit."""
         raise UnsupportedCapability(f"{type(self).__name__} does not implement offloading")
 
     def _send_weights(self, meta: WeightUpdateMeta) -> None:

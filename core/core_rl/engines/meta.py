@@ -14,11 +14,14 @@ __all__ = [
     "RankAddress",
     "SaveLoadMeta",
     "Scheduling",
+    "StatePart",
     "TensorKind",
     "WeightUpdateMeta",
 ]
 
 TensorKind = Literal["params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers"]
+StatePart = Literal["model", "optimizer"]
+"""What can be offloaded by itself: weights with their gradients, and moments."""
 CheckpointFormat = Literal["hf", "sharded", "portable"]
 
 

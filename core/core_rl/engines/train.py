@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.engine import OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
@@ -26,6 +26,7 @@ from core_rl.engines.meta import (
     RankAddress,
     SaveLoadMeta,
     Scheduling,
+    StatePart,
     TensorKind,
     WeightUpdateMeta,
 )
@@ -38,7 +39,7 @@ from core_rl.engines.progress import EngineProgress, Pending
 from core_rl.engines.schedule import learning_rate, schedule_length
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.engines.steps import CollectStep, LossStep, MicroBatches, PostHook
-from core_rl.errors import EngineStateError
+from core_rl.errors import ConfigError, EngineStateError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,7 +65,7 @@ class TrainEngine(TrainHooks):
         self.config = config
         self._state = "new"
         self._mode: str | None = None
-        self._offloaded = False
+        self._offloaded: frozenset[StatePart] = frozenset()
         self._pending = Pending()
         self._progress = EngineProgress()
 
@@ -92,6 +93,7 @@ class TrainEngine(TrainHooks):
             raise
         self._set_training(False)
         self._state = "ready"
+        self._send_away(parts_of(self.config.offload_params, self.config.offload_optimizer))
 
     def destroy(self) -> None:
         """Free the model and leave the process group; the engine cannot be used again."""
@@ -146,13 +148,13 @@ class TrainEngine(TrainHooks):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Training mode (dropout on) inside the context; offloaded state is loaded meanwhile."""
+        """Training mode (dropout on) inside the context; offloaded weights are there meanwhile."""
         with self._in_mode("train"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Evaluation mode (dropout off) inside the context; offloaded state is loaded meanwhile."""
+        """Evaluation mode (dropout off) inside the context; offloaded weights are there meanwhile."""
         with self._in_mode("eval"):
             yield
 
@@ -160,7 +162,7 @@ class TrainEngine(TrainHooks):
     def _in_mode(self, mode: str) -> Iterator[None]:
         guards.require_state(self._state, "ready", f"{mode}_mode()")
         previous = self._mode
-        with self._onloaded():
+        with self._onloaded("model"):
             self._mode = mode
             self._set_training(mode == "train")
             try:
@@ -170,16 +172,14 @@ class TrainEngine(TrainHooks):
                 self._set_training(previous == "train")
 
     @contextmanager
-    def _onloaded(self) -> Iterator[None]:
-        """Everything on the engine's device inside the context; offloaded again after it."""
-        was_offloaded = self._offloaded
-        if was_offloaded:
-            self.onload()
+    def _onloaded(self, *parts: StatePart) -> Iterator[None]:
+        """These parts on the engine's device inside the context; offloaded again after it if they were before."""
+        away = self._offloaded.intersection(parts)
+        self._bring_back(away)
         try:
             yield
         finally:
-            if was_offloaded:
-                self.offload()
+            self._send_away(away)
 
     # -------------------------------------------------------------- training
 
@@ -241,6 +241,10 @@ class TrainEngine(TrainHooks):
         optimizer = guards.require_optimizer(self.config)
         if not self._pending.passes:
             raise EngineStateError("optimizer_step() without gradients; call forward_backward() first")
+        with self._onloaded("model", "optimizer"):
+            return self._clipped_step(optimizer)
+
+    def _clipped_step(self, optimizer: OptimizerConfig) -> dict[str, float]:
         counted, finite = self._pending.weight > 0, self._pending.finite
         norm = self._reduced_norm() if counted else 0.0
         lr = learning_rate(optimizer, self._progress.lr_steps, self._total_steps)
@@ -375,8 +379,7 @@ class TrainEngine(TrainHooks):
         """
         guards.require_state(self._state, "ready", "named_tensors()")
         guards.require_kind(self.config, kind)
-        if self._offloaded:
-            raise EngineStateError("the engine is offloaded; call onload() before named_tensors()")
+        guards.require_present(self._offloaded, kind)
         if kind == "grads":
             if not self._pending.passes:
                 raise EngineStateError("there are no gradients to export; call forward_backward() first")
@@ -393,14 +396,15 @@ class TrainEngine(TrainHooks):
         guards.require_kind(self.config, kind)
         guards.require_loadable(kind)
         check_source(source, self._tensor_shapes(kind), f"loading {kind!r}")
-        self._load_named_tensors(kind, source)
+        with self._onloaded(guards.part_of(kind)):
+            self._load_named_tensors(kind, source)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched."""
         from core_rl.checkpoint.formats import save_engine
 
         guards.require_state(self._state, "ready", "save()")
-        with self._onloaded():
+        with self._onloaded("model", "optimizer"):
             save_engine(self, meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -409,7 +413,7 @@ class TrainEngine(TrainHooks):
 
         guards.require_state(self._state, "ready", "load()")
         self.optimizer_zero_grad()
-        with self._onloaded():
+        with self._onloaded("model", "optimizer"):
             load_engine_state(self, meta)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
@@ -419,7 +423,8 @@ class TrainEngine(TrainHooks):
         if meta.method == "disk":
             self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
         else:
-            self._send_weights(meta)
+            with self._onloaded("model"):
+                self._send_weights(meta)
 
     @property
     def progress(self) -> EngineProgress:
@@ -430,7 +435,8 @@ class TrainEngine(TrainHooks):
         """Go on from ``progress``, as a checkpoint does. No collective."""
         self._progress = replace(progress)
         if self.config.optimizer is not None:
-            self._set_update_count(progress.updates)
+            with self._onloaded("optimizer"):
+                self._set_update_count(progress.updates)
 
     def set_version(self, version: int) -> None:
         """Record the version that the driver gave to the weights. No collective."""
@@ -454,17 +460,48 @@ class TrainEngine(TrainHooks):
             yield
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights and gradients (``model``) and moments (``optimizer``) to ``device``."""
+        """Weights and gradients (``model``) and moments (``optimizer``): back to the engine's device, or to the host.
+
+        On an engine whose device is the CPU, ``to("cpu")`` brings back what `offload` took away. Raises
+        `ConfigError` for a third device. No collective.
+        """
+        target = torch.device(device)
         guards.require_state(self._state, "ready", "to()")
-        guards.require_capability(self.spec, Capability.OFFLOAD, "to()")
-        self._move(torch.device(device), model=model, optimizer=optimizer)
+        if target.type not in ("cpu", self.device.type):
+            raise ConfigError(f"to({str(device)!r}): this engine lives on {self.device}; name that, or 'cpu'")
+        self._move(parts_of(model, optimizer), "to()", away=target.type != self.device.type)
 
     def onload(self) -> None:
-        """Bring everything back to the engine's device."""
-        self.to(self.device)
-        self._offloaded = False
+        """Bring everything back to the engine's device. No collective."""
+        self._move(parts_of(True, True), "onload()", away=False)
 
     def offload(self) -> None:
-        """Move everything to host memory until `onload` or the next mode context."""
-        self.to("cpu")
-        self._offloaded = True
+        """Keep everything in host memory until `onload`; modes and calls that need it bring it back meanwhile.
+
+        What is offloaded is not on the device, also where that is the CPU: reading it raises
+        `EngineStateError`. No collective.
+        """
+        self._move(parts_of(True, True), "offload()", away=True)
+
+    def _move(self, parts: frozenset[StatePart], method: str, *, away: bool) -> None:
+        guards.require_state(self._state, "ready", method)
+        guards.require_capability(self.spec, Capability.OFFLOAD, method)
+        if self._mode is not None and "model" in parts and away:
+            raise EngineStateError(f"{method} inside {self._mode}_mode(); leave the context first")
+        (self._send_away if away else self._bring_back)(parts)
+
+    def _send_away(self, parts: frozenset[StatePart]) -> None:
+        for part in sorted(parts - self._offloaded):
+            self._offload(part)
+            self._offloaded |= {part}
+
+    def _bring_back(self, parts: frozenset[StatePart]) -> None:
+        for part in sorted(parts & self._offloaded):
+            self._onload(part)
+            self._offloaded -= {part}
+
+
+def parts_of(model: bool, optimizer: bool) -> frozenset[StatePart]:
+    """The parts that are asked for."""
+    chosen: dict[StatePart, bool] = {"model": model, "optimizer": optimizer}
+    return frozenset(part for part, wanted in chosen.items() if wanted)

@@ -7,6 +7,7 @@ tensor is spread: `_local` and `_copy_world`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -16,10 +17,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.checkpoint.shards import Shard, ShardFiles, write_shards
 from core_rl.engines.collectives import World
 from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.meta import TensorKind
+from core_rl.engines.meta import StatePart, TensorKind
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.train import TrainEngine
 from core_rl.models.gather import LocalPart, ShardGather
+from core_rl.models.offload import HostCopies, guarded, own_memory
 from core_rl.models.optimizer import build_adamw, moment, set_moment, set_step_count
 
 __all__ = ["HFTrainEngine", "LocalPart"]
@@ -41,6 +43,7 @@ class HFTrainEngine(TrainEngine):
         Collective: the ranks tell each other what they hold.
         """
         self.model = model
+        self._on_host: dict[StatePart, ExitStack] = {}
         held = dict(self._held("master"))
         self._owned = {name: self._owned_parameter(p) for name, p in model.named_parameters()}
         config = self.config.optimizer
@@ -172,6 +175,34 @@ class HFTrainEngine(TrainEngine):
     def _set_update_count(self, count: int) -> None:
         if self.optimizer is not None:
             set_step_count(self.optimizer, count)
+
+    # ---------------------------------------------------------------- offload
+
+    def _offload(self, part: StatePart) -> None:
+        copies, coming_back = HostCopies(), ExitStack()
+        coming_back.callback(copies.give_back)
+        if part == "model":
+            own_memory(p for p in self.model.parameters() if type(p) is nn.Parameter)
+            copies.take(self._model_state())
+            coming_back.enter_context(guarded(self.model))
+        else:
+            copies.take(self._optimizer_state())
+        self._on_host[part] = coming_back
+
+    def _onload(self, part: StatePart) -> None:
+        self._on_host.pop(part).close()
+
+    def _model_state(self) -> Iterator[Tensor]:
+        """This rank's weights and gradients."""
+        for parameter in self.model.parameters():
+            yield self._local(parameter.detach()).tensor
+        for _, grad in self._grads():
+            yield grad
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        """This rank's moments; the step counts are on the host in any case."""
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            yield from (value for name, value in state.items() if name != "step")
 
     # ------------------------------------------------------ sharded checkpoint
 

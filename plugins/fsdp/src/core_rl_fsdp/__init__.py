@@ -22,6 +22,7 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
+            Capability.OFFLOAD,
             Capability.BFLOAT16,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,
