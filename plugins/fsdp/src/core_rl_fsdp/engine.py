@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -26,6 +27,7 @@ from core_rl.models.hf_engine import HFTrainEngine
 from core_rl.models.meta_build import build_on_meta
 from core_rl.models.packed import PackedModel
 from core_rl.models.ulysses import check_heads
+from core_rl_fsdp.activation_offload import activations_on_host
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import SHARD, TENSOR, Meshes
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
@@ -100,7 +102,8 @@ class FSDPEngine(HFTrainEngine):
         each = self.config.options.reduce_scatter == "each"
         for number, micro_batch in enumerate(micro_batches, start=1):
             self._packed_root.set_requires_gradient_sync(each or number == len(micro_batches))
-            outputs = self._packed(micro_batch, step.outputs, step.temperature, step.trained_only)
+            with self._saved_activations(forward_only):
+                outputs = self._packed(micro_batch, step.outputs, step.temperature, step.trained_only)
             loss = step(ModelOutput(**outputs), micro_batch)
             if not forward_only:
                 loss.backward()
@@ -109,6 +112,10 @@ class FSDPEngine(HFTrainEngine):
             # next forward pass would use them although the shards may have changed by then.
             for module in self._sharded():
                 module.reshard()
+
+    def _saved_activations(self, forward_only: bool) -> AbstractContextManager[None]:
+        offload = self.config.options.activation_offload and not forward_only
+        return activations_on_host() if offload else nullcontext()
 
     def _reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
