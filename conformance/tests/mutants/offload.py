@@ -81,7 +81,7 @@ class SavesFreedMemory(ReferenceEngine):
             super().save(meta)
             return
         self.onload()
-        weight = self.model.get_input_embeddings().weight
+        weight = self.model.get_parameter("model.embed_tokens.weight")
         kept = weight.detach().clone()
         with torch.no_grad():
             weight.zero_()

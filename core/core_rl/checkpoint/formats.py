@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from core_rl.checkpoint.agreement import on_all
+from core_rl.checkpoint.background import BackgroundSave, Write, publish_later
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
@@ -59,15 +60,15 @@ TOKENIZER_FILES = (
 )
 
 
-def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> None:
-    """Save ``engine`` as ``meta`` says; collective.
+def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
+    """Save ``engine`` as ``meta`` says; collective. Returns what is still to be done in the background, if so asked.
 
     Raises `UnsupportedCapability` for a format that the engine does not declare, and one
     `CheckpointError` on all ranks when anything fails on any of them; what was at the path stays.
     """
     _require_format(engine, meta.format)
     save = {"hf": save_hf, "portable": save_portable, "sharded": save_sharded}[meta.format]
-    save(engine, meta)
+    return save(engine, meta)
 
 
 def load_engine_state(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -90,7 +91,7 @@ def _require_format(engine: TrainEngine, name: CheckpointFormat) -> None:
 # ---------------------------------------------------------------------- hf
 
 
-def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     """A model directory of transformers: safetensors, config, generation config and tokenizer."""
     kinds = _weights(engine, "params")
 
@@ -104,7 +105,7 @@ def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
             _copy_model_files(engine.config.model.path, meta.tokenizer_path, directory)
 
     state = {"model": _fingerprint(engine), "version": engine.progress.version}
-    publish(meta.path, write, engine.world, kind="hf", state=state)
+    return _publish(engine, meta, write, state)
 
 
 def load_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -163,7 +164,7 @@ def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
 # ---------------------------------------------------------------- portable
 
 
-def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Float32 weights, moments and progress as named tensors, for any engine and layout."""
     with_moments = meta.with_optimizer and engine.config.optimizer is not None
     kinds = _weights(engine, "master") + (MOMENTS if with_moments else ())
@@ -178,7 +179,7 @@ def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         if errors:
             raise errors[0]
 
-    publish(meta.path, write, engine.world, kind="portable", state=_state(engine, with_moments))
+    return _publish(engine, meta, write, _state(engine, with_moments))
 
 
 def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -196,16 +197,18 @@ def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 # ----------------------------------------------------------------- sharded
 
 
-def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     """The engine's own parallel format, and progress."""
     with_optimizer = meta.with_optimizer and engine.config.optimizer is not None
 
     def write(directory: Path) -> None:
-        shards = directory / SHARDS
-        shards.mkdir(exist_ok=True)
-        engine._save_shards(shards, with_optimizer)
+        engine._save_shards(_shards_in(directory), with_optimizer)
 
-    publish(meta.path, write, engine.world, kind="sharded", state=_state(engine, with_optimizer))
+    def snapshot() -> Write | None:
+        later = engine._snapshot_shards(with_optimizer)
+        return None if later is None else lambda directory: later(_shards_in(directory))
+
+    return _publish(engine, meta, write, _state(engine, with_optimizer), snapshot)
 
 
 def load_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -219,7 +222,40 @@ def load_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         engine.restore_progress(EngineProgress(**state["progress"]))
 
 
+def _shards_in(directory: Path) -> Path:
+    shards = directory / SHARDS
+    shards.mkdir(exist_ok=True)
+    return shards
+
+
 # ------------------------------------------------------------------ common
+
+
+def _publish(
+    engine: TrainEngine,
+    meta: SaveLoadMeta,
+    write: Write,
+    state: Mapping[str, Any],
+    snapshot: Callable[[], Write | None] = lambda: None,
+) -> BackgroundSave | None:
+    """Publish what ``write`` writes: at once, or later what ``snapshot`` holds.
+
+    Without a snapshot, the files themselves are one: they are written now, and only their digests,
+    the flush to the disk and the renaming come later.
+    """
+    if not meta.asynchronous:
+        publish(meta.path, write, engine.world, kind=meta.format, state=state)
+        return None
+
+    def prepare(directory: Path) -> Write:
+        later = snapshot()
+        if later is not None:
+            return later
+        write(directory)
+        return lambda directory: None
+
+    timeout_s = engine.timeout_s
+    return publish_later(meta.path, prepare, engine.world, kind=meta.format, state=state, timeout_s=timeout_s)
 
 
 def _weights(engine: TrainEngine, kind: TensorKind) -> tuple[TensorKind, ...]:

@@ -7,7 +7,7 @@ collective: every rank of the engine's world is in the same hook.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,6 +122,14 @@ class TrainHooks(ABC):
     def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
         """Write this rank's weights in the backend's own parallel format, and its moments and random state if asked."""
         raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
+
+    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None] | None:
+        """A true copy in host memory of what `_save_shards` writes, as a function that writes it; or None.
+
+        The function runs in a thread while training goes on, without collectives. Where the hook
+        returns None, a save in the background calls `_save_shards` before training goes on.
+        """
+        return None
 
     def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
         """Read what `_save_shards` wrote, perhaps at another layout; without the optimizer, the weights alone.

@@ -69,6 +69,9 @@ class SaveLoadMeta:
     """Moments, step counts and random state as well; ``hf`` never holds them."""
     tokenizer_path: str | None = None
     """For ``hf``: a directory whose tokenizer files are copied into the export."""
+    asynchronous: bool = False
+    """``save`` returns when what is saved can no longer change, and the rest is done in the background; see
+    `TrainEngine.save`. ``load`` ignores it."""
 
     def __post_init__(self) -> None:
         if not self.path:

@@ -44,6 +44,8 @@ from core_rl.errors import ConfigError, EngineStateError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from core_rl.checkpoint.background import BackgroundSave
+
 __all__ = ["TrainEngine"]
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class TrainEngine(TrainHooks):
         self._offloaded: frozenset[StatePart] = frozenset()
         self._pending = Pending()
         self._progress = EngineProgress()
+        self._background: BackgroundSave | None = None
 
     # ------------------------------------------------------------- life cycle
 
@@ -96,11 +99,17 @@ class TrainEngine(TrainHooks):
         self._send_away(parts_of(self.config.offload_params, self.config.offload_optimizer))
 
     def destroy(self) -> None:
-        """Free the model and leave the process group; the engine cannot be used again."""
-        if self._state == "ready":
-            self._teardown()
-            self._membership.leave()
-        self._state = "destroyed"
+        """Free the model and leave the process group; the engine cannot be used again.
+
+        Waits for a save in the background, and raises its `CheckpointError` after all is freed.
+        """
+        ready, self._state = self._state == "ready", "destroyed"
+        if ready:
+            try:
+                self._finish_saving()
+            finally:
+                self._teardown()
+                self._membership.leave()
 
     def _schedule_length(self, ft_spec: FinetuneSpec | None) -> int | None:
         if self.config.optimizer is None:
@@ -118,6 +127,11 @@ class TrainEngine(TrainHooks):
     def world(self) -> World:
         """All ranks of this engine."""
         return self._membership.world
+
+    @property
+    def timeout_s(self) -> float:
+        """How long ranks wait for each other, in seconds."""
+        return self._membership.address.timeout_s
 
     @property
     def data_parallel_rank(self) -> int:
@@ -400,18 +414,41 @@ class TrainEngine(TrainHooks):
             self._load_named_tensors(kind, source)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched."""
+        """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched.
+
+        With ``meta.asynchronous`` it returns when what is saved can no longer change: each rank holds a
+        copy of its shards in host memory (engines that cannot take one, and the formats ``hf`` and
+        ``portable``, have written their files by then). Digests, flushing and the renaming into place
+        happen while training goes on. `wait_for_saves` waits for that, and so do the next ``save``,
+        ``load`` and ``destroy``; whichever comes first raises what went wrong.
+        """
         from core_rl.checkpoint.formats import save_engine
 
         guards.require_state(self._state, "ready", "save()")
+        self._finish_saving()
         with self._onloaded("model", "optimizer"):
-            save_engine(self, meta)
+            self._background = save_engine(self, meta)
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is going on in the background.
+
+        Raises one `CheckpointError` on all ranks if one failed on any of them; what was at its place
+        before is untouched.
+        """
+        guards.require_state(self._state, "ready", "wait_for_saves()")
+        self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        saving, self._background = self._background, None
+        if saving is not None:
+            saving.wait(self.world)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a checkpoint; a damaged or foreign one is refused before anything changes."""
         from core_rl.checkpoint.formats import load_engine_state
 
         guards.require_state(self._state, "ready", "load()")
+        self._finish_saving()
         self.optimizer_zero_grad()
         with self._onloaded("model", "optimizer"):
             load_engine_state(self, meta)

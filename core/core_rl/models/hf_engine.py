@@ -6,15 +6,16 @@ tensor is spread: `_local` and `_copy_world`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from core_rl.checkpoint.shards import Shard, ShardFiles, write_shards
+from core_rl.checkpoint.shards import Shard, ShardFiles, copy_shards, write_copies, write_shards
 from core_rl.engines.collectives import World
 from core_rl.engines.grad_norm import GradShard
 from core_rl.engines.meta import StatePart, TensorKind
@@ -208,6 +209,10 @@ class HFTrainEngine(TrainEngine):
 
     def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
         write_shards(directory, self.world.rank, self._shards(with_optimizer), self.world.size)
+
+    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
+        copies = copy_shards(self.world.rank, self._shards(with_optimizer))
+        return partial(write_copies, rank=self.world.rank, copies=copies, world_size=self.world.size)
 
     def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
         kinds: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq", "buffers")

@@ -75,7 +75,7 @@ def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
     """Of parameters and of moments, by what their storages hold now."""
     assert isinstance(engine, FSDPEngine) and engine.optimizer is not None
     moments = [value for state in engine.optimizer.state.values() for value in state.values()]
-    parts = {
+    parts: dict[str, list[Tensor]] = {
         "parameters": [engine._local(p.detach()).tensor for p in engine.model.parameters()],
         "optimizer's": list(engine._owned.values()),
         "moments": [value for value in moments if value.dim()],
