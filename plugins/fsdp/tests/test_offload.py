@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import fsdp_support as support
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.meta import TensorKind
@@ -55,7 +58,7 @@ def plain(group: EngineGroup) -> dict[bool, dict[str, Tensor]]:
 def test_activations_on_the_host_change_no_bit(
     group: EngineGroup, plain: dict[bool, dict[str, Tensor]], checkpointing: bool
 ) -> None:
-    options = {"activation_offload": True, "gradient_checkpointing": checkpointing}
+    options: dict[str, Any] = {"activation_offload": True, "gradient_checkpointing": checkpointing}
     found = trained(group, support.fsdp_config(2, **options))
     different = [name for name, value in plain[checkpointing].items() if not torch.equal(found[name], value)]
     assert found.keys() == plain[checkpointing].keys() and not different
@@ -98,35 +101,40 @@ def test_memory_is_given_back_and_shared_as_before(group: EngineGroup) -> None:
     assert group.run(bytes_on_device) == before
 
 
-def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, Any]:
+def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, int]:
     """What autograd saved in one forward pass: how many weights were copied, and how much else."""
-    assert isinstance(engine, FSDPEngine)
+    assert isinstance(engine, FSDPEngine) and engine._activation_offload is not None
     copied: list[Tensor] = []
-    weights: list[int] = []
-    real = activation_offload._pack
+    weights: list[bool] = []
+    real = engine._activation_offload._pack
 
     def pack(tensor: Tensor) -> Any:
-        storages = {p.untyped_storage()._cdata for p in engine.model.parameters() if type(p) is nn.Parameter}
+        storages = {_own(p).untyped_storage()._cdata for p in engine.model.parameters()}
         found = real(tensor)
         if isinstance(found, activation_offload._OnHost):
             copied.append(found.copy)
             weights.append(tensor.untyped_storage()._cdata in storages)
         return found
 
-    activation_offload._pack = pack
-    try:
+    with mock.patch.object(engine._activation_offload, "_pack", pack):
         engine.forward_backward(support.make_batch(seed), LOSS, MicroBatchSpec(count=1))
         engine.optimizer_zero_grad()
-    finally:
-        activation_offload._pack = real
     return {"copies": len(copied), "bytes": sum(c.nbytes for c in copied), "weights": sum(weights)}
 
 
-def test_activations_move_and_weights_stay(group: EngineGroup) -> None:
-    seen = {}
+def _own(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+LAYOUTS = (ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, sequence_parallel=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_activations_move_and_weights_stay(group: EngineGroup, layout: ParallelLayout) -> None:
+    seen: dict[bool, dict[str, int]] = {}
     for checkpointing in (False, True):
-        options = {"activation_offload": True, "gradient_checkpointing": checkpointing}
-        group.initialize(config=support.fsdp_config(2, **options))
+        options: dict[str, Any] = {"activation_offload": True, "gradient_checkpointing": checkpointing}
+        group.initialize(config=support.fsdp_config(layout, **options))
         seen[checkpointing] = group.run(packed_tensors, 0)[0]
     assert seen[False]["weights"] == seen[True]["weights"] == 0
     # With checkpointing the inputs of the blocks move, and what lies inside of them is never kept.

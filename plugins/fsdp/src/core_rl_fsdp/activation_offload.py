@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["activations_on_host"]
+__all__ = ["ActivationOffload"]
 
 SMALLEST_BYTES = 1024
 """Smaller tensors stay where they are: moving one takes longer than it saves (torchtune keeps the same bound)."""
 
 
-def activations_on_host() -> AbstractContextManager[None]:
-    """Inside the context, what autograd saves is copied to host memory, pinned for CUDA, until it is needed.
+class ActivationOffload:
+    """Copies what autograd saves to host memory, pinned for CUDA, until it is needed.
 
-    Parameters stay: they are there in any case, and a sharded module gathers them again itself. With
+    Weights stay: they are there in any case, and a sharded module gathers them again itself. With
     gradient checkpointing, what is saved is the input of each block, and that is what moves. The
     values, and so the gradients, are the same bit for bit. (`torch.autograd.graph.save_on_cpu` would
     copy the gathered weights as well, and nothing at all on the CPU.)
     """
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """``modules`` have their weights gathered when their forward pass begins, and are final."""
+        self._weights: set[int] = set()
+        for module in modules:
+            module.register_forward_pre_hook(self._note_weights)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the context, saved tensors move."""
+        self._weights.clear()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def _note_weights(self, module: nn.Module, _: object) -> None:
+        for parameter in module.parameters():
+            held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self._weights.add(held.untyped_storage()._cdata)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout != torch.strided or tensor.nbytes < SMALLEST_BYTES:
+            return tensor
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self._pack(getattr(tensor, name)) for name in names}
+            return _PartsOnHost(type(tensor), parts, context, tensor.size(), tensor.stride())
+        if tensor.untyped_storage()._cdata in self._weights:
+            return tensor
+        # With the same strides: kernels choose their order of summation by them.
+        pinned = tensor.device.type == "cuda"
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+        return _OnHost(copy.copy_(tensor.detach()), tensor.device)
 
 
 @dataclass(frozen=True)
@@ -46,19 +79,6 @@ class _PartsOnHost:
     stride: tuple[int, ...]
 
 
-def _pack(tensor: Tensor) -> Any:
-    if _is_weight(tensor) or tensor.layout != torch.strided or tensor.nbytes < SMALLEST_BYTES:
-        return tensor
-    if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: _pack(getattr(tensor, name)) for name in names}
-        return _PartsOnHost(type(tensor), parts, context, tensor.size(), tensor.stride())
-    # With the same strides: kernels choose their order of summation by them.
-    pinned = tensor.device.type == "cuda"
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
-    return _OnHost(copy.copy_(tensor.detach()), tensor.device)
-
-
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, _PartsOnHost):
         parts = {name: _unpack(part) for name, part in packed.parts.items()}
@@ -68,8 +88,3 @@ def _unpack(packed: Any) -> Tensor:
         return packed.copy.to(packed.device, non_blocking=True)
     assert isinstance(packed, Tensor)
     return packed
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    return isinstance(base, nn.Parameter)

@@ -27,7 +27,7 @@ from core_rl.models.hf_engine import HFTrainEngine
 from core_rl.models.meta_build import build_on_meta
 from core_rl.models.packed import PackedModel
 from core_rl.models.ulysses import check_heads
-from core_rl_fsdp.activation_offload import activations_on_host
+from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import SHARD, TENSOR, Meshes
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
@@ -62,6 +62,8 @@ class FSDPEngine(HFTrainEngine):
         if self.layout.tp > 1:
             self._partial = apply_tensor_parallel(model, self._meshes.tensor, self._meshes.shards)
         self._shard_modules(self._packed, self._meshes.data)
+        offload = self.config.options.activation_offload
+        self._activation_offload = ActivationOffload(self._gathered()) if offload else None
         if unloaded is not None:
             unloaded.materialize(self._packed, self.device)
         self._adopt(model)
@@ -95,6 +97,9 @@ class FSDPEngine(HFTrainEngine):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
+    def _gathered(self) -> Iterator[nn.Module]:
+        return (module for module in self._packed.modules() if isinstance(module, FSDPModule))
+
     def _sharded(self) -> Iterator[FSDPModule]:
         return (module for module in self._packed.modules() if isinstance(module, FSDPModule))
 
@@ -114,8 +119,8 @@ class FSDPEngine(HFTrainEngine):
                 module.reshard()
 
     def _saved_activations(self, forward_only: bool) -> AbstractContextManager[None]:
-        offload = self.config.options.activation_offload and not forward_only
-        return activations_on_host() if offload else nullcontext()
+        offload = None if forward_only else self._activation_offload
+        return nullcontext() if offload is None else offload.active()
 
     def _reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
