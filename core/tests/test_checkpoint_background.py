@@ -20,7 +20,7 @@ import torch
 from checkpoint_support import TIMEOUT_S, hidden, in_child, killed_at, load_text, on_ranks, save_text
 from torch import Tensor
 
-from core_rl.checkpoint.background import BackgroundSave, Write, publish_later
+from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.collectives import World
 from core_rl.engines.loss import LossSpec
@@ -36,9 +36,9 @@ CALLS = ("fsync", "mkdir", "rename", "rmdir", "unlink")
 def begin(
     path: Path, world: World, write: Write, *, text: str = "", timeout_s: float = TIMEOUT_S
 ) -> BackgroundSave:
-    def prepare(directory: Path) -> Write:
+    def prepare(directory: Path) -> Later:
         (directory / f"now{world.rank}").write_text(text)
-        return write
+        return Later(write)
 
     return publish_later(str(path), prepare, world, kind="text", state={}, timeout_s=timeout_s)
 
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_write_in_time_is_named(tmp_path: Path) -> None:
 
 
 def test_a_failure_before_training_goes_on_is_raised_at_once(tmp_path: Path) -> None:
-    def fail(directory: Path) -> Write:
+    def fail(directory: Path) -> Later:
         raise RuntimeError("no snapshot")
 
     save_text(tmp_path / "a", weights="old")
@@ -204,14 +204,14 @@ def test_a_run_killed_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path: Pat
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from core_rl.checkpoint.background import publish_later
+from core_rl.checkpoint.background import Later, publish_later
 from core_rl.engines.collectives import World
 
 def write(directory):
     time.sleep(0.3)
     (directory / "later0").write_text("new")
 
-publish_later(sys.argv[1], lambda directory: write, World(), kind="text", state={}, timeout_s=60.0)
+publish_later(sys.argv[1], lambda directory: Later(write), World(), kind="text", state={}, timeout_s=60.0)
 """
 
 

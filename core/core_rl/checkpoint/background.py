@@ -7,12 +7,12 @@ waits for all markers, seals the directory and renames it into place. No thread 
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from core_rl.checkpoint.manifest import seal
 from core_rl.engines.collectives import World
 from core_rl.errors import CheckpointError
 
-__all__ = ["BackgroundSave", "publish_later"]
+__all__ = ["BackgroundSave", "Later", "publish_later"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,19 @@ POLL_S = 0.02
 Write = Callable[[Path], None]
 
 
+@dataclass(frozen=True)
+class Later:
+    """What is left to do with the directory of a checkpoint, without collectives."""
+
+    write: Write
+    """Every rank writes files of its own, from copies that nobody else changes."""
+    finish: Write | None = None
+    """Rank 0 makes of all of them what the checkpoint is to hold."""
+
+
 def publish_later(
     path: str,
-    prepare: Callable[[Path], Write],
+    prepare: Callable[[Path], Later],
     world: World,
     *,
     kind: str,
@@ -41,9 +51,8 @@ def publish_later(
 ) -> BackgroundSave:
     """`publish` in two halves; collective. Returns when every rank has its snapshot.
 
-    ``prepare(directory)`` runs now, may run collectives, and returns what writes the rest of this
-    rank's files into the directory: later, in a thread, from copies that nobody else changes, and
-    without collectives. Rank 0 gives up when another rank is ``timeout_s`` seconds later than it.
+    ``prepare(directory)`` runs now, may run collectives, and returns what is done later, in a thread.
+    Rank 0 gives up when another rank is ``timeout_s`` seconds later than it.
 
     Raises one `CheckpointError` on all ranks when the first half fails; `BackgroundSave.wait` tells
     of the second.
@@ -52,15 +61,17 @@ def publish_later(
     with ExitStack() as stack:
         staged = staged_on_leader(path, state, world, stack, subject)
         on_all(world, lambda: check_visible(staged), subject, CheckpointError)
-        write = on_all(world, lambda: prepare(staged), subject, CheckpointError)
+        later = on_all(world, lambda: prepare(staged), subject, CheckpointError)
 
         def commit() -> None:
             _await_parts(staged, world_size, timeout_s)
+            if later.finish is not None:
+                later.finish(staged)
             seal(staged, kind, state, in_background=True)
             place_of(path).commit(staged)
 
         world_size = world.size
-        save = BackgroundSave(path, staged, world.rank, write)
+        save = BackgroundSave(path, staged, world.rank, later.write)
         save.begin(commit if world.rank == 0 else None, stack.pop_all())
         return save
 
@@ -100,41 +111,38 @@ class BackgroundSave:
 
     def _run(self, commit: Callable[[], None] | None, stack: ExitStack) -> None:
         with stack:
-            try:
-                self._write_part()
-                if commit is not None:
-                    commit()
-            except _ElsewhereError:
-                pass  # the rank that failed tells
-            except Exception as error:  # noqa: BLE001  # nobody is there to catch it: `wait` raises it
-                self._failure = error
-                logger.error("the save of %r in the background failed: %s", self.path, describe(error))
+            self._attempt(self._write_part)
+            if commit is not None:
+                # Also after a failure: it waits until no other rank writes into the directory any more.
+                self._attempt(commit)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except _ElsewhereError:
+            pass  # who failed tells
+        except Exception as error:  # noqa: BLE001  # nobody is there to catch it: `wait` raises it
+            self._failure = self._failure or error
+            logger.error("the save of %r in the background failed: %s", self.path, describe(error))
 
     def _write_part(self) -> None:
         """Write, and tell rank 0 how it went, whatever happens."""
         assert self._write is not None
-        failed = True
+        outcome = "failed"
         try:
             self._write(self._staged)
-            failed = False
+            outcome = "done"
         finally:
             self._write = None  # the snapshot's memory
-            _leave_marker(self._staged, self._rank, failed)
+            _marker(self._staged, self._rank, outcome).touch()  # empty: a full disk takes it
 
 
 class _ElsewhereError(Exception):
-    """Another rank failed."""
+    """Some rank could not write its part."""
 
 
-def _marker(staged: Path, rank: int) -> Path:
-    return staged / f".rank-{rank:05d}.done"
-
-
-def _leave_marker(staged: Path, rank: int, failed: bool) -> None:
-    marker = _marker(staged, rank)
-    written = marker.with_suffix(".part")
-    written.write_text(json.dumps({"failed": failed}))
-    written.rename(marker)  # so that nobody reads half of it
+def _marker(staged: Path, rank: int, outcome: str) -> Path:
+    return staged / f".rank-{rank:05d}.{outcome}"
 
 
 def _await_parts(staged: Path, world_size: int, timeout_s: float) -> None:
@@ -143,10 +151,13 @@ def _await_parts(staged: Path, world_size: int, timeout_s: float) -> None:
     waiting = set(range(world_size))
     failed = False
     while waiting:
-        for rank in [rank for rank in waiting if _marker(staged, rank).exists()]:
-            failed |= bool(json.loads(_marker(staged, rank).read_text())["failed"])
-            _marker(staged, rank).unlink()
-            waiting.discard(rank)
+        for rank in list(waiting):
+            for outcome in ("done", "failed"):
+                marker = _marker(staged, rank, outcome)
+                if marker.exists():
+                    marker.unlink()
+                    waiting.discard(rank)
+                    failed |= outcome == "failed"
         if waiting and time.monotonic() > deadline:
             raise CheckpointError(f"rank(s) {sorted(waiting)} did not finish writing within {timeout_s:g} s")
         if waiting:

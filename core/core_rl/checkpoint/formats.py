@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from core_rl.checkpoint.agreement import on_all
-from core_rl.checkpoint.background import BackgroundSave, Write, publish_later
+from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.engines import guards
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
@@ -31,6 +32,7 @@ __all__ = ["load_engine_state", "save_engine"]
 CAPABILITY = {"sharded": Capability.SHARDED_CHECKPOINT, "portable": Capability.PORTABLE_CHECKPOINT}
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 SHARDS = "shards"
+PARTS = ".parts"
 
 MODEL_FIELDS = (
     "model_type",
@@ -99,13 +101,16 @@ def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
         stream = (item for kind in kinds for item in engine.named_tensors(kind))
         write_tensors(directory, "model", stream, writes=engine.is_writer)
         if engine.is_writer:
-            config = copy.deepcopy(engine.hf_config())
-            config.dtype = engine.config.dtype
-            config.save_pretrained(directory)
-            _copy_model_files(engine.config.model.path, meta.tokenizer_path, directory)
+            beside(directory)
 
+    def beside(directory: Path) -> None:
+        config.save_pretrained(directory)
+        _copy_model_files(engine.config.model.path, meta.tokenizer_path, directory)
+
+    config = copy.deepcopy(engine.hf_config())
+    config.dtype = engine.config.dtype
     state = {"model": _fingerprint(engine), "version": engine.progress.version}
-    return _publish(engine, meta, write, state)
+    return _publish(engine, meta, write, state, lambda: _tensors_later(engine, {"model": kinds}, beside))
 
 
 def load_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -179,7 +184,9 @@ def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | N
         if errors:
             raise errors[0]
 
-    return _publish(engine, meta, write, _state(engine, with_moments))
+    files: dict[str, Sequence[TensorKind]] = {kind: (kind,) for kind in kinds}
+    state = _state(engine, with_moments)
+    return _publish(engine, meta, write, state, lambda: _tensors_later(engine, files))
 
 
 def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -204,9 +211,9 @@ def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | No
     def write(directory: Path) -> None:
         engine._save_shards(_shards_in(directory), with_optimizer)
 
-    def snapshot() -> Write | None:
+    def snapshot() -> Later | None:
         later = engine._snapshot_shards(with_optimizer)
-        return None if later is None else lambda directory: later(_shards_in(directory))
+        return None if later is None else Later(lambda directory: later(_shards_in(directory)))
 
     return _publish(engine, meta, write, _state(engine, with_optimizer), snapshot)
 
@@ -236,7 +243,7 @@ def _publish(
     meta: SaveLoadMeta,
     write: Write,
     state: Mapping[str, Any],
-    snapshot: Callable[[], Write | None] = lambda: None,
+    snapshot: Callable[[], Later | None],
 ) -> BackgroundSave | None:
     """Publish what ``write`` writes: at once, or later what ``snapshot`` holds.
 
@@ -247,15 +254,46 @@ def _publish(
         publish(meta.path, write, engine.world, kind=meta.format, state=state)
         return None
 
-    def prepare(directory: Path) -> Write:
+    def prepare(directory: Path) -> Later:
         later = snapshot()
         if later is not None:
             return later
         write(directory)
-        return lambda directory: None
+        return Later(lambda directory: None)
 
     timeout_s = engine.timeout_s
     return publish_later(meta.path, prepare, engine.world, kind=meta.format, state=state, timeout_s=timeout_s)
+
+
+def _tensors_later(
+    engine: TrainEngine, files: Mapping[str, Sequence[TensorKind]], beside: Write | None = None
+) -> Later | None:
+    """Named tensors from a snapshot: every rank writes its parts, and rank 0 puts them together.
+
+    ``files`` tells which kinds go into files of which prefix, and ``beside`` writes what else there is.
+    """
+    copies = engine._snapshot_tensors([kind for kinds in files.values() for kind in kinds])
+    if copies is None:
+        return None
+    rank, size = engine.world.rank, engine.world.size
+
+    def write(directory: Path) -> None:
+        parts = directory / PARTS
+        parts.mkdir(exist_ok=True)
+        write_copies(parts, rank, copies, size)
+        copies.clear()
+
+    def finish(directory: Path) -> None:
+        parts = ShardFiles(directory / PARTS)
+        for prefix, kinds in files.items():
+            names = [name for kind in kinds for name in parts.names() if name.startswith(f"{kind}/")]
+            stream = ((name.partition("/")[2], parts.read(name)) for name in names)
+            write_tensors(directory, prefix, stream, writes=True)
+        shutil.rmtree(directory / PARTS)
+        if beside is not None:
+            beside(directory)
+
+    return Later(write, finish)
 
 
 def _weights(engine: TrainEngine, kind: TensorKind) -> tuple[TensorKind, ...]:

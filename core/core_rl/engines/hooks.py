@@ -30,6 +30,8 @@ from core_rl.errors import UnsupportedCapability
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from core_rl.checkpoint.shards import Shard
+
 __all__ = ["TrainHooks"]
 
 
@@ -128,6 +130,14 @@ class TrainHooks(ABC):
 
         The function runs in a thread while training goes on, without collectives. Where the hook
         returns None, a save in the background calls `_save_shards` before training goes on.
+        """
+        return None
+
+    def _snapshot_tensors(self, kinds: Sequence[TensorKind]) -> list[Shard] | None:
+        """True copies in host memory of what `_named_tensors` streams: of each tensor the parts that this rank holds.
+
+        They are called ``KIND/NAME``, and each part is on one rank only. Where the hook returns None, on
+        all ranks alike, a save of ``portable`` or ``hf`` in the background streams before training goes on.
         """
         return None
 

@@ -6,7 +6,7 @@ tensor is spread: `_local` and `_copy_world`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -214,13 +214,23 @@ class HFTrainEngine(TrainEngine):
         copies = copy_shards(self.world.rank, self._shards(with_optimizer))
         return partial(write_copies, rank=self.world.rank, copies=copies, world_size=self.world.size)
 
+    def _snapshot_tensors(self, kinds: Sequence[TensorKind]) -> list[Shard] | None:
+        if any(dict(self._held(kind)).keys() != self._tensor_shapes(kind).keys() for kind in kinds):
+            return None  # tensors that are written in another form than they are held in
+        return copy_shards(self.world.rank, (part for kind in kinds for part in self._exported_parts(kind)))
+
+    def _exported_parts(self, kind: TensorKind) -> Iterator[Shard]:
+        """This rank's parts in the dtype in which ``kind`` is exported; of copies, one rank has them."""
+        shapes = self._tensor_shapes(kind)
+        for name, part in self._held(kind):
+            if self.world.rank == (0 if kind == "buffers" else min(self._holders[name])):
+                tensor = self._in_export_dtype(kind, name, part.tensor)
+                yield Shard(f"{kind}/{name}", tensor, shapes[name], part.offsets)
+
     def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
         kinds: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq", "buffers")
         for kind in kinds if with_optimizer else ("master", "buffers"):
-            shapes = self._tensor_shapes(kind)
-            for name, part in self._held(kind):
-                if self.world.rank == (0 if kind == "buffers" else min(self._holders[name])):
-                    yield Shard(f"{kind}/{name}", part.tensor, shapes[name], part.offsets)
+            yield from self._exported_parts(kind)
         if with_optimizer:
             yield from self._random_state()
 
