@@ -40,6 +40,7 @@ class ActivationOffload:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
+    @torch.compiler.disable  # a compiled block runs its hooks inside
     def _note_weights(self, module: nn.Module, _: object) -> None:
         for parameter in module.parameters():
             held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
