@@ -416,10 +416,9 @@ class TrainEngine(TrainHooks):
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched.
 
-        With ``meta.asynchronous`` it returns when what is saved can no longer change: each rank holds a
-        copy of its shards in host memory (engines that cannot take one, and the formats ``hf`` and
-        ``portable``, have written their files by then). Digests, flushing and the renaming into place
-        happen while training goes on. `wait_for_saves` waits for that, and so do the next ``save``,
+        With ``meta.asynchronous`` it returns when what is saved can no longer change: each rank has copied
+        the parts that it holds to host memory (an engine that cannot has written its files by then).
+        Files, digests, flushing and the renaming into place come while training goes on. `wait_for_saves` waits for that, and so do the next ``save``,
         ``load`` and ``destroy``; whichever comes first raises what went wrong.
         """
         from core_rl.checkpoint.formats import save_engine

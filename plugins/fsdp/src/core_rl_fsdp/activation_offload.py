@@ -31,7 +31,8 @@ class ActivationOffload:
         """``modules`` have their weights gathered when their forward pass begins, and are final."""
         self._weights: set[int] = set()
         for module in modules:
-            module.register_forward_pre_hook(self._note_weights)
+            # Not compiled: a compiled block runs its hooks inside.
+            module.register_forward_pre_hook(torch.compiler.disable(self._note_weights))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -40,7 +41,6 @@ class ActivationOffload:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
-    @torch.compiler.disable  # a compiled block runs its hooks inside
     def _note_weights(self, module: nn.Module, _: object) -> None:
         for parameter in module.parameters():
             held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
