@@ -418,8 +418,9 @@ class TrainEngine(TrainHooks):
 
         With ``meta.asynchronous`` it returns when what is saved can no longer change: each rank has copied
         the parts that it holds to host memory (an engine that cannot has written its files by then).
-        Files, digests, flushing and the renaming into place come while training goes on. `wait_for_saves` waits for that, and so do the next ``save``,
-        ``load`` and ``destroy``; whichever comes first raises what went wrong.
+        Files, digests, flushing and the renaming into place come while training goes on.
+        `wait_for_saves` waits for that, and so do the next ``save``, ``load`` and ``destroy``; whichever
+        comes first raises what went wrong.
         """
         from core_rl.checkpoint.formats import save_engine
 
