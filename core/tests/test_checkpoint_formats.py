@@ -434,10 +434,10 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     assert on_ranks(2, save) == [None, None]
     saved = read_state(str(tmp_path / "a"))
 
-    def full(tensors: Any, file: Path, metadata: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def full(file: Any, tensor: Any) -> None:
+        raise file._failed(OSError(28, "No space left on device"))
 
-    monkeypatch.setattr("core_rl.checkpoint.tensor_files.save_file", full)
+    monkeypatch.setattr("core_rl.checkpoint.streamed_file.StreamedFile._write", full)
     raised = on_ranks(2, save)
     assert [type(error) for error in raised] == [CheckpointError] * 2
     assert "rank 0: master-00001.safetensors: No space left on device" in str(raised[1])

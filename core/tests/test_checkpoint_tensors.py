@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_support import TIMEOUT_S, on_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
@@ -177,3 +180,39 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     write_tensors(tmp_path, "model", iter(TENSORS.items()), writes=True)
     with pytest.raises(WeightsError, match="no tensor 'lm_head'"):
         TensorFiles(tmp_path, "model").read("lm_head")
+
+
+# ------------------------------------------------------- files that are streamed
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool]),
+            st.lists(st.integers(0, 5), max_size=3),
+        ),
+        max_size=12,
+    )
+)
+@settings(deadline=None, max_examples=30)
+def test_dtypes_in_any_order_come_back(made: list[tuple[torch.dtype, list[int]]]) -> None:
+    generator = torch.Generator().manual_seed(len(made))
+    tensors = {
+        f"t{number}": (torch.rand(shape, generator=generator) * 4).to(dtype)
+        for number, (dtype, shape) in enumerate(made)
+    }
+    with tempfile.TemporaryDirectory() as name:
+        write_tensors(Path(name), "model", iter(tensors.items()), writes=True)
+        files = TensorFiles(Path(name), "model")
+        assert set(files.names()) == set(tensors)
+        for key, value in tensors.items():
+            assert files.read(key).dtype == value.dtype
+            assert torch.equal(files.read(key), value)
+
+
+def test_more_tensors_than_a_header_has_room_for(tmp_path: Path) -> None:
+    tensors = {f"{'block.' * 20}{number}": torch.full((2,), float(number)) for number in range(700)}
+    write_tensors(tmp_path, "model", iter(tensors.items()), writes=True)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    files = TensorFiles(tmp_path, "model")
+    assert all(torch.equal(files.read(name), value) for name, value in tensors.items())

@@ -236,8 +236,30 @@ def adapters(engine: TrainEngine) -> None:
         pass
 
 
-def offload(engine: TrainEngine) -> None:
+def export_while_offloaded(engine: TrainEngine) -> None:
     engine.offload()
+    try:
+        list(engine.named_tensors("params"))
+    finally:
+        engine.onload()
+
+
+def forward_while_offloaded(engine: TrainEngine) -> None:
+    assert isinstance(engine, ReferenceEngine)
+    engine.offload()
+    try:
+        engine.model(input_ids=torch.tensor([[1, 2]]))
+    finally:
+        engine.onload()
+
+
+def offload_inside_a_mode(engine: TrainEngine) -> None:
+    with engine.train_mode():
+        engine.offload()
+
+
+def elsewhere(engine: TrainEngine) -> None:
+    engine.to("meta")
 
 
 def distributed_sync(engine: TrainEngine) -> None:
@@ -261,7 +283,14 @@ BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
     (wrong_weights, WeightsError, "3 problems"),
     (initialize_twice, EngineStateError, r"initialize\(\) on an engine that is 'ready'"),
     (adapters, EngineStateError, "this engine has no adapter; set model.lora"),
-    (offload, UnsupportedCapability, "does not declare 'offload'"),
+    (
+        export_while_offloaded,
+        EngineStateError,
+        r"named_tensors\('params'\): the model state is offloaded; call onload",
+    ),
+    (forward_while_offloaded, EngineStateError, "the weights of Qwen3ForCausalLM are offloaded; call onload"),
+    (offload_inside_a_mode, EngineStateError, r"offload\(\) inside train_mode\(\); leave the context"),
+    (elsewhere, ConfigError, r"to\('meta'\): this engine lives on cpu"),
     (distributed_sync, UnsupportedCapability, "does not declare 'sync_distributed'"),
 ]
 

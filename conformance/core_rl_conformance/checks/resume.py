@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.engines.spec import Capability
+from core_rl.engines.train import TrainEngine
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (
     elsewhere,
     meta,
@@ -117,3 +125,41 @@ def resume_on_another_layout(subject: Subject) -> None:
         group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
     )
     verify_next_steps(subject, group, model, what)
+
+
+@check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
+def a_save_in_the_background_is_a_snapshot(subject: Subject) -> None:
+    """What is saved with ``asynchronous=True`` is what was there at that moment, although training goes on at once.
+
+    Why: a writer that still reads the live tensors mixes two steps in one checkpoint, and every digest is right.
+    Look at: ``_snapshot_shards``: copies, not views, of weights, moments and random state, and nothing else for the
+    thread to read.
+    """
+    model = subject.model()
+    group = start(subject, model)
+    train(group, subject, [0, 1])
+    portable = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
+    formats: list[CheckpointFormat] = ["sharded", "portable"] if portable else ["sharded"]
+    held = {}
+    for number, name in enumerate(formats):
+        group.set_version(7 + number)
+        held[name] = (state(group), group.progress)
+        later = replace(meta(subject.directory(name), name), asynchronous=True)
+        group.run(_save_and_train, later, [subject.data(seed=seed).batch() for seed in (2, 3)])
+        group.wait_for_saves()
+    group = start(subject, elsewhere(model))
+    for name, (expected, progress) in held.items():
+        group.load(meta(subject.directory(name), name))
+        what = f"loaded from a {name!r} checkpoint that was saved in the background"
+        verify_state(subject, what, group, expected)
+        subject.require(
+            group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
+        )
+
+
+def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:
+    """On the rank itself, so that training goes on before anything else can happen."""
+    engine.save(later)
+    for batch in batches:
+        engine.train_batch(engine.shard_data(batch), TokenMeanLoss().spec(), MicroBatchSpec(count=1))
+        engine.lr_scheduler_step()

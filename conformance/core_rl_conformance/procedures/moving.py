@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from core_rl_conformance.subject import Subject
 from core_rl_conformance.truth.oracle import AdamW
 
 __all__ = [
+    "KINDS",
     "OPTIMIZER",
     "TOTAL_STEPS",
     "Saved",
@@ -70,10 +72,11 @@ def start(
     layout: ParallelLayout | Setting | None = None,
     spec: EngineSpec | None = None,
     frozen: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
 ) -> EngineGroup:
-    """The engine with an optimizer whose learning rate falls."""
+    """The engine with an optimizer whose learning rate falls, and with ``changes`` of its config."""
     optimizer = optimizer_config(OPTIMIZER, TOTAL_STEPS)
-    return subject.start(model, layout=layout, spec=spec, optimizer=optimizer, frozen=frozen)
+    return subject.start(model, layout=layout, spec=spec, optimizer=optimizer, frozen=frozen, changes=changes)
 
 
 def elsewhere(model: TinyModel) -> TinyModel:

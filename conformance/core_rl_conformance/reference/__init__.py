@@ -21,6 +21,7 @@ SPEC = EngineSpec(
             Capability.MOE,
             Capability.ROUTING_REPLAY,
             Capability.LORA,
+            Capability.OFFLOAD,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from core_rl.checkpoint.shards import Shard
+from core_rl.checkpoint.shards import Shard, write_shards
 from core_rl.engines.meta import FinetuneSpec, RankAddress, SaveLoadMeta, TensorKind
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl_conformance.reference.train import ReferenceEngine
@@ -172,7 +173,46 @@ class NewHeadIsZero(ReferenceEngine):
                 self.model.get_parameter("score.weight").zero_()
 
 
+class SnapshotByReference(ReferenceEngine):
+    """What is written in the background is read from the live tensors."""
+
+    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
+        def write(directory: Path) -> None:
+            time.sleep(0.5)
+            write_shards(directory, self.world.rank, self._shards(with_optimizer), self.world.size)
+
+        return write
+
+
+class WeightsByReference(ReferenceEngine):
+    """Moments are copied for the background, and weights are not."""
+
+    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
+        copies = [
+            shard if shard.name.startswith("master") else replace(shard, tensor=shard.tensor.clone())
+            for shard in self._shards(with_optimizer)
+        ]
+
+        def write(directory: Path) -> None:
+            time.sleep(0.5)
+            write_shards(directory, self.world.rank, copies, self.world.size)
+
+        return write
+
+
 MUTANTS = (
+    Mutant(
+        engine=SnapshotByReference,
+        killed_by="I11.asynchronous",
+        issue="a snapshot by reference",
+        says="'sharded' checkpoint that was saved in the background",
+    ),
+    Mutant(
+        engine=WeightsByReference,
+        killed_by="I11.asynchronous",
+        issue="a snapshot by reference",
+        says="master loaded from a 'sharded' checkpoint that was saved in the background",
+    ),
     Mutant(
         engine=RanksDrawTheirOwnWeights,
         killed_by="I3.from-config",

@@ -26,6 +26,7 @@ CAPABILITIES = frozenset(
         C.LOGITS,
         C.FROZEN_PARAMETERS,
         C.LORA,
+        C.OFFLOAD,
         C.DATA_PARALLEL,
         C.SHARDED_CHECKPOINT,
         C.PORTABLE_CHECKPOINT,

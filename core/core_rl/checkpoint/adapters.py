@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core_rl.checkpoint.directory import opened, publish
-from core_rl.checkpoint.formats import fingerprint, load_parts
+from core_rl.checkpoint.background import BackgroundSave
+from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.formats import fingerprint, load_parts, publish_save
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.config.engine import LoraConfig
@@ -38,7 +39,7 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
 """Fields of ``peft``'s config, and the values with which an adapter is ``scaling * B @ A`` and nothing else."""
 
 
-def save_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def save_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     """``adapter_model.safetensors`` and ``adapter_config.json``, which ``peft`` and servers load; collective.
 
     Raises `EngineStateError` for an engine without an adapter.
@@ -58,7 +59,8 @@ def save_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         "base": engine._base_digest(),
         "version": engine.progress.version,
     }
-    publish(meta.path, write, engine.world, kind="adapter", state=state)
+    # An adapter is small: its files are written at once, also for a save in the background.
+    return publish_save(engine, meta, write, state, lambda: None)
 
 
 def load_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> None:

@@ -20,7 +20,7 @@ from core_rl.errors import (
     raise_all,
 )
 
-__all__ = ["opened", "publish", "read_state"]
+__all__ = ["check_visible", "opened", "place_of", "publish", "read_state", "staged_on_leader"]
 
 
 def publish(
@@ -45,18 +45,26 @@ def publish(
     subject = f"cannot save {path!r}, and what was there before is untouched"
     with ExitStack() as stack:
 
-        def stage() -> Path:
-            to_json(state or {}, "the state of the checkpoint")
-            return stack.enter_context(_place(path).staging())
-
         def commit() -> None:
             seal(staged, kind, state or {})
-            _place(path).commit(staged)
+            place_of(path).commit(staged)
 
-        staged = on_leader(world, stage, subject, CheckpointError)
-        on_all(world, lambda: _check_visible(staged), subject, CheckpointError)
+        staged = staged_on_leader(path, state or {}, world, stack, subject)
+        on_all(world, lambda: check_visible(staged), subject, CheckpointError)
         on_all(world, lambda: write(staged), subject, CheckpointError)
         on_leader(world, commit, subject, CheckpointError)
+
+
+def staged_on_leader(
+    path: str, state: Mapping[str, Any], world: World, stack: ExitStack, subject: str
+) -> Path:
+    """A temporary directory for a checkpoint, which lives as long as the ``stack`` of rank 0; collective."""
+
+    def stage() -> Path:
+        to_json(state, "the state of the checkpoint")
+        return stack.enter_context(place_of(path).staging())
+
+    return on_leader(world, stage, subject, CheckpointError)
 
 
 @contextmanager
@@ -71,13 +79,13 @@ def opened(path: str, world: World, *, kind: str | None, require_manifest: bool 
     with ExitStack() as stack:
 
         def fetch() -> Path:
-            directory = stack.enter_context(_place(path).reading())
+            directory = stack.enter_context(place_of(path).reading())
             _verify(directory, kind, require_manifest)
             return directory
 
         subject = f"cannot load {path!r}"
         directory = on_leader(world, fetch, subject)
-        on_all(world, lambda: _check_visible(directory), subject)
+        on_all(world, lambda: check_visible(directory), subject)
         yield directory
         if is_url(path):
             world.barrier()  # rank 0 removes the download when it leaves
@@ -85,17 +93,19 @@ def opened(path: str, world: World, *, kind: str | None, require_manifest: bool 
 
 def read_state(path: str) -> dict[str, Any]:
     """The ``state`` in the manifest at ``path``, without reading or verifying any other file. No collective."""
-    text = _place(path).manifest_bytes()
+    text = place_of(path).manifest_bytes()
     if text is None:
         raise CheckpointNotFound(f"there is no checkpoint at {path!r}: no {MANIFEST}")
     return dict(parse_manifest(text, path).state)
 
 
-def _place(path: str) -> LocalPlace | RemotePlace:
+def place_of(path: str) -> LocalPlace | RemotePlace:
+    """Where the checkpoint at ``path``, a local path or an fsspec URL, is."""
     return RemotePlace(path) if is_url(path) else LocalPlace(path)
 
 
-def _check_visible(directory: Path) -> None:
+def check_visible(directory: Path) -> None:
+    """Raise `CheckpointError` on a rank that does not see what rank 0 made."""
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} does not exist here; all ranks must see one file system. For a URL, set the environment "

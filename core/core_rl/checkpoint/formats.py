@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from core_rl.checkpoint.agreement import on_all
+from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.engines import guards
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
@@ -25,7 +27,7 @@ from core_rl.errors import CheckpointError, CheckpointMismatch, raise_all
 if TYPE_CHECKING:
     from core_rl.engines.train import TrainEngine
 
-__all__ = ["fingerprint", "load_engine_state", "load_parts", "save_engine"]
+__all__ = ["fingerprint", "load_engine_state", "load_parts", "publish_save", "save_engine"]
 
 CAPABILITY = {
     "sharded": Capability.SHARDED_CHECKPOINT,
@@ -34,6 +36,7 @@ CAPABILITY = {
 }
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 SHARDS = "shards"
+PARTS = ".parts"
 
 MODEL_FIELDS = (
     "model_type",
@@ -63,8 +66,8 @@ TOKENIZER_FILES = (
 )
 
 
-def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> None:
-    """Save ``engine`` as ``meta`` says; collective.
+def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
+    """Save ``engine`` as ``meta`` says; collective. Returns what is still to be done in the background, if so asked.
 
     Raises `UnsupportedCapability` for a format that the engine does not declare, and one
     `CheckpointError` on all ranks when anything fails on any of them; what was at the path stays.
@@ -73,7 +76,7 @@ def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 
     _require_format(engine, meta.format)
     formats = {"hf": save_hf, "portable": save_portable, "sharded": save_sharded, "adapter": save_adapter}
-    formats[meta.format](engine, meta)
+    return formats[meta.format](engine, meta)
 
 
 def load_engine_state(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -98,7 +101,7 @@ def _require_format(engine: TrainEngine, name: CheckpointFormat) -> None:
 # ---------------------------------------------------------------------- hf
 
 
-def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     """A model directory of transformers: safetensors, config, generation config and tokenizer."""
     kinds = _weights(engine, "params")
 
@@ -106,13 +109,16 @@ def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         stream = (item for kind in kinds for item in engine.named_tensors(kind))
         write_tensors(directory, "model", stream, writes=engine.is_writer)
         if engine.is_writer:
-            config = copy.deepcopy(engine.hf_config())
-            config.dtype = engine.config.dtype
-            config.save_pretrained(directory)
-            _copy_model_files(engine.config.model.path, meta.tokenizer_path, directory)
+            beside(directory)
 
+    def beside(directory: Path) -> None:
+        config.save_pretrained(directory)
+        _copy_model_files(engine.config.model.path, meta.tokenizer_path, directory)
+
+    config = copy.deepcopy(engine.hf_config())
+    config.dtype = engine.config.dtype
     state = {"model": fingerprint(engine), "version": engine.progress.version}
-    publish(meta.path, write, engine.world, kind="hf", state=state)
+    return publish_save(engine, meta, write, state, lambda: _tensors_later(engine, {"model": kinds}, beside))
 
 
 def load_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -172,7 +178,7 @@ def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
 # ---------------------------------------------------------------- portable
 
 
-def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Float32 weights, moments and progress as named tensors, for any engine and layout."""
     with_moments = meta.with_optimizer and engine.config.optimizer is not None
     kinds = _weights(engine, "master") + (MOMENTS if with_moments else ())
@@ -187,7 +193,9 @@ def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         if errors:
             raise errors[0]
 
-    publish(meta.path, write, engine.world, kind="portable", state=_state(engine, with_moments))
+    files: dict[str, Sequence[TensorKind]] = {kind: (kind,) for kind in kinds}
+    state = _state(engine, with_moments)
+    return publish_save(engine, meta, write, state, lambda: _tensors_later(engine, files))
 
 
 def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -205,16 +213,18 @@ def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 # ----------------------------------------------------------------- sharded
 
 
-def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     """The engine's own parallel format, and progress."""
     with_optimizer = meta.with_optimizer and engine.config.optimizer is not None
 
     def write(directory: Path) -> None:
-        shards = directory / SHARDS
-        shards.mkdir(exist_ok=True)
-        engine._save_shards(shards, with_optimizer)
+        engine._save_shards(_shards_in(directory), with_optimizer)
 
-    publish(meta.path, write, engine.world, kind="sharded", state=_state(engine, with_optimizer))
+    def snapshot() -> Later | None:
+        later = engine._snapshot_shards(with_optimizer)
+        return None if later is None else Later(lambda directory: later(_shards_in(directory)))
+
+    return publish_save(engine, meta, write, _state(engine, with_optimizer), snapshot)
 
 
 def load_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -228,7 +238,71 @@ def load_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         engine.restore_progress(EngineProgress(**state["progress"]))
 
 
+def _shards_in(directory: Path) -> Path:
+    shards = directory / SHARDS
+    shards.mkdir(exist_ok=True)
+    return shards
+
+
 # ------------------------------------------------------------------ common
+
+
+def publish_save(
+    engine: TrainEngine,
+    meta: SaveLoadMeta,
+    write: Write,
+    state: Mapping[str, Any],
+    snapshot: Callable[[], Later | None],
+) -> BackgroundSave | None:
+    """Publish what ``write`` writes: at once, or later what ``snapshot`` holds.
+
+    Without a snapshot, the files themselves are one: they are written now, and only their digests,
+    the flush to the disk and the renaming come later.
+    """
+    if not meta.asynchronous:
+        publish(meta.path, write, engine.world, kind=meta.format, state=state)
+        return None
+
+    def prepare(directory: Path) -> Later:
+        later = snapshot()
+        if later is not None:
+            return later
+        write(directory)
+        return Later(lambda directory: None)
+
+    timeout_s = engine.timeout_s
+    return publish_later(meta.path, prepare, engine.world, kind=meta.format, state=state, timeout_s=timeout_s)
+
+
+def _tensors_later(
+    engine: TrainEngine, files: Mapping[str, Sequence[TensorKind]], beside: Write | None = None
+) -> Later | None:
+    """Named tensors from a snapshot: every rank writes its parts, and rank 0 puts them together.
+
+    ``files`` tells which kinds go into files of which prefix, and ``beside`` writes what else there is.
+    """
+    copies = engine._snapshot_tensors([kind for kinds in files.values() for kind in kinds])
+    if copies is None:
+        return None
+    rank, size = engine.world.rank, engine.world.size
+
+    def write(directory: Path) -> None:
+        parts = directory / PARTS
+        parts.mkdir(exist_ok=True)
+        write_copies(parts, rank, copies, size)
+        copies.clear()
+
+    def finish(directory: Path) -> None:
+        parts = ShardFiles(directory / PARTS)
+        for prefix, kinds in files.items():
+            names = [name for kind in kinds for name in parts.names() if name.startswith(f"{kind}/")]
+            stream = ((name.partition("/")[2], parts.read(name)) for name in names)
+            write_tensors(directory, prefix, stream, writes=True)
+        shutil.rmtree(directory / PARTS)
+        if beside is not None:
+            beside(directory)
+
+    return Later(write, finish)
 
 
 def _weights(engine: TrainEngine, kind: TensorKind) -> tuple[TensorKind, ...]:

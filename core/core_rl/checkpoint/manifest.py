@@ -97,11 +97,17 @@ def _digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def seal(directory: Path, kind: str, state: Mapping[str, Any]) -> None:
-    """Write the manifest of ``directory`` and flush all that it covers to the disk."""
+def seal(directory: Path, kind: str, state: Mapping[str, Any], *, in_background: bool = False) -> None:
+    """Write the manifest of ``directory`` and flush all that it covers to the disk.
+
+    ``in_background`` takes one thread, the caller's: a program that is ending starts no others.
+    """
     files = list(_own_files(directory))
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        records = list(pool.map(_record, files))
+    if in_background:
+        records = list(map(_record, files))
+    else:
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            records = list(pool.map(_record, files))
     names = [file.relative_to(directory).as_posix() for file in files]
     manifest = Manifest(kind=kind, state=state, files=dict(zip(names, records, strict=True)))
     (directory / MANIFEST).write_bytes(manifest.to_bytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, EngineContractError, WeightsError, raise_all
 
-__all__ = ["Shard", "ShardFiles", "write_shards"]
+__all__ = ["Shard", "ShardFiles", "copy_shards", "write_copies", "write_shards"]
 
 HEADER = "core_rl_shards"
 
@@ -49,14 +49,27 @@ def write_shards(directory: Path, rank: int, shards: Iterable[Shard], world_size
     Raises `EngineContractError` for a piece that does not lie in its tensor, and `CheckpointError`
     if the file cannot be written.
     """
+    write_copies(directory, rank, copy_shards(rank, shards), world_size)
+
+
+def copy_shards(rank: int, shards: Iterable[Shard]) -> list[Shard]:
+    """True copies in host memory of all pieces of this rank: a snapshot for `write_copies`.
+
+    Raises `EngineContractError` for a piece that does not lie in its tensor.
+    """
     listed = list(shards)
     problems = [problem for shard in listed if (problem := shard.problem()) is not None]
     raise_all(EngineContractError, f"the shards of rank {rank}", problems)
+    return [replace(shard, tensor=_unshared(shard.tensor)) for shard in listed]
+
+
+def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size: int) -> None:
+    """Write what `copy_shards` took. No collective. Raises `CheckpointError` if the file cannot be written."""
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {}
-    for number, shard in enumerate(listed):
+    for number, shard in enumerate(copies):
         key = f"{number:06d} {shard.name}"  # a rank may hold several pieces of one tensor
-        tensors[key] = _unshared(shard.tensor)
+        tensors[key] = shard.tensor
         pieces[key] = {
             "name": shard.name,
             "global_shape": list(shard.global_shape),

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from core_rl.checkpoint.agreement import describe
+from core_rl.checkpoint.streamed_file import StreamedFile
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
 __all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]
@@ -32,8 +32,8 @@ def write_tensors(
     """Write ``stream`` to ``PREFIX.safetensors``, or to ``PREFIX-00001-of-0000N.safetensors`` with an index.
 
     The stream may be collective: it is consumed to its end on every rank, also after an error, and
-    only ranks where ``writes`` is true receive tensors and write. At most one file's worth of
-    tensors is held in memory. Raises `CheckpointError` with the first error of this rank.
+    only ranks where ``writes`` is true receive tensors and write. Each tensor is on the disk before
+    the next one is asked for. Raises `CheckpointError` with the first error of this rank.
     """
     writer = _Writer(directory, prefix, max_file_bytes)
     failure: Exception | None = None
@@ -51,8 +51,7 @@ class _Writer:
         self._directory = directory
         self._prefix = prefix
         self._limit = max_file_bytes
-        self._buffer: dict[str, Tensor] = {}
-        self._buffered = 0
+        self._open: StreamedFile | None = None
         self._total = 0
         self._files: list[tuple[Path, list[str]]] = []
         self._seen: set[str] = set()
@@ -62,25 +61,27 @@ class _Writer:
             raise CheckpointError(f"the export gave no data for {name!r} on the rank that writes")
         if name in self._seen:
             raise CheckpointError(f"the export gave {name!r} twice")
-        if self._buffer and self._buffered + tensor.nbytes > self._limit:
-            self._flush()
         self._seen.add(name)
-        # A copy, always: the stream may reuse its memory, and two names may share it.
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._buffer[name] = copy.copy_(tensor.detach())
-        self._buffered += tensor.nbytes
+        full = (
+            self._open is not None and self._open.written and self._open.written + tensor.nbytes > self._limit
+        )
+        if full or not self._file().add(name, tensor):
+            self._close()
+            self._file().add(name, tensor)
 
     def attempt(self, step: Callable[[], None]) -> Exception | None:
         try:
             step()
         except Exception as error:  # noqa: BLE001  # the other ranks are in the middle of the stream
-            self._buffer.clear()
+            if self._open is not None:
+                self._open.abandon()
             return error
         return None
 
     def finish(self) -> None:
-        if self._buffer or not self._files:
-            self._flush()
+        if self._open is not None or not self._files:
+            self._file()
+            self._close()
         if len(self._files) == 1:
             self._files[0][0].rename(self._directory / f"{self._prefix}.safetensors")
             return
@@ -92,12 +93,18 @@ class _Writer:
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
         (self._directory / _index_name(self._prefix)).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _flush(self) -> None:
-        file = self._directory / f"{self._prefix}-{len(self._files) + 1:05d}.safetensors"
-        write_file(file, self._buffer, {"format": "pt"})
-        self._files.append((file, list(self._buffer)))
-        self._total += self._buffered
-        self._buffer, self._buffered = {}, 0
+    def _file(self) -> StreamedFile:
+        if self._open is None:
+            name = f"{self._prefix}-{len(self._files) + 1:05d}.safetensors"
+            self._open = StreamedFile(self._directory / name)
+        return self._open
+
+    def _close(self) -> None:
+        assert self._open is not None
+        self._open.finish({"format": "pt"})
+        self._files.append((self._open.path, self._open.names))
+        self._total += self._open.written
+        self._open = None
 
 
 def _index_name(prefix: str) -> str:

@@ -112,6 +112,10 @@ class TrainEngineConfig(EngineConfig):
 
     optimizer: OptimizerConfig | None = OptimizerConfig()
     """Null builds an engine that only runs forward (a reference or reward model)."""
+    offload_params: bool = False
+    """Keep weights and gradients in host memory outside of `train_mode`, `eval_mode` and the calls that need them."""
+    offload_optimizer: bool = False
+    """Keep the moments in host memory outside of `optimizer_step` and checkpoints."""
 
 
 class InferenceEngineConfig(EngineConfig):

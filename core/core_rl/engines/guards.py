@@ -9,7 +9,7 @@ import torch
 
 from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import TensorKind, WeightUpdateMeta
+from core_rl.engines.meta import StatePart, TensorKind, WeightUpdateMeta
 from core_rl.engines.outputs import OutputName
 from core_rl.engines.progress import Pending
 from core_rl.engines.spec import Capability, EngineSpec
@@ -58,6 +58,8 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         wanted.append(Capability.FROZEN_PARAMETERS)
     if config.model.lora:
         wanted.append(Capability.LORA)
+    if config.offload_params or config.offload_optimizer:
+        wanted.append(Capability.OFFLOAD)
     for capability in wanted:
         require_capability(spec, capability, f"a config with {capability.value}")
 
@@ -156,6 +158,20 @@ def require_adapter_on(adapter_off: bool, what: str) -> None:
     if adapter_off:
         raise EngineStateError(
             f"{what} inside disable_adapter(), where the adapter is off; leave the context"
+        )
+
+
+def part_of(kind: TensorKind) -> StatePart:
+    """What must be on the device to read or set tensors of ``kind``."""
+    return "optimizer" if kind in ("exp_avg", "exp_avg_sq") else "model"
+
+
+def require_present(offloaded: frozenset[StatePart], kind: TensorKind) -> None:
+    """Raise `EngineStateError` for tensors that are offloaded."""
+    if part_of(kind) in offloaded:
+        inside = ", or call it inside train_mode() or eval_mode()" if part_of(kind) == "model" else ""
+        raise EngineStateError(
+            f"named_tensors({kind!r}): the {part_of(kind)} state is offloaded; call onload() first{inside}"
         )
 
 

@@ -7,23 +7,30 @@ collective: every rank of the engine's world is in the same hook.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.collectives import RankGroups, World
 from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.meta import FinetuneSpec, RankAddress, Scheduling, TensorKind, WeightUpdateMeta
+from core_rl.engines.meta import (
+    FinetuneSpec,
+    RankAddress,
+    Scheduling,
+    StatePart,
+    TensorKind,
+    WeightUpdateMeta,
+)
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.steps import MicroBatchStep
 from core_rl.errors import UnsupportedCapability
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from core_rl.checkpoint.shards import Shard
 
 __all__ = ["TrainHooks"]
 
@@ -118,6 +125,22 @@ class TrainHooks(ABC):
         """Write this rank's weights in the backend's own parallel format, and its moments and random state if asked."""
         raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
 
+    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None] | None:
+        """A true copy in host memory of what `_save_shards` writes, as a function that writes it; or None.
+
+        The function runs in a thread while training goes on, without collectives. Where the hook
+        returns None, a save in the background calls `_save_shards` before training goes on.
+        """
+        return None
+
+    def _snapshot_tensors(self, kinds: Sequence[TensorKind]) -> list[Shard] | None:
+        """True copies in host memory of what `_named_tensors` streams: of each tensor the parts that this rank holds.
+
+        They are called ``KIND/NAME``, and each part is on one rank only. Where the hook returns None, on
+        all ranks alike, a save of ``portable`` or ``hf`` in the background streams before training goes on.
+        """
+        return None
+
     def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
         """Read what `_save_shards` wrote, perhaps at another layout; without the optimizer, the weights alone.
 
@@ -125,8 +148,15 @@ class TrainHooks(ABC):
         """
         raise UnsupportedCapability(f"{type(self).__name__} does not implement sharded checkpoints")
 
-    def _move(self, device: torch.device, *, model: bool, optimizer: bool) -> None:
-        """Move weights with gradients, or optimizer state, to ``device``."""
+    def _offload(self, part: StatePart) -> None:
+        """Copy weights with gradients, or optimizer state, to host memory, and free what they take.
+
+        On the CPU as well: what is offloaded is not there, on any device.
+        """
+        raise UnsupportedCapability(f"{type(self).__name__} does not implement offloading")
+
+    def _onload(self, part: StatePart) -> None:
+        """The inverse of `_offload`, bit for bit."""
         raise UnsupportedCapability(f"{type(self).__name__} does not implement offloading")
 
     def _send_weights(self, meta: WeightUpdateMeta) -> None:

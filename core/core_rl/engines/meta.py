@@ -14,11 +14,14 @@ __all__ = [
     "RankAddress",
     "SaveLoadMeta",
     "Scheduling",
+    "StatePart",
     "TensorKind",
     "WeightUpdateMeta",
 ]
 
 TensorKind = Literal["params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers", "adapter"]
+StatePart = Literal["model", "optimizer"]
+"""What can be offloaded by itself: weights with their gradients, and moments."""
 CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
 
 
@@ -66,6 +69,9 @@ class SaveLoadMeta:
     """Moments, step counts and random state as well; ``hf`` and ``adapter`` never hold them."""
     tokenizer_path: str | None = None
     """For ``hf``: a directory whose tokenizer files are copied into the export."""
+    asynchronous: bool = False
+    """``save`` returns when what is saved can no longer change, and the rest is done in the background; see
+    `TrainEngine.save`. ``load`` ignores it."""
 
     def __post_init__(self) -> None:
         if not self.path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.engine import OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
@@ -26,6 +26,7 @@ from core_rl.engines.meta import (
     RankAddress,
     SaveLoadMeta,
     Scheduling,
+    StatePart,
     TensorKind,
     WeightUpdateMeta,
 )
@@ -38,10 +39,12 @@ from core_rl.engines.progress import EngineProgress, Pending
 from core_rl.engines.schedule import learning_rate, schedule_length
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.engines.steps import CollectStep, LossStep, MicroBatches, PostHook
-from core_rl.errors import EngineStateError, LossError
+from core_rl.errors import ConfigError, EngineStateError, LossError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from core_rl.checkpoint.background import BackgroundSave
 
 __all__ = ["TrainEngine"]
 
@@ -64,10 +67,11 @@ class TrainEngine(TrainHooks):
         self.config = config
         self._state = "new"
         self._mode: str | None = None
-        self._offloaded = False
+        self._offloaded: frozenset[StatePart] = frozenset()
         self._base_only: AbstractContextManager[None] | None = None
         self._pending = Pending()
         self._progress = EngineProgress()
+        self._background: BackgroundSave | None = None
 
     # ------------------------------------------------------------- life cycle
 
@@ -94,6 +98,7 @@ class TrainEngine(TrainHooks):
             self._set_training(False)
             self._state = "ready"
             self._start_adapter()
+            self._send_away(parts_of(self.config.offload_params, self.config.offload_optimizer))
         except BaseException:
             self._state = "new"
             self._membership.leave()
@@ -106,11 +111,17 @@ class TrainEngine(TrainHooks):
             self.load(SaveLoadMeta(path=lora.path, format="adapter"))
 
     def destroy(self) -> None:
-        """Free the model and leave the process group; the engine cannot be used again."""
-        if self._state == "ready":
-            self._teardown()
-            self._membership.leave()
-        self._state = "destroyed"
+        """Free the model and leave the process group; the engine cannot be used again.
+
+        Waits for a save in the background, and raises its `CheckpointError` after all is freed.
+        """
+        ready, self._state = self._state == "ready", "destroyed"
+        if ready:
+            try:
+                self._finish_saving()
+            finally:
+                self._teardown()
+                self._membership.leave()
 
     def _schedule_length(self, ft_spec: FinetuneSpec | None) -> int | None:
         if self.config.optimizer is None:
@@ -128,6 +139,11 @@ class TrainEngine(TrainHooks):
     def world(self) -> World:
         """All ranks of this engine."""
         return self._membership.world
+
+    @property
+    def timeout_s(self) -> float:
+        """How long ranks wait for each other, in seconds."""
+        return self._membership.address.timeout_s
 
     @property
     def data_parallel_rank(self) -> int:
@@ -158,13 +174,13 @@ class TrainEngine(TrainHooks):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Training mode (dropout on) inside the context; offloaded state is loaded meanwhile."""
+        """Training mode (dropout on) inside the context; offloaded weights are there meanwhile."""
         with self._in_mode("train"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Evaluation mode (dropout off) inside the context; offloaded state is loaded meanwhile."""
+        """Evaluation mode (dropout off) inside the context; offloaded weights are there meanwhile."""
         with self._in_mode("eval"):
             yield
 
@@ -172,7 +188,7 @@ class TrainEngine(TrainHooks):
     def _in_mode(self, mode: str) -> Iterator[None]:
         guards.require_state(self._state, "ready", f"{mode}_mode()")
         previous = self._mode
-        with self._onloaded():
+        with self._onloaded("model"):
             self._mode = mode
             self._set_training(mode == "train")
             try:
@@ -182,16 +198,14 @@ class TrainEngine(TrainHooks):
                 self._set_training(previous == "train")
 
     @contextmanager
-    def _onloaded(self) -> Iterator[None]:
-        """Everything on the engine's device inside the context; offloaded again after it."""
-        was_offloaded = self._offloaded
-        if was_offloaded:
-            self.onload()
+    def _onloaded(self, *parts: StatePart) -> Iterator[None]:
+        """These parts on the engine's device inside the context; offloaded again after it if they were before."""
+        away = self._offloaded.intersection(parts)
+        self._bring_back(away)
         try:
             yield
         finally:
-            if was_offloaded:
-                self.offload()
+            self._send_away(away)
 
     # -------------------------------------------------------------- training
 
@@ -256,6 +270,10 @@ class TrainEngine(TrainHooks):
         optimizer = guards.require_optimizer(self.config)
         if not self._pending.passes:
             raise EngineStateError("optimizer_step() without gradients; call forward_backward() first")
+        with self._onloaded("model", "optimizer"):
+            return self._clipped_step(optimizer)
+
+    def _clipped_step(self, optimizer: OptimizerConfig) -> dict[str, float]:
         counted, finite = self._pending.weight > 0, self._pending.finite
         norm = self._reduced_norm() if counted else 0.0
         lr = learning_rate(optimizer, self._progress.lr_steps, self._total_steps)
@@ -407,8 +425,7 @@ class TrainEngine(TrainHooks):
         guards.require_kind(self.config, kind)
         if kind == "params":
             guards.require_adapter_on(self._adapter_off, "named_tensors('params')")
-        if self._offloaded:
-            raise EngineStateError("the engine is offloaded; call onload() before named_tensors()")
+        guards.require_present(self._offloaded, kind)
         if kind == "grads":
             if not self._pending.passes:
                 raise EngineStateError("there are no gradients to export; call forward_backward() first")
@@ -425,25 +442,49 @@ class TrainEngine(TrainHooks):
         guards.require_kind(self.config, kind)
         guards.require_loadable(self.config, kind)
         check_source(source, self._tensor_shapes(kind), f"loading {kind!r}")
-        self._load_named_tensors(kind, source)
+        with self._onloaded(guards.part_of(kind)):
+            self._load_named_tensors(kind, source)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched."""
+        """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched.
+
+        With ``meta.asynchronous`` it returns when what is saved can no longer change: each rank has copied
+        the parts that it holds to host memory (an engine that cannot has written its files by then).
+        Files, digests, flushing and the renaming into place come while training goes on.
+        `wait_for_saves` waits for that, and so do the next ``save``, ``load`` and ``destroy``; whichever
+        comes first raises what went wrong.
+        """
         from core_rl.checkpoint.formats import save_engine
 
         guards.require_state(self._state, "ready", "save()")
         if meta.format == "hf":
             guards.require_adapter_on(self._adapter_off, "save(format='hf')")
-        with self._onloaded():
-            save_engine(self, meta)
+        self._finish_saving()
+        with self._onloaded("model", "optimizer"):
+            self._background = save_engine(self, meta)
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is going on in the background.
+
+        Raises one `CheckpointError` on all ranks if one failed on any of them; what was at its place
+        before is untouched.
+        """
+        guards.require_state(self._state, "ready", "wait_for_saves()")
+        self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        saving, self._background = self._background, None
+        if saving is not None:
+            saving.wait(self.world)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a checkpoint; a damaged or foreign one is refused before anything changes."""
         from core_rl.checkpoint.formats import load_engine_state
 
         guards.require_state(self._state, "ready", "load()")
+        self._finish_saving()
         self.optimizer_zero_grad()
-        with self._onloaded():
+        with self._onloaded("model", "optimizer"):
             load_engine_state(self, meta)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
@@ -453,7 +494,8 @@ class TrainEngine(TrainHooks):
         if meta.method == "disk":
             self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
         else:
-            self._send_weights(meta)
+            with self._onloaded("model"):
+                self._send_weights(meta)
 
     @property
     def progress(self) -> EngineProgress:
@@ -464,7 +506,8 @@ class TrainEngine(TrainHooks):
         """Go on from ``progress``, as a checkpoint does. No collective."""
         self._progress = replace(progress)
         if self.config.optimizer is not None:
-            self._set_update_count(progress.updates)
+            with self._onloaded("optimizer"):
+                self._set_update_count(progress.updates)
 
     def set_version(self, version: int) -> None:
         """Record the version that the driver gave to the weights. No collective."""
@@ -516,17 +559,48 @@ class TrainEngine(TrainHooks):
         return was_on
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights and gradients (``model``) and moments (``optimizer``) to ``device``."""
+        """Weights and gradients (``model``) and moments (``optimizer``): back to the engine's device, or to the host.
+
+        On an engine whose device is the CPU, ``to("cpu")`` brings back what `offload` took away. Raises
+        `ConfigError` for a third device. No collective.
+        """
+        target = torch.device(device)
         guards.require_state(self._state, "ready", "to()")
-        guards.require_capability(self.spec, Capability.OFFLOAD, "to()")
-        self._move(torch.device(device), model=model, optimizer=optimizer)
+        if target.type not in ("cpu", self.device.type):
+            raise ConfigError(f"to({str(device)!r}): this engine lives on {self.device}; name that, or 'cpu'")
+        self._move(parts_of(model, optimizer), "to()", away=target.type != self.device.type)
 
     def onload(self) -> None:
-        """Bring everything back to the engine's device."""
-        self.to(self.device)
-        self._offloaded = False
+        """Bring everything back to the engine's device. No collective."""
+        self._move(parts_of(True, True), "onload()", away=False)
 
     def offload(self) -> None:
-        """Move everything to host memory until `onload` or the next mode context."""
-        self.to("cpu")
-        self._offloaded = True
+        """Keep everything in host memory until `onload`; modes and calls that need it bring it back meanwhile.
+
+        What is offloaded is not on the device, also where that is the CPU: reading it raises
+        `EngineStateError`. No collective.
+        """
+        self._move(parts_of(True, True), "offload()", away=True)
+
+    def _move(self, parts: frozenset[StatePart], method: str, *, away: bool) -> None:
+        guards.require_state(self._state, "ready", method)
+        guards.require_capability(self.spec, Capability.OFFLOAD, method)
+        if self._mode is not None and "model" in parts and away:
+            raise EngineStateError(f"{method} inside {self._mode}_mode(); leave the context first")
+        (self._send_away if away else self._bring_back)(parts)
+
+    def _send_away(self, parts: frozenset[StatePart]) -> None:
+        for part in sorted(parts - self._offloaded):
+            self._offload(part)
+            self._offloaded |= {part}
+
+    def _bring_back(self, parts: frozenset[StatePart]) -> None:
+        for part in sorted(parts & self._offloaded):
+            self._onload(part)
+            self._offloaded -= {part}
+
+
+def parts_of(model: bool, optimizer: bool) -> frozenset[StatePart]:
+    """The parts that are asked for."""
+    chosen: dict[StatePart, bool] = {"model": model, "optimizer": optimizer}
+    return frozenset(part for part, wanted in chosen.items() if wanted)

@@ -154,6 +154,10 @@ class EngineGroup(EngineRanks):
         """Write a checkpoint; see `TrainEngine.save`."""
         self._on_all("save", meta)
 
+    def wait_for_saves(self) -> None:
+        """Return when no save is going on in the background; see `TrainEngine.wait_for_saves`."""
+        self._on_all("wait_for_saves")
+
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a checkpoint; see `TrainEngine.load`."""
         self._on_all("load", meta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,7 +26,15 @@ from core_rl.models.experts import ExpertsKernel, use_experts_kernel
 from core_rl.models.lora import add_adapter
 from core_rl.models.written_form import WrittenForm
 
-__all__ = ["build_model", "freeze", "read_config"]
+__all__ = [
+    "build_model",
+    "finished",
+    "freeze",
+    "is_new_head",
+    "model_family",
+    "read_config",
+    "require_fitting",
+]
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
@@ -71,7 +79,7 @@ def build_model(
     of what it holds.
     """
     config = read_config(model)
-    family: Any = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+    family = model_family(model)
     built: PreTrainedModel
     with torch.random.fork_rng(devices=[]), _no_progress_bars():
         torch.manual_seed(seed)
@@ -90,6 +98,18 @@ def build_model(
                 _check_loading(model, report)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
+    return finished(built, model, seed=seed, experts=experts)
+
+
+def model_family(model: ModelConfig) -> Any:
+    """The class of transformers' that builds a model with this head."""
+    return AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+
+
+def finished(
+    built: PreTrainedModel, model: ModelConfig, *, seed: int, experts: ExpertsKernel
+) -> PreTrainedModel:
+    """A model that has just been made, with what ``model`` says beyond its weights, in evaluation mode."""
     use_experts_kernel(built, experts)
     freeze(built, model.frozen)
     if model.lora is not None:
@@ -139,15 +159,21 @@ def _no_progress_bars() -> Iterator[None]:
 
 def _check_loading(model: ModelConfig, report: dict[str, object]) -> None:
     """A new head may be missing; anything else that is missing or misshapen is an error."""
-    missing = [
-        name
-        for name in _listed(report, "missing_keys")
-        if not (model.head != "lm" and name == "score.weight")
-    ]
-    misshapen = _listed(report, "mismatched_keys")
+    missing = [name for name in _listed(report, "missing_keys") if not is_new_head(model, name)]
+    require_fitting(model, missing, _listed(report, "mismatched_keys"))
+
+
+def is_new_head(model: ModelConfig, name: str) -> bool:
+    """Whether ``name`` is a scalar head, which files of a language model do not hold."""
+    return model.head != "lm" and name == "score.weight"
+
+
+def require_fitting(model: ModelConfig, missing: Sequence[str], misshapen: Sequence[str]) -> None:
+    """Raise `ConfigError` if files lack tensors of the model, or hold them in another shape."""
     if missing or misshapen:
         raise ConfigError(
-            f"the weights in {model.path!r} do not fit their config: missing {missing[:5]}, misshapen {misshapen[:5]}"
+            f"the weights in {model.path!r} do not fit their config: "
+            f"missing {list(missing[:5])}, misshapen {list(misshapen[:5])}"
         )
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from core_rl.errors import EngineContractError, raise_all
 
 __all__ = ["BUCKET_BYTES", "LocalPart", "ShardGather"]
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 32 * 2**20
 """Full tensors are gathered together up to this size, in bytes; a larger tensor goes alone."""
 
 
@@ -77,23 +76,27 @@ class ShardGather:
         """
         bucket: list[tuple[str, Tensor]] = []
         filled = 0
+        room = _Room()
         for name, part in parts:
             size = math.prod(self._shapes[name]) * part.element_size()
             if bucket and (filled + size > bucket_bytes or part.dtype != bucket[0][1].dtype):
-                yield from self._gathered(bucket)
+                yield from self._gathered(bucket, room)
                 bucket, filled = [], 0
             bucket.append((name, part))
             filled += size
         if bucket:
-            yield from self._gathered(bucket)
+            yield from self._gathered(bucket, room)
 
-    def _gathered(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(self, bucket: list[tuple[str, Tensor]], room: _Room) -> Iterator[tuple[str, Tensor]]:
         names = [name for name, _ in bucket]
         sizes = [sum(_count(regions[name]) for name in names) for regions in self._regions]
-        own = torch.cat([part.detach().reshape(-1) for _, part in bucket])
-        padded = torch.cat([own, own.new_empty(max(sizes) - len(own))])
-        received = own.new_empty(self._world.size, len(padded))
-        dist.all_gather(list(received), padded, group=self._world.group)
+        length = max(sizes)
+        received = room.take(self._world.size * length, bucket[0][1]).view(self._world.size, length)
+        own, used = received[self._world.rank], 0
+        for _, part in bucket:
+            own[used : used + part.numel()] = part.detach().reshape(-1)
+            used += part.numel()
+        dist.all_gather(list(received), own, group=self._world.group)
         filled = [0] * self._world.size
         for name in names:
             full = own.new_empty(self._shapes[name])
@@ -104,6 +107,22 @@ class ShardGather:
                 full[region] = piece.view([part.stop - part.start for part in region])
                 filled[rank] += len(piece)
             yield name, full
+            del full  # before the next one takes memory
+
+
+class _Room:
+    """Memory that one bucket after the other uses: freed and taken anew each time, it would lie about in pieces."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """``count`` elements of the dtype and on the device of ``like``."""
+        buffer = self._buffer
+        if buffer is None or buffer.dtype != like.dtype or len(buffer) < count:
+            self._buffer = None
+            buffer = self._buffer = like.new_empty(count)
+        return buffer[:count]
 
 
 def _count(region: tuple[slice, ...]) -> int:

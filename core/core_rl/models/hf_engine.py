@@ -6,8 +6,9 @@ tensor is spread: `_local` and `_copy_world`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from core_rl.checkpoint.shards import Shard, ShardFiles, write_shards
+from core_rl.checkpoint.shards import Shard, ShardFiles, copy_shards, write_copies, write_shards
 from core_rl.engines.collectives import World
 from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.meta import TensorKind
+from core_rl.engines.meta import StatePart, TensorKind
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.train import TrainEngine
 from core_rl.models.digest import digest_of_parts
@@ -31,6 +32,7 @@ from core_rl.models.lora import (
     merged,
     written_name,
 )
+from core_rl.models.offload import HostCopies, guarded, own_memory
 from core_rl.models.optimizer import build_adamw, moment, set_moment, set_step_count
 from core_rl.models.written_form import WrittenForm
 
@@ -55,6 +57,7 @@ class HFTrainEngine(TrainEngine):
         self.model = model
         self._written = WrittenForm.of(model, self._base_shapes())
         self._products = low_rank_products(model) if self.config.model.lora else {}
+        self._on_host: dict[StatePart, ExitStack] = {}
         held = dict(self._held("master"))
         self._owned = {name: self._owned_parameter(p) for name, p in self._named_parameters()}
         config = self.config.optimizer
@@ -246,18 +249,62 @@ class HFTrainEngine(TrainEngine):
         own = ((name, part) for name, part in first if self.world.rank == min(self._holders[name]))
         return digest_of_parts(self.world, own)
 
+    # ---------------------------------------------------------------- offload
+
+    def _offload(self, part: StatePart) -> None:
+        copies, coming_back = HostCopies(), ExitStack()
+        coming_back.callback(copies.give_back)
+        if part == "model":
+            own_memory(p for p in self.model.parameters() if type(p) is nn.Parameter)
+            copies.take(self._model_state())
+            coming_back.enter_context(guarded(self.model))
+        else:
+            copies.take(self._optimizer_state())
+        self._on_host[part] = coming_back
+
+    def _onload(self, part: StatePart) -> None:
+        self._on_host.pop(part).close()
+
+    def _model_state(self) -> Iterator[Tensor]:
+        """This rank's weights and gradients."""
+        for parameter in self.model.parameters():
+            yield self._local(parameter.detach()).tensor
+        for _, grad in self._grads():
+            yield grad
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        """This rank's moments; the step counts are on the host in any case."""
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            yield from (value for name, value in state.items() if name != "step")
+
     # ------------------------------------------------------ sharded checkpoint
 
     def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
         write_shards(directory, self.world.rank, self._shards(with_optimizer), self.world.size)
 
+    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
+        copies = copy_shards(self.world.rank, self._shards(with_optimizer))
+        return partial(write_copies, rank=self.world.rank, copies=copies, world_size=self.world.size)
+
+    def _snapshot_tensors(self, kinds: Sequence[TensorKind]) -> list[Shard] | None:
+        if "params" in kinds and self._products:
+            return None  # merged weights are no parts of what is held
+        if any(self._held_shapes(kind) != self._tensor_shapes(kind) for kind in kinds):
+            return None  # tensors that are written in another form than they are held in
+        return copy_shards(self.world.rank, (part for kind in kinds for part in self._exported_parts(kind)))
+
+    def _exported_parts(self, kind: TensorKind) -> Iterator[Shard]:
+        """This rank's parts in the dtype in which ``kind`` is exported; of copies, one rank has them."""
+        shapes = self._held_shapes(kind)
+        for name, part in self._held(kind):
+            if self.world.rank == (0 if kind == "buffers" else min(self._holders[name])):
+                tensor = self._in_export_dtype(kind, name, part.tensor)
+                yield Shard(f"{kind}/{name}", tensor, shapes[name], part.offsets)
+
     def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
         kinds: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq", "buffers")
         for kind in kinds if with_optimizer else ("master", "buffers"):
-            shapes = self._held_shapes(kind)
-            for name, part in self._held(kind):
-                if self.world.rank == (0 if kind == "buffers" else min(self._holders[name])):
-                    yield Shard(f"{kind}/{name}", part.tensor, shapes[name], part.offsets)
+            yield from self._exported_parts(kind)
         if with_optimizer:
             yield from self._random_state()
 

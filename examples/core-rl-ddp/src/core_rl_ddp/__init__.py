@@ -19,6 +19,7 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
+            Capability.OFFLOAD,
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,

@@ -25,6 +25,7 @@ SPEC = EngineSpec(
             Capability.MOE,
             Capability.ROUTING_REPLAY,
             Capability.LORA,
+            Capability.OFFLOAD,
             Capability.BFLOAT16,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,

@@ -29,6 +29,9 @@ class FSDPOptions(Config):
     compile: bool = False
     """Compile each block with `torch.compile`: the first steps take long, later ones are faster. Needs a C++
     compiler on the CPU."""
+    activation_offload: bool = False
+    """Keep activations in host memory between the forward and the backward pass: less memory, more traffic. With
+    ``gradient_checkpointing``, these are the inputs of the blocks."""
 
 
 class FSDPConfig(TrainEngineConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -23,8 +24,10 @@ from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.models.build import build_model
 from core_rl.models.gather import LocalPart
 from core_rl.models.hf_engine import HFTrainEngine
+from core_rl.models.meta_build import build_on_meta
 from core_rl.models.packed import PackedModel
 from core_rl.models.ulysses import check_heads
+from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import SHARD, TENSOR, Meshes
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
@@ -43,22 +46,31 @@ class FSDPEngine(HFTrainEngine):
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
         register_packed_attention(compiled=self.config.options.compile)
-        model = build_model(
-            self.config.model,
-            seed=self.config.seed,
-            attn_implementation=PACKED_ATTENTION,
-            experts="grouped",
-        )
+        chosen, seed = self.config.model, self.config.seed
+        unloaded = build_on_meta(chosen, seed=seed, attn_implementation=PACKED_ATTENTION, experts="grouped")
+        if unloaded is not None:
+            model = unloaded.model
+        else:
+            model = build_model(chosen, seed=seed, attn_implementation=PACKED_ATTENTION, experts="grouped")
         self._check_layout(model)
         if self.config.options.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._packed = PackedModel(model, self.config.model.head, self._meshes.shards).to(self.device)
+        self._packed = PackedModel(model, chosen.head, self._meshes.shards)
+        if unloaded is None:
+            self._packed.to(self.device)
         self._partial: frozenset[str] = frozenset()
         if self.layout.tp > 1:
             partial = apply_tensor_parallel(model, self._meshes.tensor, self._meshes.shards)
             self._partial = frozenset(map(self._written_name, partial))
         self._shard_modules(self._packed, self._meshes.data)
+        offload = self.config.options.activation_offload
+        self._activation_offload = ActivationOffload(self._gathered()) if offload else None
+        if unloaded is not None:
+            unloaded.materialize(self._packed, self.device)
         self._adopt(model)
+        if unloaded is not None:
+            self._load_named_tensors("master", unloaded.source)
+            self._load_named_tensors("buffers", unloaded.source)
 
     def _check_layout(self, model: PreTrainedModel) -> None:
         """Refuse what the model cannot take, before anything is moved or cut."""
@@ -86,6 +98,9 @@ class FSDPEngine(HFTrainEngine):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
+    def _gathered(self) -> Iterator[nn.Module]:
+        return (module for module in self._packed.modules() if isinstance(module, FSDPModule))
+
     def _sharded(self) -> Iterator[FSDPModule]:
         return (module for module in self._packed.modules() if isinstance(module, FSDPModule))
 
@@ -93,7 +108,8 @@ class FSDPEngine(HFTrainEngine):
         each = self.config.options.reduce_scatter == "each"
         for number, micro_batch in enumerate(micro_batches, start=1):
             self._packed_root.set_requires_gradient_sync(each or number == len(micro_batches))
-            outputs = self._packed(micro_batch, step.outputs, step.temperature, step.trained_only)
+            with self._saved_activations(forward_only):
+                outputs = self._packed(micro_batch, step.outputs, step.temperature, step.trained_only)
             loss = step(ModelOutput(**outputs), micro_batch)
             if not forward_only:
                 loss.backward()
@@ -102,6 +118,10 @@ class FSDPEngine(HFTrainEngine):
             # next forward pass would use them although the shards may have changed by then.
             for module in self._sharded():
                 module.reshard()
+
+    def _saved_activations(self, forward_only: bool) -> AbstractContextManager[None]:
+        offload = None if forward_only else self._activation_offload
+        return nullcontext() if offload is None else offload.active()
 
     def _reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""

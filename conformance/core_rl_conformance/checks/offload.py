@@ -1,0 +1,135 @@
+"""State that is kept in host memory: nothing is lost on the way, and nothing reads what is not there."""
+
+from __future__ import annotations
+
+import torch
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.spec import Capability
+from core_rl.engines.train import TrainEngine
+from core_rl.errors import EngineStateError
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.hints.diagnose import same_named
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.moving import (
+    KINDS,
+    elsewhere,
+    meta,
+    start,
+    state,
+    train,
+    verify_state,
+    verify_steps,
+)
+from core_rl_conformance.subject import ONE_PASS, Subject
+
+TWO = MicroBatchSpec(count=2)
+CONFIGURED = {"offload_params": True, "offload_optimizer": True}
+
+
+@check("contract.offloaded-state", requires=[Capability.OFFLOAD], each="layout")
+def offloaded_state_is_not_read(subject: Subject) -> None:
+    """While state is offloaded, reading it raises `EngineStateError`; after ``onload()`` it is what it was.
+
+    Why: an export of offloaded weights is memory of something else, and a server takes it for a policy.
+    Look at: ``_offload`` and ``_onload``; the core refuses to read in between, and runs forward passes as ever.
+    """
+    group, data = start(subject, subject.model()), subject.data(seed=1).batch()
+    train(group, subject, [0])
+    outputs = group.forward(data, ONE_PASS)["logprobs"]
+    group.forward_backward(data, TokenMeanLoss().spec(), ONE_PASS)
+    before = {**state(group), "grads": group.named_tensors("grads")}
+    group.offload()
+    readable = [kind for kind, refused in group.run(_refused_kinds)[0].items() if not refused]
+    subject.require(not readable, f"named_tensors gives {', '.join(readable)} while the engine is offloaded")
+    found = group.forward(data, ONE_PASS)["logprobs"]
+    subject.require(
+        torch.equal(found, outputs),
+        "log-probs of an engine that was offloaded before are others than without",
+    )
+    group.onload()
+    for kind, tensors in before.items():
+        subject.verify(same_named(f"{kind} after offload() and onload()", group.named_tensors(kind), tensors))
+
+
+def _refused_kinds(engine: TrainEngine) -> dict[str, bool]:
+    """Whether each kind of tensor is refused. Nothing is read where it is, so the ranks stay together."""
+    refused = {}
+    for kind in KINDS:
+        try:
+            engine.named_tensors(kind)
+            refused[str(kind)] = False
+        except EngineStateError:
+            refused[str(kind)] = True
+    return refused
+
+
+@check("I11.offload", requires=[Capability.OFFLOAD], each="layout")
+def training_with_offloading_is_bitwise(subject: Subject) -> None:
+    """Training with ``offload()`` in between, or offloaded as configured, is bitwise the same as without.
+
+    Why: moments that begin again, masters that come back old or as noise, gradients that are dropped between two
+    passes (NeMo-RL #2372).
+    Look at: what ``_offload`` copies, each time anew: weights, gradients that wait for a step, both moments; and
+    whether what comes back is the memory that the optimizer works on.
+    """
+    model = subject.model()
+    group = start(subject, model)
+    expected = _steps(group, subject, offload=False)
+    wanted = state(group)
+    for what, changes in (("with offload() in between", {}), ("offloaded as configured", CONFIGURED)):
+        group = start(subject, model, changes=changes)
+        found = _steps(group, subject, offload=not changes)
+        for number, (own, plain) in enumerate(zip(found, expected, strict=True)):
+            other = [name for name in plain if own.get(name) != plain[name]]
+            subject.require(
+                not other,
+                f"step {number} {what} reports {', '.join(f'{name} {own.get(name)!r}' for name in other)}; without "
+                f"offloading {', '.join(f'{name} {plain[name]!r}' for name in other)}",
+            )
+        group.onload()
+        verify_state(subject, f"after training {what}", group, wanted)
+
+
+def _steps(group: EngineGroup, subject: Subject, offload: bool) -> list[dict[str, float]]:
+    """Three updates, the second of them in two passes with the gradients waiting between."""
+    loss, weight = TokenMeanLoss(temperature=0.8).spec(), 500.0
+    reports = train(group, subject, [0])
+    if offload:
+        group.offload()
+    group.forward_backward(subject.data(seed=1).batch(), loss, TWO, total_weight=weight)
+    report = group.forward_backward(subject.data(seed=2).batch(), loss, TWO, total_weight=weight)
+    reports.append(report | group.optimizer_step())
+    if offload:
+        group.onload()
+        group.offload()
+    return reports + train(group, subject, [3])
+
+
+@check("I11.offload-checkpoint", requires=[Capability.OFFLOAD, Capability.SHARDED_CHECKPOINT], each="layout")
+def checkpoints_of_an_offloaded_engine(subject: Subject) -> None:
+    """An offloaded engine saves what it holds, and goes on bitwise from what it loads.
+
+    Why: a save while offloaded crashes or writes freed memory (slime #1888), and a load while offloaded is undone
+    when the old copies come back (NeMo-RL #2372).
+    Look at: copies on the host that outlive what they are copies of.
+    """
+    model = subject.model()
+    group = start(subject, model)
+    train(group, subject, [0, 1])
+    held = state(group)
+    group.offload()
+    group.save(meta(subject.directory("checkpoint"), "sharded"))
+    reports = train(group, subject, [2])
+    group.onload()
+    expected = state(group)
+    group = start(subject, elsewhere(model), changes=CONFIGURED)
+    train(group, subject, [5])
+    group.load(meta(subject.directory("checkpoint"), "sharded"))
+    group.onload()
+    verify_state(subject, "loaded into an offloaded engine", group, held)
+    group.offload()
+    verify_steps(subject, 2, train(group, subject, [2]), reports)
+    group.onload()
+    verify_state(subject, "after resuming offloaded", group, expected)

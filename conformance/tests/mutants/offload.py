@@ -1,0 +1,130 @@
+"""State that suffers when it is moved to the host and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core_rl.engines.meta import SaveLoadMeta, StatePart, TensorKind
+from core_rl.engines.named_tensors import NamedTensors
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+
+class ExportsFreedMemory(ReferenceEngine):
+    """An overridden ``named_tensors`` gives zeros for what is offloaded."""
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if not self._offloaded:
+            return super().named_tensors(kind)
+        return iter([(name, torch.zeros(shape)) for name, shape in self.tensor_shapes(kind).items()])
+
+
+class GradientsStayBehind(ReferenceEngine):
+    """Gradients that wait for a step are dropped when weights are offloaded."""
+
+    def _offload(self, part: StatePart) -> None:
+        if part == "model":
+            self._zero_grad()
+        super()._offload(part)
+
+
+class MomentsBeginAgain(ReferenceEngine):
+    """Offloading the optimizer state drops it."""
+
+    def _offload(self, part: StatePart) -> None:
+        if part == "optimizer" and self.optimizer is not None:
+            for held in self.optimizer.state.values():
+                held["exp_avg"].zero_()
+        super()._offload(part)
+
+
+class OldCopiesComeBack(ReferenceEngine):
+    """The copies of the first time are kept, and come back each time."""
+
+    _first: dict[str, Tensor] | None = None
+
+    def _offload(self, part: StatePart) -> None:
+        if self._first is None and part == "model":
+            self._first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        super()._offload(part)
+
+    def _onload(self, part: StatePart) -> None:
+        super()._onload(part)
+        if part == "model" and self._first is not None:
+            with torch.no_grad():
+                for name, value in self._first.items():
+                    self.model.get_parameter(name).copy_(value)
+
+
+class LoadIsUndone(ReferenceEngine):
+    """What is loaded while offloaded goes to the device; the copies on the host are still the old ones."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        away = self._offloaded
+        if away:
+            self.onload()
+        old = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        super().load(meta)
+        if away:
+            with torch.no_grad():
+                for name, value in old.items():
+                    self.model.get_parameter(name).copy_(value)
+            self.offload()
+
+
+class SavesFreedMemory(ReferenceEngine):
+    """A save while offloaded writes what happens to be there."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        if not self._offloaded:
+            super().save(meta)
+            return
+        self.onload()
+        weight = self.model.get_parameter("model.embed_tokens.weight")
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.zero_()
+            super().save(meta)
+            weight.copy_(kept)
+        self.offload()
+
+
+MUTANTS = (
+    Mutant(
+        engine=ExportsFreedMemory,
+        killed_by="contract.offloaded-state",
+        issue="slime #1888",
+        says="named_tensors gives master, exp_avg, exp_avg_sq while the engine is offloaded",
+    ),
+    Mutant(
+        engine=GradientsStayBehind,
+        killed_by="I11.offload",
+        issue="gradients between two passes",
+        says="step 1 with offload.. in between reports grad_norm",
+    ),
+    Mutant(
+        engine=MomentsBeginAgain,
+        killed_by="I11.offload",
+        issue="AReaL #1468",
+        says="in between",
+    ),
+    Mutant(
+        engine=OldCopiesComeBack,
+        killed_by="I11.offload",
+        issue="NeMo-RL #2372",
+        says="step 2 with offload.. in between reports",
+    ),
+    Mutant(
+        engine=LoadIsUndone,
+        killed_by="I11.offload-checkpoint",
+        issue="NeMo-RL #2372",
+        says="master loaded into an offloaded engine",
+    ),
+    Mutant(
+        engine=SavesFreedMemory,
+        killed_by="I11.offload-checkpoint",
+        issue="slime #1888",
+        says="master loaded into an offloaded engine",
+    ),
+)

@@ -1,0 +1,197 @@
+"""A model that is built on the meta device and filled from its files, against transformers' own loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from core_rl.config.engine import Head, ModelConfig
+from core_rl.errors import ConfigError
+from core_rl.models.build import build_model
+from core_rl.models.meta_build import build_on_meta
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", **SMALL, "tie_word_embeddings": True},
+    "llama": {"model_type": "llama", **SMALL, "tie_word_embeddings": False},
+    "llama-scaled": {
+        "model_type": "llama",
+        **SMALL,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "gemma3": {"model_type": "gemma3_text", **SMALL, "tie_word_embeddings": True, "sliding_window": 16},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": 61,
+    },
+}
+
+
+def written(name: str, directory: Path, dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
+    """A model directory with random weights."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(**MODELS[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(directory, **saving)
+    return directory
+
+
+def from_meta(model: ModelConfig, seed: int = 3) -> PreTrainedModel | None:
+    unloaded = build_on_meta(model, seed=seed, attn_implementation="eager")
+    if unloaded is None:
+        return None
+    assert {value.device.type for value in unloaded.model.parameters()} == {"meta"}
+    unloaded.materialize(unloaded.model, torch.device("cpu"))
+    held = dict(unloaded.model.named_parameters()) | dict(unloaded.model.named_buffers())
+    assert {*dict(unloaded.model.named_parameters())} <= {*unloaded.source.names()}
+    with torch.no_grad():
+        for name in unloaded.source.names():
+            held[name].copy_(unloaded.source.read(name))
+    return unloaded.model
+
+
+def same(left: PreTrainedModel, right: PreTrainedModel) -> bool:
+    """Equal parameters and buffers, dtypes and ties, and equal outputs."""
+    for part in ("named_parameters", "named_buffers"):
+        first, second = (dict(getattr(model, part)()) for model in (left, right))
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert value.dtype == second[name].dtype, name
+            assert torch.equal(value, second[name]), name
+    ids = torch.tensor([[5, 60, 3, 17, 2, 9]])
+    with torch.no_grad():
+        outputs = [model(input_ids=ids).logits for model in (left, right)]
+    return torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_it_is_the_model_that_transformers_loads(name: str, head: Head, tmp_path: Path) -> None:
+    model = ModelConfig(path=str(written(name, tmp_path)), head=head)
+    built = from_meta(model)
+    assert built is not None
+    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_several_files_with_an_index(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = ModelConfig(path=str(written("llama", tmp_path, dtype, max_shard_size="8KB")))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    built = from_meta(model)
+    assert built is not None
+    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
+
+
+def test_files_of_the_trunk_alone_for_a_critic(tmp_path: Path) -> None:
+    trunk = AutoModel.from_config(AutoConfig.for_model(**MODELS["qwen3"]), dtype=torch.float32)
+    trunk.save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), head="value")
+    built = from_meta(model)
+    assert built is not None
+    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
+
+
+def test_a_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(written("qwen3", tmp_path)), head="reward")
+    heads = []
+    for seed in (3, 3, 4):
+        torch.rand(7)  # the global random state must not matter, and must not change
+        before = torch.get_rng_state()
+        built = from_meta(model, seed)
+        assert built is not None and torch.equal(torch.get_rng_state(), before)
+        heads.append(built.get_parameter("score.weight"))
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert heads[0].dtype == torch.float32 and heads[0].any()
+
+
+def change(directory: Path, edit: Any) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_matrix_that_is_written_twice(name: str, tmp_path: Path) -> None:
+    written(name, tmp_path)
+    change(tmp_path, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    model = ModelConfig(path=str(tmp_path))
+    built = from_meta(model)
+    assert built is not None
+    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
+
+
+def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
+    written("qwen3", tmp_path)
+    change(tmp_path, lambda held: held.update({"lm_head.weight": held.pop("model.embed_tokens.weight")}))
+    model = ModelConfig(path=str(tmp_path))
+    built = from_meta(model)
+    assert built is not None
+    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
+
+
+def test_transformers_loads_what_only_it_understands(tmp_path: Path) -> None:
+    assert from_meta(ModelConfig(config=MODELS["qwen3"])) is None
+    pickled = written("qwen3", tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    untied = written("qwen3", tmp_path / "untied")
+    change(untied, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"] + 1}))
+    renamed = written("qwen3", tmp_path / "renamed")
+    change(renamed, lambda held: held.update({"model.norm.gamma": held.pop("model.norm.weight")}))
+    for directory in (pickled, untied):
+        model = ModelConfig(path=str(directory))
+        assert from_meta(model) is None
+        build_model(model, seed=3, attn_implementation="eager")
+    assert from_meta(ModelConfig(path=str(renamed))) is None
+
+
+def drop(held: dict[str, torch.Tensor]) -> None:
+    del held["model.norm.weight"]
+
+
+def shorten(held: dict[str, torch.Tensor]) -> None:
+    held["model.norm.weight"] = held["model.norm.weight"][:-1].clone()
+
+
+@pytest.mark.parametrize(("damage", "said"), [(drop, "missing"), (shorten, "misshapen")])
+def test_weights_that_do_not_fit_are_a_config_error_of_both_ways(
+    damage: Any, said: str, tmp_path: Path
+) -> None:
+    model = ModelConfig(path=str(written("qwen3", tmp_path)))
+    change(tmp_path, damage)
+    with pytest.raises(ConfigError, match=rf"do not fit their config: .*{said} \['model\.norm\.weight'\]"):
+        build_on_meta(model, seed=3, attn_implementation="eager")
+    with pytest.raises(ConfigError):
+        build_model(model, seed=3, attn_implementation="eager")
+
+
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = written("qwen3", tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"cannot be built: .*model\.safetensors"):
+        build_on_meta(ModelConfig(path=str(tmp_path)), seed=0, attn_implementation="eager")

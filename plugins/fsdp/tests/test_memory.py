@@ -1,0 +1,116 @@
+"""No rank ever holds a full copy of the model: not while it loads, not while it exports.
+
+Four ranks, a model of some 230 MB. What a rank may take beyond what it had before is stated as a
+fraction of the full model. The last test measures a way of loading that does hold full copies, so
+that the probe is known to see one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsdp_support as support
+import pytest
+import torch
+from memory_probe import own_bytes, peaks_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.config.engine import ModelConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.engines.meta import SaveLoadMeta
+from core_rl.engines.train import TrainEngine
+from core_rl.launch.group import EngineGroup
+from core_rl.models.gather import BUCKET_BYTES
+from core_rl_fsdp.config import FSDPConfig
+
+RANKS = 4
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 4001,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+MMAP_THRESHOLD = -3
+"""Of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
+SLACK = 0.1
+"""Of the full model: python objects, the process group, what the allocator keeps."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, in several files."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.float32)
+    model.save_pretrained(path, max_shard_size="100MB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def full(directory: Path) -> int:
+    """Bytes of the full model in float32."""
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    assert 200e6 < size < 400e6
+    return size
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[EngineGroup]:
+    with EngineGroup("fsdp", support.fsdp_config(RANKS), timeout_s=300) as ranks:
+        ranks.initialize()
+        ranks.run(give_back_at_once)
+        yield ranks
+
+
+def give_back_at_once(engine: TrainEngine) -> None:
+    """Let the C library return freed blocks of 1 MiB and more to the system, so that the probe sees what is held."""
+    assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20) == 1
+
+
+def config(path: Path) -> FSDPConfig:
+    return FSDPConfig(
+        model=ModelConfig(path=str(path)), optimizer=None, layout=ParallelLayout(dp=RANKS), device="cpu"
+    )
+
+
+def test_loading_and_exporting_hold_a_part_of_the_model(
+    group: EngineGroup, directory: Path, full: int, tmp_path: Path
+) -> None:
+    """At most 0.35 of the full model while it loads (a rank's own quarter), and 0.65 while it exports.
+
+    The export adds two buckets (what arrives, and gloo's copy of it) and the tensors between them.
+    """
+    start = [own_bytes(pid) for pid in group.pids]
+    with peaks_of(group.pids) as loading:
+        group.initialize(config=config(directory))
+    assert max(loading.growth) < (1 / RANKS + SLACK) * full, [growth / full for growth in loading.growth]
+    with peaks_of(group.pids) as exporting:
+        group.save(SaveLoadMeta(path=str(tmp_path / "export"), format="hf"))
+    assert max(exporting.growth) < 2 * BUCKET_BYTES + SLACK * full, [
+        growth / full for growth in exporting.growth
+    ]
+    totals = [high - before for high, before in zip(exporting.highest, start, strict=True)]
+    assert max(totals) < 0.65 * full, [total / full for total in totals]
+    saved = TensorFiles(tmp_path / "export", "model")
+    original = TensorFiles(directory, "model")
+    assert set(saved.names()) == set(original.names())
+    assert all(torch.equal(saved.read(name), original.read(name)) for name in original.names())
+
+
+def test_the_probe_sees_a_full_copy(group: EngineGroup, full: int) -> None:
+    """Weights that no file gives are drawn in full on every rank."""
+    drawn = FSDPConfig(
+        model=ModelConfig(config=MODEL), optimizer=None, layout=ParallelLayout(dp=RANKS), device="cpu"
+    )
+    with peaks_of(group.pids) as loading:
+        group.initialize(config=drawn)
+    assert min(loading.growth) > 0.9 * full, [growth / full for growth in loading.growth]

@@ -1,0 +1,142 @@
+"""State and activations in host memory: the same training bit for bit, and memory that is really given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import fsdp_support as support
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.loss import LossSpec
+from core_rl.engines.meta import TensorKind
+from core_rl.engines.train import TrainEngine
+from core_rl.launch.group import EngineGroup
+from core_rl_fsdp import activation_offload
+from core_rl_fsdp.config import FSDPConfig
+from core_rl_fsdp.engine import FSDPEngine
+
+LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
+BUDGET = MicroBatchSpec(max_tokens=32)
+KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[EngineGroup]:
+    with EngineGroup("fsdp", support.fsdp_config(2), timeout_s=120) as ranks:
+        yield ranks
+
+
+def trained(group: EngineGroup, config: FSDPConfig) -> dict[str, Tensor]:
+    """Gradients of a first step, and everything after three."""
+    group.initialize(config=config)
+    group.forward_backward(support.make_batch(0), LOSS, BUDGET)
+    group.onload()
+    found = {f"grads/{name}": value for name, value in group.named_tensors("grads").items()}
+    found["norm"] = torch.tensor(group.optimizer_step()["grad_norm"])
+    for step in range(1, 3):
+        group.train_batch(support.make_batch(step), LOSS, BUDGET)
+    group.onload()
+    for kind in KINDS:
+        found |= {f"{kind}/{name}": value for name, value in group.named_tensors(kind).items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(group: EngineGroup) -> dict[bool, dict[str, Tensor]]:
+    """Without and with gradient checkpointing."""
+    return {on: trained(group, support.fsdp_config(2, gradient_checkpointing=on)) for on in (False, True)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_on_the_host_change_no_bit(
+    group: EngineGroup, plain: dict[bool, dict[str, Tensor]], checkpointing: bool
+) -> None:
+    options: dict[str, Any] = {"activation_offload": True, "gradient_checkpointing": checkpointing}
+    found = trained(group, support.fsdp_config(2, **options))
+    different = [name for name, value in plain[checkpointing].items() if not torch.equal(found[name], value)]
+    assert found.keys() == plain[checkpointing].keys() and not different
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_state_on_the_host_changes_no_bit(
+    group: EngineGroup, plain: dict[bool, dict[str, Tensor]], reshard: bool
+) -> None:
+    values = support.fsdp_config(2, reshard_after_forward=reshard).model_dump()
+    config = FSDPConfig(**values | {"offload_params": True, "offload_optimizer": True})
+    found = trained(group, config)
+    assert not [name for name, value in plain[False].items() if not torch.equal(found[name], value)]
+
+
+def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
+    """Of parameters and of moments, by what their storages hold now."""
+    assert isinstance(engine, FSDPEngine) and engine.optimizer is not None
+    moments = [value for state in engine.optimizer.state.values() for value in state.values()]
+    parts: dict[str, list[Tensor]] = {
+        "parameters": [engine._local(p.detach()).tensor for p in engine.model.parameters()],
+        "optimizer's": list(engine._owned.values()),
+        "moments": [value for value in moments if value.dim()],
+    }
+    return {name: sum(t.untyped_storage().nbytes() for t in tensors) for name, tensors in parts.items()}
+
+
+def test_memory_is_given_back_and_shared_as_before(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(2))
+    group.train_batch(support.make_batch(0), LOSS, BUDGET)
+    before = group.run(bytes_on_device)
+    assert all(min(held.values()) > 0 for held in before)
+    group.to("cpu")  # the engine's own device: nothing moves
+    assert group.run(bytes_on_device) == before
+    group.offload()
+    assert all(max(held.values()) == 0 for held in group.run(bytes_on_device))
+    group.train_batch(support.make_batch(1), LOSS, BUDGET)
+    assert all(max(held.values()) == 0 for held in group.run(bytes_on_device))
+    group.onload()
+    assert group.run(bytes_on_device) == before
+
+
+def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, int]:
+    """What autograd saved in one forward pass: how many weights were copied, and how much else."""
+    assert isinstance(engine, FSDPEngine) and engine._activation_offload is not None
+    copied: list[Tensor] = []
+    weights: list[bool] = []
+    real = engine._activation_offload._pack
+
+    def pack(tensor: Tensor) -> Any:
+        storages = {_own(p).untyped_storage()._cdata for p in engine.model.parameters()}
+        found = real(tensor)
+        if isinstance(found, activation_offload._OnHost):
+            copied.append(found.copy)
+            weights.append(tensor.untyped_storage()._cdata in storages)
+        return found
+
+    with mock.patch.object(engine._activation_offload, "_pack", pack):
+        engine.forward_backward(support.make_batch(seed), LOSS, MicroBatchSpec(count=1))
+        engine.optimizer_zero_grad()
+    return {"copies": len(copied), "bytes": sum(c.nbytes for c in copied), "weights": sum(weights)}
+
+
+def _own(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+LAYOUTS = (ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, sequence_parallel=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_activations_move_and_weights_stay(group: EngineGroup, layout: ParallelLayout) -> None:
+    seen: dict[bool, dict[str, int]] = {}
+    for checkpointing in (False, True):
+        options: dict[str, Any] = {"activation_offload": True, "gradient_checkpointing": checkpointing}
+        group.initialize(config=support.fsdp_config(layout, **options))
+        seen[checkpointing] = group.run(packed_tensors, 0)[0]
+    assert seen[False]["weights"] == seen[True]["weights"] == 0
+    # With checkpointing the inputs of the blocks move, and what lies inside of them is never kept.
+    assert 2 <= seen[True]["copies"] < seen[False]["copies"]
+    assert seen[True]["bytes"] < seen[False]["bytes"] / 2
