@@ -19,7 +19,7 @@ from core_rl.engines.named_tensors import TensorSource
 from core_rl.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, raise_all
 
 if TYPE_CHECKING:
-    from core_rl.engines.train import TrainEngine
+    from core_rl.engines.state import EngineState
 
 __all__ = ["load_adapter", "save_adapter"]
 
@@ -39,7 +39,7 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
 """Fields of ``peft``'s config, and the values with which an adapter is ``scaling * B @ A`` and nothing else."""
 
 
-def save_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
+def save_adapter(engine: EngineState, meta: SaveLoadMeta) -> BackgroundSave | None:
     """``adapter_model.safetensors`` and ``adapter_config.json``, which ``peft`` and servers load; collective.
 
     Raises `EngineStateError` for an engine without an adapter.
@@ -63,7 +63,7 @@ def save_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | No
     return publish_save(engine, meta, write, state, lambda: None)
 
 
-def load_adapter(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def load_adapter(engine: EngineState, meta: SaveLoadMeta) -> None:
     """The adapter alone: the base, progress and moments stay as they are; collective.
 
     Also takes what ``peft`` itself has saved, which does not tell the base weights: then only names and

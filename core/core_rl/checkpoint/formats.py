@@ -25,7 +25,7 @@ from core_rl.engines.spec import Capability
 from core_rl.errors import CheckpointError, CheckpointMismatch, raise_all
 
 if TYPE_CHECKING:
-    from core_rl.engines.train import TrainEngine
+    from core_rl.engines.state import EngineState
 
 __all__ = ["fingerprint", "load_engine_state", "load_parts", "publish_save", "save_engine"]
 
@@ -66,7 +66,7 @@ TOKENIZER_FILES = (
 )
 
 
-def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
+def save_engine(engine: EngineState, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Save ``engine`` as ``meta`` says; collective. Returns what is still to be done in the background, if so asked.
 
     Raises `UnsupportedCapability` for a format that the engine does not declare, and one
@@ -79,7 +79,7 @@ def save_engine(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | Non
     return formats[meta.format](engine, meta)
 
 
-def load_engine_state(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def load_engine_state(engine: EngineState, meta: SaveLoadMeta) -> None:
     """Load what `save_engine` wrote, or for ``hf`` any model directory of transformers; collective.
 
     Files, model and names are checked before anything changes. Raises `CheckpointNotFound`,
@@ -93,7 +93,7 @@ def load_engine_state(engine: TrainEngine, meta: SaveLoadMeta) -> None:
     formats[meta.format](engine, meta)
 
 
-def _require_format(engine: TrainEngine, name: CheckpointFormat) -> None:
+def _require_format(engine: EngineState, name: CheckpointFormat) -> None:
     if name in CAPABILITY:
         guards.require_capability(engine.spec, CAPABILITY[name], f"a checkpoint with format={name!r}")
 
@@ -101,7 +101,7 @@ def _require_format(engine: TrainEngine, name: CheckpointFormat) -> None:
 # ---------------------------------------------------------------------- hf
 
 
-def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
+def save_hf(engine: EngineState, meta: SaveLoadMeta) -> BackgroundSave | None:
     """A model directory of transformers: safetensors, config, generation config and tokenizer."""
     kinds = _weights(engine, "params")
 
@@ -121,7 +121,7 @@ def save_hf(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
     return publish_save(engine, meta, write, state, lambda: _tensors_later(engine, {"model": kinds}, beside))
 
 
-def load_hf(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def load_hf(engine: EngineState, meta: SaveLoadMeta) -> None:
     """Weights only: progress, and moments if there are some, stay as they are."""
     guards.require_loadable(engine.config, "params")
     with opened(meta.path, engine.world, kind="hf", require_manifest=False) as directory:
@@ -178,7 +178,7 @@ def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
 # ---------------------------------------------------------------- portable
 
 
-def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
+def save_portable(engine: EngineState, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Float32 weights, moments and progress as named tensors, for any engine and layout."""
     with_moments = meta.with_optimizer and engine.config.optimizer is not None
     kinds = _weights(engine, "master") + (MOMENTS if with_moments else ())
@@ -198,7 +198,7 @@ def save_portable(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | N
     return publish_save(engine, meta, write, state, lambda: _tensors_later(engine, files))
 
 
-def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def load_portable(engine: EngineState, meta: SaveLoadMeta) -> None:
     """Weights, and with ``meta.with_optimizer`` moments and progress."""
     subject = f"cannot load {meta.path!r}"
     with opened(meta.path, engine.world, kind="portable") as directory:
@@ -213,7 +213,7 @@ def load_portable(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 # ----------------------------------------------------------------- sharded
 
 
-def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | None:
+def save_sharded(engine: EngineState, meta: SaveLoadMeta) -> BackgroundSave | None:
     """The engine's own parallel format, and progress."""
     with_optimizer = meta.with_optimizer and engine.config.optimizer is not None
 
@@ -227,7 +227,7 @@ def save_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> BackgroundSave | No
     return publish_save(engine, meta, write, _state(engine, with_optimizer), snapshot)
 
 
-def load_sharded(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+def load_sharded(engine: EngineState, meta: SaveLoadMeta) -> None:
     """What the same engine saved, perhaps at another layout."""
     subject = f"cannot load {meta.path!r}"
     with_optimizer = meta.with_optimizer and engine.config.optimizer is not None
@@ -248,7 +248,7 @@ def _shards_in(directory: Path) -> Path:
 
 
 def publish_save(
-    engine: TrainEngine,
+    engine: EngineState,
     meta: SaveLoadMeta,
     write: Write,
     state: Mapping[str, Any],
@@ -275,7 +275,7 @@ def publish_save(
 
 
 def _tensors_later(
-    engine: TrainEngine, files: Mapping[str, Sequence[TensorKind]], beside: Write | None = None
+    engine: EngineState, files: Mapping[str, Sequence[TensorKind]], beside: Write | None = None
 ) -> Later | None:
     """Named tensors from a snapshot: every rank writes its parts, and rank 0 puts them together.
 
@@ -305,13 +305,13 @@ def _tensors_later(
     return Later(write, finish)
 
 
-def _weights(engine: TrainEngine, kind: TensorKind) -> tuple[TensorKind, ...]:
+def _weights(engine: EngineState, kind: TensorKind) -> tuple[TensorKind, ...]:
     """``kind``, and the buffers where the model has some that an export holds."""
     return (kind, "buffers") if engine.tensor_shapes("buffers") else (kind,)
 
 
 def load_parts(
-    engine: TrainEngine, parts: Callable[[], Mapping[TensorKind, TensorSource]], subject: str
+    engine: EngineState, parts: Callable[[], Mapping[TensorKind, TensorSource]], subject: str
 ) -> None:
     """Check the names and shapes of all parts on all ranks, and only then load them."""
 
@@ -329,7 +329,7 @@ def load_parts(
     on_all(engine.world, load, subject)
 
 
-def _state(engine: TrainEngine, with_optimizer: bool) -> dict[str, Any]:
+def _state(engine: EngineState, with_optimizer: bool) -> dict[str, Any]:
     return {
         "engine": engine.spec.name,
         "layout": engine.config.layout.model_dump(),
@@ -339,7 +339,7 @@ def _state(engine: TrainEngine, with_optimizer: bool) -> dict[str, Any]:
     }
 
 
-def _adapter_fields(engine: TrainEngine) -> dict[str, Any]:
+def _adapter_fields(engine: EngineState) -> dict[str, Any]:
     """What tells one kind of adapter from another."""
     lora = engine.config.model.lora
     if lora is None:
@@ -354,14 +354,14 @@ def _adapter_fields(engine: TrainEngine) -> dict[str, Any]:
     return {f"lora.{name}": value for name, value in fields.items()}
 
 
-def fingerprint(engine: TrainEngine) -> dict[str, Any]:
+def fingerprint(engine: EngineState) -> dict[str, Any]:
     """What tells one architecture from another."""
     config = engine.hf_config().get_text_config()
     fields = {name: getattr(config, name, None) for name in MODEL_FIELDS}
     return {"head": engine.config.model.head, **fields}
 
 
-def _checked_state(engine: TrainEngine, meta: SaveLoadMeta, directory: Path) -> Mapping[str, Any]:
+def _checked_state(engine: EngineState, meta: SaveLoadMeta, directory: Path) -> Mapping[str, Any]:
     """The state of a checkpoint that ``engine`` can load; `CheckpointMismatch` lists what differs."""
     manifest = read_manifest(directory)
     problems = _mismatches(engine, meta, manifest.kind, manifest.state)
@@ -370,7 +370,7 @@ def _checked_state(engine: TrainEngine, meta: SaveLoadMeta, directory: Path) -> 
 
 
 def _mismatches(
-    engine: TrainEngine, meta: SaveLoadMeta, kind: str, state: Mapping[str, Any]
+    engine: EngineState, meta: SaveLoadMeta, kind: str, state: Mapping[str, Any]
 ) -> Iterator[str]:
     if kind == "sharded" and state["engine"] != engine.spec.name:
         yield (
