@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from core_rl.config.engine import Head, ModelConfig
+from core_rl.config.engine import Head, LoraConfig, ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.models.build import build_model
+from core_rl.models.lora import written_name
 from core_rl.models.meta_build import build_on_meta
 
 SMALL: dict[str, Any] = {
@@ -127,6 +128,20 @@ def test_a_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
         heads.append(built.get_parameter("score.weight"))
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert heads[0].dtype == torch.float32 and heads[0].any()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_an_adapter_begins_with_the_same_values(name: str, tmp_path: Path) -> None:
+    model = ModelConfig(path=str(written(name, tmp_path)), lora=LoraConfig(rank=3))
+    unloaded = build_on_meta(model, seed=3, attn_implementation="eager")
+    assert unloaded is not None
+    assert {value.device.type for value in unloaded.model.parameters()} == {"meta"}
+    plain = build_model(model, seed=3, attn_implementation="eager")
+    values = {written_name(held): parameter.detach() for held, parameter in plain.named_parameters()}
+    assert values.keys() == {*unloaded.source.names()}
+    assert all(torch.equal(unloaded.source.read(held), value) for held, value in values.items())
+    trained = {held for held, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert trained == {held for held, value in unloaded.model.named_parameters() if value.requires_grad}
 
 
 def change(directory: Path, edit: Any) -> None:

@@ -6,6 +6,7 @@ The adapter layers are those of ``peft``, an optional dependency that is importe
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ __all__ = [
     "adapter_config",
     "adapter_disabled",
     "add_adapter",
+    "fresh_adapter",
     "low_rank_products",
     "merged",
     "written_name",
@@ -43,18 +45,40 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, head: Head, seed: in
     """Put adapter layers into ``model``, in place; only they and a scalar head are trained from then on.
 
     ``A`` is drawn from ``seed`` without touching the global random state, the same on every rank, and
-    ``B`` is 0: the outputs stay what they are. Class and modules of the model stay as well, so that what
-    runs it need not know. Raises `ConfigError` without ``peft``, and for target modules that match nothing.
+    ``B`` is 0: the outputs stay what they are. On the meta device neither has values; see
+    `fresh_adapter`. Class and modules of the model stay as well, so that what runs it need not know. Raises `ConfigError` without ``peft``, and for target modules that match nothing.
     """
     peft = _import_peft()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     targets = _targets(model, config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + SEED_OFFSET)
-        peft.inject_adapter_in_model(_peft_config(model, config, head, _short(model, targets)), model, NAME)
-    for name, parameter in model.named_parameters():
+        peft.inject_adapter_in_model(
+            _peft_config(model, config, head, _short(model, targets)), model, NAME, low_cpu_mem_usage=True
+        )
+    device = next(model.base_model.parameters()).device
+    fresh = fresh_adapter(model, seed)
+    for name, parameter in [*model.named_parameters()]:
         if name.startswith("score."):
             parameter.requires_grad_(name in trained)
+        if (value := fresh.get(written_name(name))) is not None:
+            module, _, last = name.rpartition(".")
+            drawn = nn.Parameter(value.to(device), requires_grad=True)
+            model.get_submodule(module).register_parameter(last, drawn)
+
+
+def fresh_adapter(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
+    """The values with which the adapter of ``model`` begins, float32, by their written names.
+
+    ``A`` is drawn as ``peft`` draws it and ``B`` is 0; a model without memory has the same.
+    """
+    generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
+    shapes = {written_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    fresh = {}
+    for product in low_rank_products(model).values():
+        fresh[product.a] = torch.empty(shapes[product.a])
+        nn.init.kaiming_uniform_(fresh[product.a], a=math.sqrt(5), generator=generator)
+        fresh[product.b] = torch.zeros(shapes[product.b])
+    return fresh
 
 
 def adapter_config(

@@ -7,7 +7,7 @@ time does a rank hold all of a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from core_rl.engines.named_tensors import TensorSource
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
 from core_rl.models.build import finished, is_new_head, model_family, read_config, require_fitting
 from core_rl.models.experts import ExpertsKernel
+from core_rl.models.lora import fresh_adapter, written_name
 from core_rl.models.written_form import WrittenForm
 
 __all__ = ["Unloaded", "build_on_meta"]
@@ -63,13 +64,13 @@ def build_on_meta(
 ) -> Unloaded | None:
     """The model of ``model.path`` without memory, in evaluation mode; None where `build_model` must load it.
 
-    That is so for weights drawn from a config, a model with an adapter, files other than safetensors,
-    and files whose tensors transformers renames.
+    That is so for weights drawn from a config, files other than safetensors, and files whose tensors
+    transformers renames. A new adapter is drawn from ``seed`` as well.
 
     A new head is drawn from ``seed``, the same on every rank. Raises `ConfigError` for missing,
     misshapen or unreadable weights.
     """
-    if model.path is None or model.lora is not None:
+    if model.path is None:
         return None
     try:
         files = TensorFiles(Path(model.path), "model")
@@ -94,7 +95,8 @@ def build_on_meta(
 
 def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed: int) -> TensorSource | None:
     """What gives each tensor of ``built``; None where only transformers knows how the files are to be read."""
-    wanted = _written_shapes(built)
+    adapter = fresh_adapter(built, seed)
+    wanted = _written_shapes(built, adapter)
     tied = _tied_names(built)
     found = {name: place for name in wanted if (place := _find(built, name, tied, files)) is not None}
     missing = [name for name in wanted if name not in found and not is_new_head(model, name)]
@@ -107,14 +109,15 @@ def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed
         if any(name in files.names() and not _equal(files, found[source], name) for name in names):
             return None  # they are not tied in these files
     drawn = {name: _drawn_head(built, seed) for name in wanted if name not in found}
-    return _ModelFiles(files, found, drawn)
+    return _ModelFiles(files, found, drawn | adapter)
 
 
-def _written_shapes(built: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The tensors that transformers writes for this model."""
-    held = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+def _written_shapes(built: PreTrainedModel, adapter: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The tensors that transformers writes for this model, without its adapter."""
+    held = {written_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    base = {name: shape for name, shape in held.items() if name not in adapter}
     buffers = {name: tuple(b.shape) for name, b in built.named_buffers() if name in built.state_dict()}
-    return WrittenForm.of(built).shapes(held) | buffers
+    return WrittenForm.of(built, base).shapes(base) | buffers
 
 
 def _find(built: PreTrainedModel, name: str, tied: Mapping[str, list[str]], files: TensorFiles) -> str | None:
@@ -128,7 +131,7 @@ def _tied_names(built: PreTrainedModel) -> dict[str, list[str]]:
     """For each parameter that has several names, the first one and the others."""
     names: dict[int, list[str]] = {}
     for name, parameter in built.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(written_name(name))
     return {first: others for first, *others in names.values() if others}
 
 
