@@ -46,7 +46,9 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, head: Head, seed: in
 
     ``A`` is drawn from ``seed`` without touching the global random state, the same on every rank, and
     ``B`` is 0: the outputs stay what they are. On the meta device neither has values; see
-    `fresh_adapter`. Class and modules of the model stay as well, so that what runs it need not know. Raises `ConfigError` without ``peft``, and for target modules that match nothing.
+    `fresh_adapter`. Class and modules of the model stay as well, so that what runs it need not know.
+
+    Raises `ConfigError` without ``peft``, and for target modules that match nothing.
     """
     peft = _import_peft()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
