@@ -237,6 +237,12 @@ def _not_run(check: Check, target: Target, settings: Sequence[Setting], families
     return "" if families else f"it needs a model of {', '.join(check.families or ())}"
 
 
+def _full(check: Check, settings: Sequence[Setting]) -> range:
+    """Numbers of the layouts on which further dtypes are run."""
+    stop = min(FULL, len(settings))
+    return range(0 if check.each == "layout and model" else stop - 1, stop)
+
+
 def places_of(
     check: Check,
     settings: Sequence[Setting],
@@ -246,7 +252,8 @@ def places_of(
 ) -> Iterator[tuple[Setting, str, DType]]:
     """Where to run: on the first layout with every model, on the second with three; on others models take turns.
 
-    They do so in settings and in a quick session too, and in further dtypes, which stay on the first two layouts.
+    They do so in settings and in a quick session too, and in further dtypes, which stay on the first two layouts: there
+    checks of what depends on the model run on both, and the others on the second, where ranks share state.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
@@ -257,7 +264,9 @@ def places_of(
     # another seed they begin at others.
     first = sum(map(ord, check.identifier)) + selection.seed
     for number, dtype in enumerate(dtypes):
-        for place, setting in enumerate(settings if number == 0 else settings[:FULL]):
+        for place, setting in enumerate(settings):
+            if number > 0 and place not in _full(check, settings):
+                continue
             several = (
                 check.each == "layout and model" and number == 0 and not (selection.quick or setting.name)
             )
