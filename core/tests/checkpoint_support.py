@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import torch
+
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.engines.collectives import World
 
@@ -77,6 +79,8 @@ def in_child(function: Callable[[], None]) -> int:
     if pid == 0:
         code = 1
         try:
+            # The threads of the parent's kernels are not in this process: a kernel would wait for them.
+            torch.set_num_threads(1)
             function()
             code = 0
         except BaseException:  # noqa: BLE001  # the end of a process

@@ -30,13 +30,9 @@ PROFILE = Profile(
             options={"options": {"replicas": 2, "reduce_scatter": "last", "gradient_checkpointing": True}},
         ),
         Setting(
-            name="offload",
+            name="activation-offload",
             layout=ParallelLayout(dp=2),
-            options={
-                "offload_params": True,
-                "offload_optimizer": True,
-                "options": {"activation_offload": True, "reshard_after_forward": False},
-            },
+            options={"options": {"activation_offload": True, "reshard_after_forward": False}},
         ),
     ),
     dtypes=("float32", "bfloat16"),
