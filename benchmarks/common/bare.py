@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -81,14 +82,11 @@ def shard_model(model: nn.Module) -> nn.Module:
 
 
 def pack(ids: Sequence[Tensor], budget: int) -> list[tuple[Tensor, Tensor, list[int]]]:
-    """First-fit-decreasing bins as ``(ids [1, T], positions [1, T], bounds)``."""
-    bins: list[list[Tensor]] = []
+    """Equally many and balanced bins on all ranks, as ``(ids [1, T], positions [1, T], bounds)``."""
+    count = int(_over_ranks(_first_fit(ids, budget), dist.ReduceOp.MAX))
+    bins: list[list[Tensor]] = [[] for _ in range(count)]
     for row in sorted(ids, key=len, reverse=True):
-        home = next((b for b in bins if sum(map(len, b)) + len(row) <= budget), None)
-        if home is None:
-            bins.append([row])
-        else:
-            home.append(row)
+        min(bins, key=lambda rows: sum(map(len, rows))).append(row)
     packed = []
     for rows in bins:
         bounds = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
@@ -97,18 +95,43 @@ def pack(ids: Sequence[Tensor], budget: int) -> list[tuple[Tensor, Tensor, list[
     return packed
 
 
+def _first_fit(ids: Sequence[Tensor], budget: int) -> int:
+    """The bins that first-fit-decreasing needs."""
+    loads: list[int] = []
+    for length in sorted(map(len, ids), reverse=True):
+        home = next((n for n, load in enumerate(loads) if load + length <= budget), None)
+        if home is None:
+            loads.append(length)
+        else:
+            loads[home] += length
+    return len(loads)
+
+
+def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=op)
+    return float(tensor)
+
+
 def bare_step(
     model: nn.Module, ids: Sequence[Tensor], *, budget: int, lr: float = 1e-4
 ) -> Callable[[], None]:
-    """A packed optimizer step: forward, backward, clip, AdamW; packing is part of the step, as in the engine."""
+    """A packed optimizer step: forward, backward, clip, AdamW; packing is part of the step, as in the engine.
+
+    ``model`` is what `shard_model` gives, or a plain model in one process.
+    """
     module = model if isinstance(model, WithLoss) else WithLoss(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, foreach=True)
-    count = sum(len(row) - 1 for row in ids)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def step() -> None:
         optimizer.zero_grad()
+        count = _over_ranks(sum(len(row) - 1 for row in ids), dist.ReduceOp.SUM)
         for tokens, positions, bounds in pack(ids, budget):
-            (module(tokens, positions, bounds, None) / count).backward()
+            # FSDP averages gradients over the ranks.
+            (module(tokens, positions, bounds, None) * (ranks / count)).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True)
         optimizer.step()
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-__all__ = ["Side", "interleave", "report"]
+__all__ = ["Side", "interleave", "is_first", "report"]
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,42 @@ class Side:
 
 
 def interleave(sides: Mapping[str, Side], *, repeats: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each run: every round runs every side once, and starts with another one each time."""
+    """Seconds of each run: every round runs every side once, and starts with another one each time.
+
+    With several ranks, all run the same side at the same time, until the slowest is done.
+    """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in track(range(-warmup, repeats), description="measuring"):
+    rounds = range(-warmup, repeats)
+    for number in track(rounds, description="measuring", disable=not is_first()):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
+            _wait()
             start = time.perf_counter()
             sides[name].run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            _wait()
             if number >= 0:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
+def is_first() -> bool:
+    """Whether this process prints."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _wait() -> None:
+    """For the device and for the other ranks."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
 def report(title: str, sides: Mapping[str, Side], seconds: Mapping[str, list[float]], *, base: str) -> None:
-    """A table of seconds, real tokens/s, and the ratio to ``base`` in the same round."""
+    """A table of seconds, real tokens/s, and the ratio to ``base`` in the same round, printed by rank 0."""
+    if not is_first():
+        return
     table = Table(title=title, caption=f"median (quartiles) of {_rounds(seconds)} rounds; {_hardware()}")
     table.add_column("")
     for column in ("seconds", "real tokens/s", f"time / {base}"):

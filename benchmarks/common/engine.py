@@ -1,0 +1,56 @@
+"""The ``fsdp`` engine on the benchmarks' work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from core_rl import (
+    LossSpec,
+    MicroBatchSpec,
+    ModelConfig,
+    OptimizerConfig,
+    TrainEngine,
+    get_spec,
+    load_config,
+    load_engine,
+)
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.meta import RankAddress
+
+from common.workload import MODEL, token_nll
+
+__all__ = ["engine_step", "fsdp_engine"]
+
+
+def fsdp_engine(
+    address: RankAddress | None = None,
+    *,
+    ranks: int = 1,
+    path: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> TrainEngine:
+    """An engine with the benchmarks' model, or that of directory ``path``; without an address the group is there."""
+    spec = get_spec("fsdp")
+    config = load_config(spec).model_validate(
+        {
+            "model": ModelConfig(config=MODEL) if path is None else ModelConfig(path=path),
+            "optimizer": OptimizerConfig(lr=1e-4, weight_decay=0.01),
+            "layout": ParallelLayout(dp=ranks),
+            "options": options or {},
+        }
+    )
+    engine = load_engine(spec)(spec, config)
+    engine.initialize(address)
+    return engine
+
+
+def engine_step(engine: TrainEngine, batch: SequenceBatch, budget: int) -> Callable[[], None]:
+    """One optimizer step on ``batch``, packed to ``budget`` tokens."""
+    loss, micro_batches = LossSpec(fn=token_nll), MicroBatchSpec(max_tokens=budget)
+
+    def step() -> None:
+        engine.train_batch(batch, loss, micro_batches)
+
+    return step
