@@ -36,11 +36,16 @@ def segment_attention(
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
-def build(config: dict[str, Any], *, packed: bool, seed: int = 0) -> nn.Module:
-    """The plain transformers model in float32."""
+def build(config: dict[str, Any], *, packed: bool, seed: int = 0, path: str | None = None) -> nn.Module:
+    """The plain transformers model in float32, with the weights of directory ``path`` or of the seed."""
     AttentionInterface.register("bare_segments", segment_attention)
     torch.manual_seed(seed)
     implementation = "bare_segments" if packed else "sdpa"
+    if path is not None:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=implementation, dtype=torch.float32
+        )
+        return model.train()
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), attn_implementation=implementation
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from common.workload import MODEL, token_nll
 from core_rl import (
     LossSpec,
     MicroBatchSpec,
@@ -18,8 +19,6 @@ from core_rl import (
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import RankAddress
-
-from common.workload import MODEL, token_nll
 
 __all__ = ["engine_step", "fsdp_engine"]
 

@@ -2,7 +2,8 @@
 
 ``[T, vocabulary]`` does not exist in float32 as a whole: each chunk of rows makes its logits, reduces
 them, and drops them; the backward pass makes them again. Only as many chunks as fit in `KEEP_BYTES`
-are kept for it, so that small vocabularies pay nothing for a saving that they do not need.
+are kept for it, so that small vocabularies pay nothing for a saving that they do not need. All chunks
+work in the same two buffers: fresh ones would cost the CPU a page fault for every 4 KiB.
 """
 
 from __future__ import annotations
@@ -18,11 +19,20 @@ from core_rl.numerics.vocabulary import VocabularyShard
 
 __all__ = ["HeadMap", "token_logits", "token_logprobs"]
 
-CHUNK = 512
-"""Rows whose logits are made at once."""
+CHUNK_ROWS = 512
+"""Most rows whose logits are made at once. More gain nothing in the products and leave the cache."""
+
+CHUNK_BYTES = 128 * 2**20
+"""Most float32 logits that are made at once, in bytes; there are two buffers of this size."""
 
 KEEP_BYTES = 128 * 2**20
 """The most that is kept of the float32 logits between the forward and the backward pass, in bytes."""
+
+
+LOWEST = -128.0
+"""exp is 0 here and below in float32, so that p * log p is 0 and not NaN where a logit is -inf."""
+
+LOWEST_FLOAT = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +54,20 @@ class HeadMap:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def backward(self, grad: Tensor, log_p: Tensor, normaliser: Tensor) -> Tensor:
-        """The gradient of the raw product; ``grad`` is that of this map's result ``log_p + normaliser``."""
+    def apply_(self, logits: Tensor) -> Tensor:
+        """The same in place, on the raw product in float32, without a graph."""
         factor = self.scale / self.temperature
         if self.softcap is not None:
-            grad = grad * (1.0 - ((log_p + normaliser) * (self.temperature / self.softcap)) ** 2)
-        return grad if factor == 1.0 else grad * factor
+            logits.mul_(self.scale / self.softcap).tanh_()
+            factor = self.softcap / self.temperature
+        return logits if factor == 1.0 else logits.mul_(factor)
+
+    def derivative(self, logits: Tensor) -> Tensor | float:
+        """Of this map's result ``logits`` by the raw product."""
+        factor = self.scale / self.temperature
+        if self.softcap is None:
+            return factor
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(factor)
 
 
 def token_logprobs(
@@ -61,7 +79,7 @@ def token_logprobs(
     head: HeadMap | None = None,
     with_entropy: bool = False,
     vocabulary: VocabularyShard | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     keep_bytes: int = KEEP_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
     """``log_softmax(head(hidden @ weight.T))[targets]`` and the entropy of that softmax.
@@ -75,7 +93,7 @@ def token_logprobs(
         vocabulary: where ``weight`` and ``bias`` hold only some rows of the head. Results are those over
             the whole vocabulary; the gradient of ``hidden`` is this rank's part of it, and the
             caller adds the parts up.
-        chunk: rows whose logits are made at once.
+        chunk: rows whose logits are made at once; by default what `CHUNK_ROWS` and `CHUNK_BYTES` allow.
         keep_bytes: the most that is kept of them for the backward pass.
 
     Returns:
@@ -84,9 +102,11 @@ def token_logprobs(
     if bias is not None:
         hidden = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], dim=1)
         weight = torch.cat([weight, bias[:, None]], dim=1)
-    keep_rows = keep_bytes // (4 * len(weight)) if torch.is_grad_enabled() else 0
+    row_bytes = 4 * max(1, len(weight))
+    rows = chunk or min(CHUNK_ROWS, max(1, CHUNK_BYTES // row_bytes))
+    kept = keep_bytes // row_bytes if torch.is_grad_enabled() else 0
     apply: Any = _TokenLogprobs.apply
-    plan = _Plan(head or HeadMap(), with_entropy, vocabulary, chunk, keep_rows)
+    plan = _Plan(head or HeadMap(), with_entropy, vocabulary, rows, kept // rows * rows)
     logprobs, entropy = apply(hidden, weight, targets, plan)
     return logprobs, entropy if with_entropy else None
 
@@ -107,13 +127,27 @@ class _Plan:
     vocabulary: VocabularyShard | None
     chunk: int
     keep_rows: int
+    """The first rows, whose logits wait for the backward pass: whole chunks."""
 
     def chunks(self, count: int) -> Iterator[slice]:
         return (slice(start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
 
-    def normaliser(self, logits: Tensor) -> Tensor:
-        own = torch.logsumexp(logits, dim=-1)
-        return own if self.vocabulary is None else self.vocabulary.normaliser(own)
+    def buffer(self, rows: int, weight: Tensor) -> Tensor:
+        return torch.empty(rows, len(weight), dtype=torch.float32, device=weight.device)
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        if hidden.dtype == out.dtype:
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            out.copy_(hidden @ weight.T)
+        return self.head.apply_(out)
+
+    def above(self, highest: Tensor, total: Tensor) -> Tensor:
+        """The log-sum-exp over the whole vocabulary minus the ``highest`` logit here; ``total`` is
+        the sum of exp(logit - highest) here.
+        """
+        own = total.log()
+        return own if self.vocabulary is None else self.vocabulary.normaliser(highest + own) - highest
 
     def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         if self.vocabulary is None:
@@ -131,47 +165,64 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden)
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropy = torch.zeros(count if plan.with_entropy else 0, dtype=torch.float32, device=hidden.device)
-        normaliser = torch.empty_like(logprobs)
         index, here = plan.locate(targets, len(weight))
-        kept: list[Tensor] = []
+        highest, total, chosen, mean = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
+        kept = plan.buffer(min(plan.keep_rows, count), weight)
+        buffer = plan.buffer(min(plan.chunk, count - len(kept)), weight)
+        exponential = plan.buffer(min(plan.chunk, count), weight)
         for rows in plan.chunks(count):
-            log_p = plan.head(hidden[rows] @ weight.T)
-            normaliser[rows] = plan.normaliser(log_p)
-            log_p.sub_(normaliser[rows, None])
-            logprobs[rows] = log_p.gather(1, index[rows, None]).squeeze(1)
+            keep = rows.stop <= len(kept)
+            out = kept[rows] if keep else buffer[: rows.stop - rows.start]
+            logits = plan.logits(hidden[rows], weight, out)
+            # Finite, so that a row of -inf stays one.
+            highest[rows] = logits.amax(dim=1).clamp(min=LOWEST_FLOAT)
+            logits.sub_(highest[rows, None])
+            chosen[rows] = logits.gather(1, index[rows, None]).squeeze(1)
+            p = torch.exp(logits, out=exponential[: len(logits)])
+            total[rows] = p.sum(dim=1)
             if plan.with_entropy:
-                entropy[rows] = -torch.linalg.vecdot(log_p.exp(), _finite(log_p))
-            if rows.stop <= plan.keep_rows:
-                kept.append(log_p)
+                finite = torch.clamp(logits, min=LOWEST, out=None if keep else logits)
+                mean[rows] = torch.linalg.vecdot(p, finite)
+        above = plan.above(highest, total)
+        logprobs = chosen - above
+        entropy = (-above).exp() * (above * total - mean) if plan.with_entropy else mean[:0]
         if plan.vocabulary is not None:
             logprobs, entropy = plan.vocabulary.add_up(torch.where(here, logprobs, 0.0), entropy)
-        ctx.save_for_backward(hidden, weight, index, here, normaliser, entropy, *kept)
+        ctx.save_for_backward(hidden, weight, index, here, highest, above, entropy, kept)
         ctx.plan = plan
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden, weight, index, here, normaliser, entropy, *kept = ctx.saved_tensors
+        hidden, weight, index, here, highest, above, entropy, kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # float32, because the sum over chunks of a bfloat16 gradient would be rounded each time.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for number, rows in enumerate(plan.chunks(len(hidden))):
-            again = number >= len(kept)
-            log_p = plan.head(hidden[rows] @ weight.T).sub_(normaliser[rows, None]) if again else kept[number]
-            grad = log_p.exp()
-            if plan.with_entropy:
-                slope = (_finite(log_p) + entropy[rows, None]).mul_(grad_entropy[rows, None])
-                grad.mul_(slope.add_(grad_logprobs[rows, None]).neg_())
+        buffers = [plan.buffer(min(plan.chunk, len(hidden)), weight) for _ in range(1 + plan.with_entropy)]
+        normaliser = highest + above
+        for rows in plan.chunks(len(hidden)):
+            buffer, *other = (buffer[: rows.stop - rows.start] for buffer in buffers)
+            if rows.stop <= len(kept):
+                log_p = torch.sub(kept[rows], above[rows, None], out=buffer)
             else:
-                grad.mul_(-grad_logprobs[rows, None])
+                log_p = plan.logits(hidden[rows], weight, buffer).sub_(normaliser[rows, None])
+            by_raw = plan.head.derivative(log_p + normaliser[rows, None] if plan.head.softcap else log_p)
+            if plan.with_entropy:
+                slope = -grad_entropy[rows]
+                constant = slope * entropy[rows] - grad_logprobs[rows]
+                log_p.clamp_(min=LOWEST)
+                factor = torch.addcmul(constant[:, None], log_p, slope[:, None], out=other[0])
+                grad = log_p.exp_().mul_(factor)
+            else:
+                grad = log_p.exp_().mul_(-grad_logprobs[rows, None])
             chosen = torch.where(here[rows], grad_logprobs[rows], 0.0)
             grad.scatter_add_(1, index[rows, None], chosen[:, None])
-            grad = plan.head.backward(grad, log_p, normaliser[rows, None]).to(hidden.dtype)
+            if not isinstance(by_raw, float) or by_raw != 1.0:
+                grad.mul_(by_raw)
+            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -185,8 +236,3 @@ def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
         total.addmm_(grad.T, hidden)
     else:
         total += grad.T @ hidden
-
-
-def _finite(log_p: Tensor) -> Tensor:
-    """``p * log p`` is 0 where p is 0, also where log p is -inf."""
-    return log_p.clamp(min=torch.finfo(log_p.dtype).min)

@@ -1,0 +1,95 @@
+"""TRL's SFTTrainer, one optimizer step at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import datasets
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import (
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from trl import SFTConfig, SFTTrainer
+
+from common.bare import build
+from common.workload import MODEL
+
+__all__ = ["trl_step"]
+
+NEVER = 10**9
+
+
+def trl_step(
+    path: str, ids: Sequence[Tensor], *, rows: int, padding_free: bool, checkpointing: bool | None
+) -> Callable[[], None]:
+    """A function that lets the trainer's own loop run up to the end of its next optimizer step.
+
+    Everything is the trainer's default but what makes the work the same: float32, the learning rate, micro-batches
+    of ``rows`` that add up to all of ``ids``, and no logging, saving or evaluation. ``checkpointing`` None is
+    the trainer's choice.
+    """
+    arguments: dict[str, Any] = {} if checkpointing is None else {"gradient_checkpointing": checkpointing}
+    config = SFTConfig(
+        output_dir=tempfile.mkdtemp(prefix="trl-"),
+        use_cpu=True,
+        bf16=False,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=len(ids) // rows,
+        max_steps=NEVER,
+        max_length=None,
+        padding_free=padding_free,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        **arguments,
+    )
+    first, last = "<first>", "<last>"  # The trainer wants a tokenizer, and uses only its padding token.
+    words = Tokenizer(models.WordLevel({first: 0, last: 1}, unk_token=first))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=first, eos_token=last)
+    meeting = _Meeting()
+    trainer = SFTTrainer(
+        model=build(MODEL, packed=False, path=path),
+        args=config,
+        train_dataset=datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in ids]}),
+        processing_class=tokenizer,
+        callbacks=[meeting],
+    )
+    for printing in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printing)
+    loop = threading.Thread(target=trainer.train, daemon=True)
+
+    def step() -> None:
+        meeting.go.release()
+        if not loop.is_alive():
+            loop.start()
+        meeting.done.acquire()
+
+    return step
+
+
+class _Meeting(TrainerCallback):
+    """Holds the trainer at the end of each optimizer step until the next is asked for."""
+
+    def __init__(self) -> None:
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.go.acquire()
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.done.release()
+        self.go.acquire()

@@ -1,0 +1,113 @@
+"""verl's FSDP engine (fsdp2, one rank) on the CPU, with attention inside each packed sequence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+# Read when verl is imported.
+os.environ["VERL_PLATFORM"] = "cpu"
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+def _cpu_platform() -> type[PlatformBase]:
+    """All that the FSDP engine asks of a platform; the other methods are never called."""
+    answers: dict[str, Any] = {
+        "device_name": property(lambda _: "cpu"),
+        "vendor_name": property(lambda _: "cpu"),
+        "device_module": property(lambda _: torch.cpu),
+        "is_available": lambda _: True,
+        "current_device": lambda _: torch.device("cpu"),
+        "device_count": lambda _: 1,
+        "communication_backend_name": lambda _: "gloo",
+        "get_device_capability": lambda *_: (None, None),
+        "is_ipc_supported": lambda _: False,
+        "nvtx_range": lambda *_: nullcontext(),
+        "visible_devices_envvar": lambda _: "NO_DEVICES",
+        "ray_resource_name": lambda _: "CPU",
+        "ray_noset_envvars": lambda _: [],
+    }
+    unused = {name: lambda *_: None for name in PlatformBase.__abstractmethods__ - set(answers)}
+    return type("CPUPlatform", (PlatformBase,), answers | unused)
+
+
+PlatformRegistry.register(platform="cpu")(_cpu_platform())
+
+# What follows asks for the platform when it is imported.
+from verl.models.transformers import monkey_patch  # noqa: E402
+from verl.trainer.config import CheckpointConfig  # noqa: E402
+from verl.utils import tensordict_utils  # noqa: E402
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
+from verl.workers.utils.losses import sft_loss  # noqa: E402
+
+from common.bare import segment_attention  # noqa: E402
+
+__all__ = ["verl_step"]
+
+
+def verl_step(path: str, ids: Sequence[Tensor], *, budget: int) -> Callable[[], None]:
+    """``train_batch`` of the engine over all ``ids`` in micro-batches of at most ``budget`` tokens."""
+    AttentionInterface.register("bare_segments", segment_attention)
+    # verl 0.9.1 looks in trl for a class that trl 1.16 has no more; only critics use it.
+    monkey_patch.is_trl_available = lambda: False
+    engine = FSDPEngineWithLMHead(
+        HFModelConfig(
+            path=path,
+            load_tokenizer=False,
+            enable_gradient_checkpointing=False,
+            override_config={"attn_implementation": "bare_segments"},
+        ),
+        FSDPEngineConfig(
+            strategy="fsdp2",
+            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            use_torch_compile=False,
+        ),
+        FSDPOptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, total_training_steps=10**6),
+        CheckpointConfig(),
+    )
+    engine.initialize()
+    engine.module.register_forward_pre_hook(_with_bounds, with_kwargs=True)
+    loss = partial(sft_loss, None)
+
+    def step() -> None:
+        with engine.train_mode():
+            engine.train_batch(_batch(ids, budget), loss)
+
+    return step
+
+
+def _with_bounds(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    """Tell the attention where sequences begin: the positions that are 0."""
+    positions = named["position_ids"][0]
+    bounds = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+    return arguments, named | {"bounds": bounds}
+
+
+def _batch(ids: Sequence[Tensor], budget: int) -> TensorDict:
+    def nested(rows: Sequence[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    trained = [torch.ones_like(row, dtype=torch.float32) for row in ids]
+    for mask in trained:
+        mask[0] = 0.0
+    data = TensorDict(
+        {
+            "input_ids": nested(ids),
+            "position_ids": nested([torch.arange(len(row)) for row in ids]),
+            "loss_mask": nested(trained),
+        },
+        batch_size=[len(ids)],
+    )
+    tensordict_utils.assign_non_tensor(
+        data, temperature=1.0, max_token_len_per_gpu=budget, use_dynamic_bsz=True, use_remove_padding=True
+    )
+    return data
