@@ -1,9 +1,9 @@
 """Log-probs and entropy of given tokens, in float32 and in chunks.
 
 ``[T, vocabulary]`` does not exist in float32 as a whole: each chunk of rows makes its logits, reduces
-them, and drops them; the backward pass makes them again. Only as many chunks as fit in `KEEP_BYTES`
-are kept for it, so that small vocabularies pay nothing for a saving that they do not need. All chunks
-work in the same two buffers: fresh ones would cost the CPU a page fault for every 4 KiB.
+them, and drops them; the backward pass makes them again. Only where all fit in `KEEP_BYTES` are they kept
+for it, so that small vocabularies pay nothing for a saving that they do not need. All chunks work in
+the same two buffers: fresh ones would cost the CPU a page fault for every 4 KiB.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["HeadMap", "token_logits", "token_logprobs"]
 CHUNK_ROWS = 512
 """Most rows whose logits are made at once. More gain nothing in the products and leave the cache."""
 
-CHUNK_BYTES = 128 * 2**20
-"""Most float32 logits that are made at once, in bytes; there are two buffers of this size."""
+CPU_CHUNK_BYTES = 96 * 2**20
+"""Most float32 logits that the CPU makes at once, in bytes; there are two buffers of this size. Other devices need
+`CHUNK_ROWS` to be busy, and their allocators keep memory at hand."""
 
 KEEP_BYTES = 128 * 2**20
-"""The most that is kept of the float32 logits between the forward and the backward pass, in bytes."""
-
+"""The largest float32 logits, in bytes, that are kept between the forward and the backward pass: all or none."""
 
 LOWEST = -128.0
 """exp is 0 here and below in float32, so that p * log p is 0 and not NaN where a logit is -inf."""
@@ -93,8 +93,8 @@ def token_logprobs(
         vocabulary: where ``weight`` and ``bias`` hold only some rows of the head. Results are those over
             the whole vocabulary; the gradient of ``hidden`` is this rank's part of it, and the
             caller adds the parts up.
-        chunk: rows whose logits are made at once; by default what `CHUNK_ROWS` and `CHUNK_BYTES` allow.
-        keep_bytes: the most that is kept of them for the backward pass.
+        chunk: rows whose logits are made at once; by default `CHUNK_ROWS`, on the CPU also `CPU_CHUNK_BYTES`.
+        keep_bytes: the logits are kept for the backward pass where all of them take at most this.
 
     Returns:
         Log-probs and, if asked, entropy, float32 ``[N]``, both differentiable.
@@ -103,10 +103,12 @@ def token_logprobs(
         hidden = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], dim=1)
         weight = torch.cat([weight, bias[:, None]], dim=1)
     row_bytes = 4 * max(1, len(weight))
-    rows = chunk or min(CHUNK_ROWS, max(1, CHUNK_BYTES // row_bytes))
-    kept = keep_bytes // row_bytes if torch.is_grad_enabled() else 0
+    if chunk is None:
+        on_cpu = hidden.device.type == "cpu"
+        chunk = min(CHUNK_ROWS, max(1, CPU_CHUNK_BYTES // row_bytes)) if on_cpu else CHUNK_ROWS
+    keep = torch.is_grad_enabled() and len(hidden) * row_bytes <= keep_bytes
     apply: Any = _TokenLogprobs.apply
-    plan = _Plan(head or HeadMap(), with_entropy, vocabulary, rows, kept // rows * rows)
+    plan = _Plan(head or HeadMap(), with_entropy, vocabulary, chunk, keep)
     logprobs, entropy = apply(hidden, weight, targets, plan)
     return logprobs, entropy if with_entropy else None
 
@@ -126,8 +128,8 @@ class _Plan:
     with_entropy: bool
     vocabulary: VocabularyShard | None
     chunk: int
-    keep_rows: int
-    """The first rows, whose logits wait for the backward pass: whole chunks."""
+    keep: bool
+    """Whether the logits wait for the backward pass."""
 
     def chunks(self, count: int) -> Iterator[slice]:
         return (slice(start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
@@ -167,12 +169,10 @@ class _TokenLogprobs(torch.autograd.Function):
         count = len(hidden)
         index, here = plan.locate(targets, len(weight))
         highest, total, chosen, mean = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
-        kept = plan.buffer(min(plan.keep_rows, count), weight)
-        buffer = plan.buffer(min(plan.chunk, count - len(kept)), weight)
+        stored = plan.buffer(count if plan.keep else min(plan.chunk, count), weight)
         exponential = plan.buffer(min(plan.chunk, count), weight)
         for rows in plan.chunks(count):
-            keep = rows.stop <= len(kept)
-            out = kept[rows] if keep else buffer[: rows.stop - rows.start]
+            out = stored[rows] if plan.keep else stored[: rows.stop - rows.start]
             logits = plan.logits(hidden[rows], weight, out)
             # Finite, so that a row of -inf stays one.
             highest[rows] = logits.amax(dim=1).clamp(min=LOWEST_FLOAT)
@@ -181,21 +181,23 @@ class _TokenLogprobs(torch.autograd.Function):
             p = torch.exp(logits, out=exponential[: len(logits)])
             total[rows] = p.sum(dim=1)
             if plan.with_entropy:
-                finite = torch.clamp(logits, min=LOWEST, out=None if keep else logits)
+                finite = torch.clamp(logits, min=LOWEST, out=None if plan.keep else logits)
                 mean[rows] = torch.linalg.vecdot(p, finite)
         above = plan.above(highest, total)
         logprobs = chosen - above
         entropy = (-above).exp() * (above * total - mean) if plan.with_entropy else mean[:0]
         if plan.vocabulary is not None:
             logprobs, entropy = plan.vocabulary.add_up(torch.where(here, logprobs, 0.0), entropy)
-        ctx.save_for_backward(hidden, weight, index, here, highest, above, entropy, kept)
+        ctx.save_for_backward(
+            hidden, weight, index, here, highest, above, entropy, *([stored] if plan.keep else [])
+        )
         ctx.plan = plan
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        hidden, weight, index, here, highest, above, entropy, kept = ctx.saved_tensors
+        hidden, weight, index, here, highest, above, entropy, *kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -205,8 +207,8 @@ class _TokenLogprobs(torch.autograd.Function):
         normaliser = highest + above
         for rows in plan.chunks(len(hidden)):
             buffer, *other = (buffer[: rows.stop - rows.start] for buffer in buffers)
-            if rows.stop <= len(kept):
-                log_p = torch.sub(kept[rows], above[rows, None], out=buffer)
+            if kept:
+                log_p = torch.sub(kept[0][rows], above[rows, None], out=buffer)
             else:
                 log_p = plan.logits(hidden[rows], weight, buffer).sub_(normaliser[rows, None])
             by_raw = plan.head.derivative(log_p + normaliser[rows, None] if plan.head.softcap else log_p)
