@@ -16,10 +16,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.bare import build, padded_step
+from common.engine import engine_step, fsdp_engine
 from common.measure import Side, interleave, report
-from common.workload import MODEL, make_batch, skewed_lengths, token_nll
-
-from core_rl import LossSpec, MicroBatchSpec, ModelConfig, OptimizerConfig, get_spec, load_config, load_engine
+from common.workload import MODEL, make_batch, skewed_lengths
 
 
 def main() -> None:
@@ -35,15 +34,11 @@ def main() -> None:
     batch = make_batch(skewed_lengths(arguments.sequences))
     ids = batch.input_ids.split(batch.lengths)
 
-    spec = get_spec("fsdp")
-    config = load_config(spec)(model=ModelConfig(config=MODEL), optimizer=OptimizerConfig(lr=1e-4))
-    engine = load_engine(spec)(spec, config)
-    engine.initialize()
-    loss, budget = LossSpec(fn=token_nll), MicroBatchSpec(max_tokens=arguments.budget)
+    engine = fsdp_engine()
     padded = padded_step(build(MODEL, packed=False), ids, rows=arguments.rows)
     sides = {
         "padded": Side(padded, batch.num_tokens),
-        "fsdp engine, packed": Side(lambda: engine.train_batch(batch, loss, budget), batch.num_tokens),
+        "fsdp engine, packed": Side(engine_step(engine, batch, arguments.budget), batch.num_tokens),
     }
     seconds = interleave(sides, repeats=arguments.repeats)
     slots = sum(max(map(len, ids[i : i + arguments.rows])) * len(ids[i : i + arguments.rows])

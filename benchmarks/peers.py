@@ -27,8 +27,8 @@ from common.workload import MODEL, make_batch, skewed_lengths
 from core_rl.engines.meta import RankAddress
 
 INSTALL = {
-    "trl": 'pip install trl "transformers==5.23.0"',
-    "verl": "pip install tensordict hydra-core codetiming ray peft; pip install --no-deps verl==0.9.1",
+    "trl": "pip install trl==1.16.0",
+    "verl": "pip install --no-deps verl==0.9.1, with what benchmarks/README.md lists",
 }
 
 
