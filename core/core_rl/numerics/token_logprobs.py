@@ -129,7 +129,12 @@ class _Plan:
     vocabulary: VocabularyShard | None
     chunk: int
     keep: bool
-    """Whether the logits wait for the backward pass."""
+    """Whether the logits, or their exponentials, wait for the backward pass."""
+
+    @property
+    def exponentials(self) -> bool:
+        """Whether exp(logits) is all that the backward pass needs."""
+        return not self.with_entropy and self.head.softcap is None
 
     def chunks(self, count: int) -> Iterator[slice]:
         return (slice(start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
@@ -170,7 +175,7 @@ class _TokenLogprobs(torch.autograd.Function):
         index, here = plan.locate(targets, len(weight))
         highest, total, chosen, mean = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
         stored = plan.buffer(count if plan.keep else min(plan.chunk, count), weight)
-        exponential = plan.buffer(min(plan.chunk, count), weight)
+        exponential = plan.buffer(0 if plan.exponentials else min(plan.chunk, count), weight)
         for rows in plan.chunks(count):
             out = stored[rows] if plan.keep else stored[: rows.stop - rows.start]
             logits = plan.logits(hidden[rows], weight, out)
@@ -178,7 +183,7 @@ class _TokenLogprobs(torch.autograd.Function):
             highest[rows] = logits.amax(dim=1).clamp(min=LOWEST_FLOAT)
             logits.sub_(highest[rows, None])
             chosen[rows] = logits.gather(1, index[rows, None]).squeeze(1)
-            p = torch.exp(logits, out=exponential[: len(logits)])
+            p = torch.exp(logits, out=logits if plan.exponentials else exponential[: len(logits)])
             total[rows] = p.sum(dim=1)
             if plan.with_entropy:
                 finite = torch.clamp(logits, min=LOWEST, out=None if plan.keep else logits)
@@ -207,19 +212,18 @@ class _TokenLogprobs(torch.autograd.Function):
         normaliser = highest + above
         for rows in plan.chunks(len(hidden)):
             buffer, *other = (buffer[: rows.stop - rows.start] for buffer in buffers)
-            if kept:
-                log_p = torch.sub(kept[0][rows], above[rows, None], out=buffer)
+            by_raw: Tensor | float = plan.head.scale / plan.head.temperature
+            if kept and plan.exponentials:
+                factor = -grad_logprobs[rows] * (-above[rows]).exp()
+                grad = torch.mul(kept[0][rows], factor[:, None], out=buffer)
             else:
-                log_p = plan.logits(hidden[rows], weight, buffer).sub_(normaliser[rows, None])
-            by_raw = plan.head.derivative(log_p + normaliser[rows, None] if plan.head.softcap else log_p)
-            if plan.with_entropy:
-                slope = -grad_entropy[rows]
-                constant = slope * entropy[rows] - grad_logprobs[rows]
-                log_p.clamp_(min=LOWEST)
-                factor = torch.addcmul(constant[:, None], log_p, slope[:, None], out=other[0])
-                grad = log_p.exp_().mul_(factor)
-            else:
-                grad = log_p.exp_().mul_(-grad_logprobs[rows, None])
+                if kept:
+                    log_p = torch.sub(kept[0][rows], above[rows, None], out=buffer)
+                else:
+                    log_p = plan.logits(hidden[rows], weight, buffer).sub_(normaliser[rows, None])
+                if plan.head.softcap is not None:
+                    by_raw = plan.head.derivative(log_p + normaliser[rows, None])
+                grad = _through_softmax(log_p, grad_logprobs[rows], grad_entropy, entropy, rows, other)
             chosen = torch.where(here[rows], grad_logprobs[rows], 0.0)
             grad.scatter_add_(1, index[rows, None], chosen[:, None])
             if not isinstance(by_raw, float) or by_raw != 1.0:
@@ -230,6 +234,24 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, grad, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _through_softmax(
+    log_p: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    entropy: Tensor,
+    rows: slice,
+    other: list[Tensor],
+) -> Tensor:
+    """The gradient of the logits but for the chosen tokens' own, in the memory of ``log_p``."""
+    if not other:
+        return log_p.exp_().mul_(-grad_logprobs[:, None])
+    slope = -grad_entropy[rows]
+    constant = slope * entropy[rows] - grad_logprobs
+    log_p.clamp_(min=LOWEST)
+    factor = torch.addcmul(constant[:, None], log_p, slope[:, None], out=other[0])
+    return log_p.exp_().mul_(factor)
 
 
 def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
