@@ -21,6 +21,8 @@ __all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "
 
 FULL = 2
 """So many layouts of a profile see several models in each check, and every dtype: one and several ranks differ most."""
+EVERY_CHECK = 3
+"""On so many layouts every check is run; on further ones, those that do not depend on the model take turns."""
 ON_SECOND = 3
 """So many models, in turn, see each check on the second of them; on the first all do."""
 
@@ -254,6 +256,7 @@ def places_of(
 
     They do so in settings and in a quick session too, and in further dtypes, which stay on the first two layouts: there
     checks of what depends on the model run on both, and the others on the second, where ranks share state.
+    These others also take turns from the fourth layout on: each is run on every second one.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
@@ -266,6 +269,8 @@ def places_of(
     for number, dtype in enumerate(dtypes):
         for place, setting in enumerate(settings):
             if number > 0 and place not in _full(check, settings):
+                continue
+            if place >= EVERY_CHECK and check.each == "layout" and (first + place) % 2:
                 continue
             several = (
                 check.each == "layout and model" and number == 0 and not (selection.quick or setting.name)
