@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,14 @@ def engine(spec: Any = SPEC, config: dict[str, Any] = MOE, **model: Any) -> Refe
     made = ReferenceEngine(spec, ReferenceConfig(model=ModelConfig(config=config, **model)))
     made.initialize()
     return made
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Engines join one, and what is refused in between never gets to leave it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 # ------------------------------------------------------------------ kernels
