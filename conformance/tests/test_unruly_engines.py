@@ -18,6 +18,7 @@ from core_rl.engines.spec import EngineSpec
 from core_rl_conformance.profile import Profile
 from core_rl_conformance.reference import SPEC
 from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl_conformance.session.matrix import ON_SECOND
 
 __all__ = ["engine"]
 
@@ -67,7 +68,7 @@ def test_the_children_of_one_that_dies_end_with_it(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     spec = engine(unruly.LeavesAChild)
-    run_checks(pytester, spec.name, "I7.logprobs").assert_outcomes(failed=1, deselected=None)
+    run_checks(pytester, spec.name, "I7.logprobs and llama").assert_outcomes(failed=1, deselected=None)
     end = time.monotonic() + 20
     while (left := _living(unruly.CHILD)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -94,7 +95,7 @@ def test_ranks_that_disagree_are_found(pytester: pytest.Pytester, engine: Callab
     result.stdout.fnmatch_lines(
         ["I7.logprobs: engine 'ranks-disagree', layout dp2*", "*data-parallel rank 1*"]
     )
-    assert result.parseoutcomes()["failed"] == 1
+    assert result.parseoutcomes()["failed"] == ON_SECOND
 
 
 @pytest.mark.parametrize(
