@@ -46,11 +46,11 @@ class RandomStateStartsAgain(ReferenceEngine):
 class FrozenWeightsNotSaved(ReferenceEngine):
     """A checkpoint of the trained parameters only."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
         frozen = {
             name: p.detach().clone() for name, p in self.model.named_parameters() if not p.requires_grad
         }
-        super()._load_named_tensors(kind, source)
+        super()._load_held(kind, source)
         with torch.no_grad():
             for name, value in frozen.items():
                 self.model.get_parameter(name).copy_(value)

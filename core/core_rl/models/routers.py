@@ -61,7 +61,7 @@ class Routers:
         self._name = type(model).__name__
         self._routers = [module for module in model.modules() if _is_router(module)]
         self._replay: Tensor | None = None
-        self._found: dict[int, Routing] | None = None
+        self._listening: list[dict[int, Routing]] = []
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._after, layer))
 
@@ -81,12 +81,14 @@ class Routers:
                 f"{len(self._routers)} routers that can replay it"
             )
         found: list[Routing] = []
-        self._replay, self._found = replay, {}
+        heard: dict[int, Routing] = {}
+        self._replay = replay
+        self._listening.append(heard)
         try:
             yield found
-            found.extend(self._found[layer] for layer in range(len(self._routers)))
+            found.extend(heard[layer] for layer in range(len(self._routers)))
         finally:
-            self._found = None
+            self._listening.pop()
 
     def outputs(
         self, routings: Sequence[Routing], cu_seqlens: Tensor, asked: Sequence[OutputName]
@@ -112,8 +114,8 @@ class Routers:
         if self._replay is not None:
             experts = self._replay[:, layer].to(logits.device)
             gates = _gates(router, logits, experts)
-        if self._found is not None:
-            self._found[layer] = Routing(logits, experts)
+        for heard in self._listening:
+            heard[layer] = Routing(logits, experts)
         return logits, gates, experts
 
 
