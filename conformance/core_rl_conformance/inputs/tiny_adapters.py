@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,14 @@ class TinyAdapter:
 
     def section(self) -> dict[str, Any]:
         """The section ``model.lora`` of an engine's config."""
-        targets = {"target_modules": self._kinds()} if self.some else {}
+        targets = {"target_modules": self._kinds(self._layers())} if self.some else {}
         return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora, **targets}
 
     def low_rank(self) -> LowRank:
         """The factors in float32."""
-        layers = {
-            name: sizes for name, sizes in self._layers().items() if name.rpartition(".")[2] in self._kinds()
-        }
+        linear = self._layers()
+        kinds = self._kinds(linear)
+        layers = {name: sizes for name, sizes in linear.items() if name.rpartition(".")[2] in kinds}
         random = torch.Generator().manual_seed(7919 * self.model.seed + self.seed)
         factors = {}
         for name, (out, into, _) in layers.items():
@@ -77,14 +78,14 @@ class TinyAdapter:
             "r": self.rank,
             "lora_alpha": self.alpha,
             "use_rslora": self.rslora,
-            "target_modules": self._kinds(),
+            "target_modules": self._kinds(self._layers()),
             "bias": "none",
         }
         (path / "adapter_config.json").write_text(json.dumps(config))
         return path
 
-    def _kinds(self) -> list[str]:
-        kinds = sorted({name.rpartition(".")[2] for name in self._layers()})
+    def _kinds(self, layers: Iterable[str]) -> list[str]:
+        kinds = sorted({name.rpartition(".")[2] for name in layers})
         return kinds[::2] if self.some else kinds
 
     def _layers(self) -> dict[str, tuple[int, int, bool]]:
