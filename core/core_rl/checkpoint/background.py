@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.agreement import describe, on_all
-from core_rl.checkpoint.directory import check_visible, place_of, staged_on_leader
+from core_rl.checkpoint.directory import place_of, staged_on_leader
 from core_rl.checkpoint.manifest import seal
 from core_rl.engines.collectives import World
 from core_rl.errors import CheckpointError
@@ -60,7 +60,6 @@ def publish_later(
     subject = f"cannot save {path!r}, and what was there before is untouched"
     with ExitStack() as stack:
         staged = staged_on_leader(path, state, world, stack, subject)
-        on_all(world, lambda: check_visible(staged), subject, CheckpointError)
         later = on_all(world, lambda: prepare(staged), subject, CheckpointError)
 
         def commit() -> None:

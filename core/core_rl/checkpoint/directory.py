@@ -20,7 +20,7 @@ from core_rl.errors import (
     raise_all,
 )
 
-__all__ = ["check_visible", "opened", "place_of", "publish", "read_state", "staged_on_leader"]
+__all__ = ["opened", "place_of", "publish", "read_state", "staged_on_leader"]
 
 
 def publish(
@@ -50,7 +50,6 @@ def publish(
             place_of(path).commit(staged)
 
         staged = staged_on_leader(path, state or {}, world, stack, subject)
-        on_all(world, lambda: check_visible(staged), subject, CheckpointError)
         on_all(world, lambda: write(staged), subject, CheckpointError)
         on_leader(world, commit, subject, CheckpointError)
 
@@ -58,13 +57,15 @@ def publish(
 def staged_on_leader(
     path: str, state: Mapping[str, Any], world: World, stack: ExitStack, subject: str
 ) -> Path:
-    """A temporary directory for a checkpoint, which lives as long as the ``stack`` of rank 0; collective."""
+    """A temporary directory that all ranks see, which lives as long as the ``stack`` of rank 0; collective."""
 
     def stage() -> Path:
         to_json(state, "the state of the checkpoint")
         return stack.enter_context(place_of(path).staging())
 
-    return on_leader(world, stage, subject, CheckpointError)
+    staged = on_leader(world, stage, subject, CheckpointError)
+    on_all(world, lambda: _check_visible(staged), subject, CheckpointError)
+    return staged
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def opened(path: str, world: World, *, kind: str | None, require_manifest: bool 
 
         subject = f"cannot load {path!r}"
         directory = on_leader(world, fetch, subject)
-        on_all(world, lambda: check_visible(directory), subject)
+        on_all(world, lambda: _check_visible(directory), subject)
         yield directory
         if is_url(path):
             world.barrier()  # rank 0 removes the download when it leaves
@@ -104,7 +105,7 @@ def place_of(path: str) -> LocalPlace | RemotePlace:
     return RemotePlace(path) if is_url(path) else LocalPlace(path)
 
 
-def check_visible(directory: Path) -> None:
+def _check_visible(directory: Path) -> None:
     """Raise `CheckpointError` on a rank that does not see what rank 0 made."""
     if not directory.is_dir():
         raise CheckpointError(

@@ -98,10 +98,11 @@ class ShardGather:
             used += part.numel()
         dist.all_gather(list(received), own, group=self._world.group)
         filled = [0] * self._world.size
+        # Its own part comes last: a rank must export what it holds, should copies differ.
+        order = sorted(range(self._world.size), key=lambda rank: rank == self._world.rank)
         for name in names:
             full = own.new_empty(self._shapes[name])
-            # Its own part comes last: a rank must export what it holds, should copies differ.
-            for rank in sorted(range(self._world.size), key=lambda rank: rank == self._world.rank):
+            for rank in order:
                 region = self._regions[rank][name]
                 piece = received[rank, filled[rank] : filled[rank] + _count(region)]
                 full[region] = piece.view([part.stop - part.start for part in region])

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from core_rl.config.engine import Head, LoraConfig
 from core_rl.errors import ConfigError
+from core_rl.models.written_form import WrittenForm
 
 __all__ = [
     "ADAPTER_PREFIX",
@@ -236,9 +236,10 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 def _expert_parts(model: PreTrainedModel) -> set[str]:
     """Last parts of the names of matrices that are fused in memory and written one by one: ``down_proj``."""
-    held = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
-    written = revert_weight_conversion(model, dict(held))
-    return {name.rsplit(".", 2)[-2] for name in written if name not in held}
+    form = WrittenForm.of(model)
+    held = [name for name, _ in model.named_parameters()]
+    written = {name for own in held for name in form.names(own)}
+    return {name.rsplit(".", 2)[-2] for name in written.difference(held)}
 
 
 def _matches(name: str, target: str) -> bool:

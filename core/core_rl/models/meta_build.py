@@ -98,15 +98,16 @@ def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed
     adapter = fresh_adapter(built, seed)
     wanted = _written_shapes(built, adapter)
     tied = _tied_names(built)
-    found = {name: place for name in wanted if (place := _find(built, name, tied, files)) is not None}
+    present = set(files.names())
+    found = {name: place for name in wanted if (place := _find(built, name, tied, present)) is not None}
     missing = [name for name in wanted if name not in found and not is_new_head(model, name)]
     known = {*found.values(), *(name for names in tied.values() for name in names)}
-    if missing and (set(files.names()) - known or built._keys_to_ignore_on_load_missing):
+    if missing and (present - known or built._keys_to_ignore_on_load_missing):
         return None
     misshapen = [name for name, place in found.items() if files.shape(place) != wanted[name]]
     require_fitting(model, missing, misshapen)
     for source, names in tied.items():
-        if any(name in files.names() and not _equal(files, found[source], name) for name in names):
+        if any(name in present and not _equal(files, found[source], name) for name in names):
             return None  # they are not tied in these files
     drawn = {name: _drawn_head(built, seed) for name in wanted if name not in found}
     return _ModelFiles(files, found, drawn | adapter)
@@ -120,10 +121,14 @@ def _written_shapes(built: PreTrainedModel, adapter: Collection[str]) -> dict[st
     return WrittenForm.of(built, base).shapes(base) | buffers
 
 
-def _find(built: PreTrainedModel, name: str, tied: Mapping[str, list[str]], files: TensorFiles) -> str | None:
-    """The name under which ``files`` hold ``name``: its own, without the prefix of the trunk, or one tied to it."""
+def _find(
+    built: PreTrainedModel, name: str, tied: Mapping[str, list[str]], present: Collection[str]
+) -> str | None:
+    """The name, among those ``present`` in the files, that stands for ``name``.
+
+    It is its own, without the prefix of the trunk, or one tied to it.
+    """
     candidates = [name, name.removeprefix(f"{built.base_model_prefix}."), *tied.get(name, ())]
-    present = set(files.names())
     return next((candidate for candidate in candidates if candidate in present), None)
 
 

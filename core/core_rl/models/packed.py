@@ -19,7 +19,6 @@ from core_rl.models.collectives import add_up, enter, gather
 from core_rl.models.routers import Routers, Routing
 from core_rl.models.shards import WHOLE, ModelShards, TokenSlice
 from core_rl.numerics.token_logprobs import HeadMap, token_logits, token_logprobs
-from core_rl.numerics.vocabulary import VocabularyShard
 
 __all__ = ["PackedModel"]
 
@@ -109,7 +108,7 @@ class PackedModel(nn.Module):
                 bias=bias,
                 head=mapping,
                 with_entropy="entropy" in outputs,
-                vocabulary=self._vocabulary(),
+                vocabulary=self.shards.vocabulary(self._vocab_size),
             )
             found = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
         if "logits" in outputs:
@@ -130,21 +129,11 @@ class PackedModel(nn.Module):
         bias = getattr(head, "bias", None)
         return _own(head.weight), None if bias is None else _own(bias)
 
-    def _vocabulary(self) -> VocabularyShard | None:
-        group = self.shards.tensor.group
-        if group is None:
-            return None
-        return VocabularyShard(group, self._rows_per_rank() * self.shards.tensor.rank)
-
-    def _rows_per_rank(self) -> int:
-        """As `torch.chunk` cuts: all parts but the last are of this size."""
-        return -(-self._vocab_size // self.shards.tensor.size)
-
     def _whole_rows(self, logits: Tensor) -> Tensor:
         """Logits over the whole vocabulary, from this rank's columns."""
         if self.shards.tensor.size == 1:
             return logits
-        padded = F.pad(logits, (0, self._rows_per_rank() - logits.shape[1]))
+        padded = F.pad(logits, (0, -(-self._vocab_size // self.shards.tensor.size) - logits.shape[1]))
         return gather(padded, self.shards.tensor, 1, partial=False)[:, : self._vocab_size]
 
     def _placed(self, values: Tensor, positions: Tensor, length: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.collectives import World
+from core_rl.numerics.vocabulary import VocabularyShard
 
 __all__ = ["WHOLE", "ModelShards", "TokenSlice"]
 
@@ -23,6 +24,16 @@ class ModelShards:
     """Tensor parallel: each rank holds some heads, columns and vocabulary rows."""
     sequence_parallel: bool = False
     """Between the matrices, tokens are spread over the ranks of ``tensor`` as well."""
+
+    def vocabulary(self, size: int) -> VocabularyShard | None:
+        """This rank's part of a vocabulary of ``size``; None where it has all of it.
+
+        It is cut as `torch.chunk` does: all parts but the last are equally large.
+        """
+        group = self.tensor.group
+        return (
+            None if group is None else VocabularyShard(group, -(-size // self.tensor.size) * self.tensor.rank)
+        )
 
     def slice_of(self, batch: SequenceBatch) -> TokenSlice:
         """The tokens of ``batch`` that this rank sees, on the batch's device."""

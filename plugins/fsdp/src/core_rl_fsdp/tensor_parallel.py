@@ -206,12 +206,14 @@ def _rows(module: nn.Linear, shards: ModelShards, hidden: Tensor) -> Tensor:
 
 def _embed(module: nn.Embedding, shards: ModelShards, ids: Tensor) -> Tensor:
     weight = _own(module.weight)
-    start = -(-module.num_embeddings // shards.tensor.size) * shards.tensor.rank
-    here = (ids >= start) & (ids < start + len(weight))
+    vocabulary = shards.vocabulary(module.num_embeddings)
+    assert vocabulary is not None  # the embedding is cut
+    index, here = vocabulary.locate(ids, len(weight))
     padding = module.padding_idx
     if padding is not None:  # a row without a gradient
-        padding = padding - start if start <= padding < start + len(weight) else None
-    embedded = F.embedding((ids - start).where(here, 0), weight, padding_idx=padding)
+        padding -= vocabulary.start
+        padding = padding if 0 <= padding < len(weight) else None
+    embedded = F.embedding(index, weight, padding_idx=padding)
     # Selected, not multiplied: another rank's row must not count, whatever the first row holds.
     embedded = embedded.where(here[..., None], 0.0)
     scale = getattr(module, "embed_scale", None)  # Gemma 3 scales in the embedding
