@@ -65,7 +65,12 @@ def _add_selection(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--seed", dest="core_rl_seed", type=int, default=0, help="of models and data; default: %(default)s"
     )
-    group.addoption("--quick", action="store_true", dest="core_rl_quick", help="two layouts, one model each")
+    group.addoption(
+        "--quick",
+        action="store_true",
+        dest="core_rl_quick",
+        help="one layout, of several ranks, and one model",
+    )
     group.addoption(
         "--call-timeout",
         dest="core_rl_call_timeout",
@@ -103,6 +108,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     session = ConformanceSession(config)
     config.pluginmanager.register(session, "core_rl_conformance.session.session")
+    if config.pluginmanager.hasplugin("xdist"):
+        from core_rl_conformance.session.workers import WorkerHooks
+
+        config.pluginmanager.register(WorkerHooks(), "core_rl_conformance.session.workers")
     if config.getoption("core_rl_report") and not session.is_worker:
         from core_rl_conformance.report.session import ReportWriter
 

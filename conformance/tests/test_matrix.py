@@ -133,10 +133,11 @@ def test_models_take_turns_over_layouts() -> None:
     assert {case.family for case in found} == {"qwen3", "llama"}
 
 
-def test_quick_sessions_see_every_check_and_all_models() -> None:
+def test_quick_sessions_see_every_check_with_one_model_on_the_second_layout() -> None:
     found = [case for one in CHECKS.values() for case in cases(one, WIDE, Selection(quick=True))]
-    assert {str(case.layout) for case in found} == {"dp1", "dp2"}
-    assert {case.family for case in found} == {"qwen3", "llama"}
+    run = [case for case in found if not (case.not_run or case.not_supported)]
+    assert {str(case.layout) for case in run if case.check.each != "engine"} == {"dp2"}
+    assert {case.family for case in run} == {"qwen3"}
     own = {one.identifier for one in CHECKS.values() if one.kind == "train" and one.partner is None}
     own -= {one.identifier for one in CHECKS.values() if one.min_cp > 1}
     left_out = {case.check.identifier for case in found if case.not_run or case.not_supported}

@@ -254,14 +254,15 @@ def places_of(
 ) -> Iterator[tuple[Setting, str, DType]]:
     """Where to run: on the first layout with every model, on the second with three; on others models take turns.
 
-    They do so in settings and in a quick session too, and in further dtypes, which stay on the first two layouts: there
-    checks of what depends on the model run on both, and the others on the second, where ranks share state.
+    They do so in settings too, and in further dtypes, which stay on the first two layouts: there checks of what
+    depends on the model run on both, and the others on the second, where ranks share state.
     These others also take turns from the fourth layout on: each is run on every second one.
+    A quick session is the second layout with the first model that suits: expected values then serve several checks.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
-    if selection.quick and check.each == "layout":
+    if selection.quick:
         settings = settings[-1:]
     # Checks begin at different models, so that a session sees all of them even on a single layout; and with
     # another seed they begin at others.
@@ -272,10 +273,9 @@ def places_of(
                 continue
             if place >= EVERY_CHECK and check.each == "layout" and (first + place) % 2:
                 continue
-            several = (
-                check.each == "layout and model" and number == 0 and not (selection.quick or setting.name)
-            )
+            several = check.each == "layout and model" and number == 0 and not setting.name
+            several = several and not selection.quick
             count = (len(families), ON_SECOND)[place] if several and place < FULL else 1
             suited = setting.suited(families)
-            turn = (first + number + place) % len(suited)
+            turn = 0 if selection.quick else (first + number + place) % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])

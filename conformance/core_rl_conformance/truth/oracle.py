@@ -26,6 +26,9 @@ from core_rl_conformance.truth.written import overwrite, written
 
 __all__ = ["AdamW", "AdamWState", "Gradients", "Oracle", "OracleSequence", "SequenceLoss", "grad_norm"]
 
+REFUSING = 2
+"""So many sequences of a call are looked at for a smaller dtype; the others go through the same operations."""
+
 Outputs = Mapping[str, Tensor]
 OracleHead = Literal["lm", "value", "reward"]
 
@@ -89,14 +92,17 @@ class Oracle:
         """Replace the parameters named in ``values``."""
         overwrite({name: value.detach() for name, value in self.model.named_parameters()}, values)
 
-    def outputs(self, sequence: OracleSequence, temperature: float = 1.0) -> dict[str, Tensor]:
+    def outputs(
+        self, sequence: OracleSequence, temperature: float = 1.0, *, refuse: bool = True
+    ) -> dict[str, Tensor]:
         """All outputs of one sequence of ``L`` tokens, with their graph.
 
         For ``lm``: ``logits [L, V]`` (that token ``t`` was drawn from, divided by the temperature),
         ``logprobs [L]`` and ``entropy [L]``; otherwise ``values [L]``, ``bootstrap`` and ``scores`` (scalars).
         With routers, their ``aux_loss`` (a scalar, times ``L``) and ``routing [L, layers, k]`` as well.
+        ``refuse`` is that of `float64_only`.
         """
-        with float64_only(), watched(self.model, sequence.fields.get("routing")) as choices:
+        with float64_only(refuse=refuse), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
             found = self._outputs(ids, temperature)
             if choices:
@@ -117,7 +123,10 @@ class Oracle:
     ) -> list[dict[str, Tensor]]:
         """`outputs` of each sequence without a graph."""
         with torch.no_grad():
-            return [self.outputs(sequence, temperature) for sequence in sequences]
+            return [
+                self.outputs(sequence, temperature, refuse=number < REFUSING)
+                for number, sequence in enumerate(sequences)
+            ]
 
     def gradients(
         self, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float = 1.0
@@ -125,11 +134,12 @@ class Oracle:
         """Loss and gradients over all ``sequences``; parameters that the loss does not reach have zeros."""
         self.model.zero_grad(set_to_none=True)
         total, weight = 0.0, 0.0
-        for sequence in sequences:
-            outputs = self.outputs(sequence, temperature)
+        for number, sequence in enumerate(sequences):
+            refuse = number < REFUSING
+            outputs = self.outputs(sequence, temperature, refuse=refuse)
             fields = {name: _promoted(value) for name, value in sequence.fields.items()}
             promoted = OracleSequence(input_ids=sequence.input_ids, fields=fields)
-            with float64_only():
+            with float64_only(refuse=refuse):
                 part, counted = loss(outputs, promoted)
                 if part.requires_grad:
                     part.backward()

@@ -44,11 +44,11 @@ class Variant:
 
 VARIANTS = (
     Variant(rows_at_once=64),
-    Variant(rows_at_once=1, attention="sdpa", softmax="logsumexp"),
+    Variant(rows_at_once=3, attention="sdpa", softmax="logsumexp"),
     Variant(rows_at_once=5, padding="left", softmax="logsumexp", shuffle=1),
     Variant(rows_at_once=64, nudge=1),
     Variant(rows_at_once=7, attention="sdpa", softmax="logsumexp", shuffle=2, nudge=2),
-    Variant(rows_at_once=1, nudge=3),
+    Variant(rows_at_once=11, padding="left", nudge=3),
 )
 
 

@@ -142,8 +142,7 @@ class FSDPEngine(HFTrainEngine):
         for axis in (TENSOR, SHARD):
             dim = _cut(tensor, axis)
             if dim is not None:
-                mesh = self._meshes.weights[axis]
-                bounds[dim] = _piece(bounds[dim], mesh.size(), mesh.get_local_rank())
+                bounds[dim] = _piece(bounds[dim], *self._meshes.places[axis])
         return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
 
     def _copy_world(self) -> World:

@@ -44,6 +44,15 @@ class Meshes:
         sizes = (self.replicas, self.layout.dp // self.replicas * self.layout.cp, self.layout.tp)
         return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
+    @cached_property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """The size of each dimension of `weights`, and this rank's number along it.
+
+        Kept because asking a mesh makes a new one each time, and every tensor asks.
+        """
+        meshes = {name: self.weights[name] for name in (REPLICATE, SHARD, TENSOR)}
+        return {name: (mesh.size(), mesh.get_local_rank()) for name, mesh in meshes.items()}
+
     @property
     def data(self) -> DeviceMesh:
         """What FSDP shards over; two dimensions for hybrid sharding."""
