@@ -17,6 +17,9 @@ CONSTRAINTS = ROOT / "constraints" / "tested.txt"
 PLUGINS = ["plugins/fsdp"]
 EXAMPLES = ["examples/core-rl-ddp"]
 ENGINES = ["reference", "reference-rollout", "fsdp"]
+WORKERS = ["-n", "2"]
+# Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
+STEALING = [*WORKERS, "--dist", "worksteal"]
 # Tests start several ranks on a few cores; more threads for each would only fight for them.
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -40,7 +43,7 @@ def _lint(session: nox.Session) -> None:
 
 def _conformance(session: nox.Session, *arguments: str) -> None:
     """Each engine against the oracle, and all pairs of them."""
-    session.run("pytest", *_engine_options(), "conformance/", *arguments, env=ENV)
+    session.run("pytest", *_engine_options(), "conformance/", *WORKERS, *arguments, env=ENV)
 
 
 def _engine_options() -> list[str]:
@@ -62,7 +65,7 @@ def tests(session: nox.Session) -> None:
     _install(session, "dev")
     _lint(session)
     session.run("mypy")
-    session.run("pytest", *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
+    session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
     _conformance(session, *(["--quick"] if quick else []))
 
 
@@ -106,7 +109,9 @@ def wheels(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Prove the suite with three seeds and print the kill matrix; `-- --full` adds every check that kills."""
     _install(session, "conformance")
-    session.run("pytest", "conformance/tests/test_mutants.py", "--seeds=3", *session.posargs, env=ENV)
+    session.run(
+        "pytest", "conformance/tests/test_mutants.py", "--seeds=3", *STEALING, *session.posargs, env=ENV
+    )
 
 
 @nox.session

@@ -1,0 +1,168 @@
+"""Model FLOPs utilisation of a training step of the ``fsdp`` engine, on layers of published shapes.
+
+    python benchmarks/utilisation.py --shape qwen3-0.6b
+    python benchmarks/utilisation.py --shape qwen3-8b --layers 12
+    python benchmarks/utilisation.py --shape tiny --device cpu --tokens 2048
+
+Model FLOPs are what forward and backward of the model need, three times the forward pass:
+2 for each weight of a matrix and token, and for causal attention 2 x heads x head size x length of the
+sequence for each token and layer. What is computed twice to save memory does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from common.engine import engine_step
+from common.measure import Side, interleave, report
+from common.workload import skewed_lengths
+
+from core_rl import get_spec, load_config, load_engine
+from core_rl.data.batch import SequenceBatch
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s by the makers' data sheets (SXM)."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, to fit in memory")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of one packed micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest sequence")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    arguments = parser.parse_args()
+    shape = {**SHAPES[arguments.shape], "model_type": "qwen3", "max_position_embeddings": arguments.longest}
+    shape["num_hidden_layers"] = arguments.layers or shape["num_hidden_layers"]
+    measure(shape, arguments)
+
+
+def measure(shape: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """The step, beside a large matrix product on the same device."""
+    batch = make_packed(shape["vocab_size"], arguments)
+    step = training_step(shape, batch, arguments)
+    product, product_flops = matrix_product(arguments.device)
+    sides = {
+        "training step": Side(step, batch.num_tokens),
+        "matrix product": Side(product, 0),
+    }
+    seconds = interleave(sides, repeats=arguments.repeats, warmup=3)
+    size = f"{arguments.shape}, {shape['num_hidden_layers']} layers, {batch.num_tokens} tokens, bfloat16"
+    report(size, sides, seconds, base="matrix product")
+    flops = model_flops(shape, batch.lengths)
+    speed = flops / statistics.median(seconds["training step"])
+    peak = product_flops / statistics.median(seconds["matrix product"])
+    lines = [f"model FLOPs of a step: {flops:.4g}; {speed / 1e12:.4g} TFLOP/s"]
+    lines += [f"of a large bfloat16 matrix product ({peak / 1e12:.4g} TFLOP/s): {speed / peak:.1%}"]
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else ""
+    lines += [
+        f"MFU, of the data sheet's {known / 1e12:.0f} TFLOP/s: {speed / known:.1%}"
+        for device, known in PEAKS.items()
+        if device in name
+    ]
+    sys.stdout.write("\n".join([*lines, ""]))
+
+
+def make_packed(vocab_size: int, arguments: argparse.Namespace) -> SequenceBatch:
+    """Sequences of skewed lengths that fill the micro-batches."""
+    wanted = arguments.tokens * arguments.micro_batches
+    lengths: list[int] = []
+    for length in skewed_lengths(wanted, low=64, high=arguments.longest, mean=arguments.longest / 4):
+        if sum(lengths) + length > wanted:
+            break
+        lengths.append(length)
+    random = torch.Generator().manual_seed(0)
+    return SequenceBatch.from_sequences(
+        [torch.randint(0, vocab_size, (length,), generator=random) for length in lengths]
+    )
+
+
+def training_step(
+    shape: dict[str, Any], batch: SequenceBatch, arguments: argparse.Namespace
+) -> Callable[[], None]:
+    """One optimizer step of the engine."""
+    spec = get_spec("fsdp")
+    config = load_config(spec).model_validate(
+        {
+            "model": {"config": shape},
+            "dtype": "bfloat16",
+            "device": arguments.device,
+            "optimizer": {"lr": 1e-5},
+            "options": {"compile": arguments.compile, "gradient_checkpointing": arguments.checkpointing},
+        }
+    )
+    engine = load_engine(spec)(spec, config)
+    engine.initialize(None)
+    return engine_step(engine, batch, arguments.tokens)
+
+
+def matrix_product(device: str) -> tuple[Callable[[], None], float]:
+    """A product of square matrices that keeps ``device`` busy, and its FLOPs."""
+    size, times = (8192, 20) if device == "cuda" else (1024, 2)
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def run() -> None:
+        for _ in range(times):
+            left @ right
+
+    return run, 2.0 * size**3 * times
+
+
+def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
+    """Forward and backward; see the head of this file."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * inner
+    weights = shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
+    attention = 2 * queries * shape["num_hidden_layers"]
+    return 3.0 * sum(2 * weights * length + attention * length * length for length in lengths)
+
+
+if __name__ == "__main__":
+    main()
