@@ -9,7 +9,6 @@ from common.workload import MODEL, token_nll
 from core_rl import (
     LossSpec,
     MicroBatchSpec,
-    ModelConfig,
     OptimizerConfig,
     TrainEngine,
     get_spec,
@@ -29,12 +28,16 @@ def fsdp_engine(
     ranks: int = 1,
     path: str | None = None,
     options: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
 ) -> TrainEngine:
-    """An engine with the benchmarks' model, or that of directory ``path``; without an address the group is there."""
+    """An engine with the benchmarks' model, or that of directory ``path``; without an address the group is there.
+
+    ``model`` gives further fields of the model's config.
+    """
     spec = get_spec("fsdp")
     config = load_config(spec).model_validate(
         {
-            "model": ModelConfig(config=MODEL) if path is None else ModelConfig(path=path),
+            "model": {**({"config": MODEL} if path is None else {"path": path}), **(model or {})},
             "optimizer": OptimizerConfig(lr=1e-4, weight_decay=0.01),
             "layout": ParallelLayout(dp=ranks),
             "options": options or {},

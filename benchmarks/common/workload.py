@@ -12,7 +12,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.engines.metrics import Metric
 from core_rl.engines.outputs import ModelOutput
 
-__all__ = ["MODEL", "make_batch", "skewed_lengths", "token_nll"]
+__all__ = ["MODEL", "make_batch", "skewed_lengths", "token_nll", "train_last"]
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -45,6 +45,15 @@ def make_batch(lengths: list[int], *, seed: int = 0) -> SequenceBatch:
     return SequenceBatch.from_sequences(
         [torch.randint(0, MODEL["vocab_size"], (n,), generator=random) for n in lengths]
     )
+
+
+def train_last(batch: SequenceBatch, part: float) -> SequenceBatch:
+    """The same sequences, of each of which the last ``part`` of the tokens is trained, at least one."""
+    masks = []
+    for length in batch.lengths:
+        trained = max(1, round(part * (length - 1)))
+        masks.append(torch.arange(length) >= length - trained)
+    return SequenceBatch.from_sequences(batch.input_ids.split(batch.lengths), tokens={"loss_mask": masks})
 
 
 def token_nll(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:

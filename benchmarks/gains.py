@@ -1,0 +1,72 @@
+"""What the ``fsdp`` engine leaves out, and what that gains, against the hand-written ``fully_shard`` loop.
+
+    python benchmarks/gains.py
+
+The loop computes the head at every token, as loops do that multiply by a mask afterwards. The engine computes it
+where a token is trained, and no gradients for what is frozen; all sides have the same sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common.bare import bare_step, build, shard_model
+from common.engine import engine_step, fsdp_engine
+from common.measure import Side, interleave, report
+from common.processes import each_rank
+from common.workload import MODEL, make_batch, skewed_lengths, train_last
+
+from core_rl.engines.meta import RankAddress
+
+LOWER_HALF = [f"model.layers.{layer}.*" for layer in range(MODEL["num_hidden_layers"] // 2)]
+SIDES: dict[str, tuple[float, dict[str, Any]]] = {
+    "every token trained": (1.0, {}),
+    "half of the tokens trained": (0.5, {}),
+    "a tenth of the tokens trained": (0.1, {}),
+    "embeddings and the lower half frozen": (1.0, {"frozen": ["model.embed_tokens.*", *LOWER_HALF]}),
+    "LoRA of rank 8": (1.0, {"lora": {"rank": 8}}),
+}
+"""The part of each sequence that is trained, from its end, and fields of the model's config."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    each_rank(measure, 1, arguments)
+
+
+def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
+    """All sides in one process."""
+    batch = make_batch(skewed_lengths(arguments.sequences))
+    # The first engine joins the process group, and the others find it there.
+    engines = {
+        name: fsdp_engine(None if number else address, model=fields)
+        for number, (name, (_, fields)) in enumerate(SIDES.items())
+    }
+    ids = batch.input_ids.split(batch.lengths)
+    loop = bare_step(shard_model(build(MODEL, packed=True)), ids, budget=arguments.budget)
+    sides = {"hand-written": Side(loop, batch.num_tokens)}
+    for name, (part, _) in SIDES.items():
+        step = engine_step(engines[name], train_last(batch, part), arguments.budget)
+        sides[name] = Side(step, batch.num_tokens)
+    seconds = interleave(sides, repeats=arguments.repeats)
+    work = (
+        f"{arguments.sequences} sequences, {batch.num_tokens} tokens, packed to {arguments.budget}, float32"
+    )
+    report(f"one rank, {work}", sides, seconds, base="hand-written")
+    for engine in reversed(engines.values()):
+        engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
