@@ -54,7 +54,7 @@ class FSDPEngine(HFTrainEngine):
             model = build_model(chosen, seed=seed, attn_implementation=PACKED_ATTENTION, experts="grouped")
         self._check_layout(model)
         if self.config.options.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            _recompute_activations(model)
         self._packed = PackedModel(model, chosen.head, self._meshes.shards)
         if unloaded is None:
             self._packed.to(self.device)
@@ -147,6 +147,12 @@ class FSDPEngine(HFTrainEngine):
 
     def _copy_world(self) -> World:
         return self._meshes.copy
+
+
+def _recompute_activations(model: PreTrainedModel) -> None:
+    """Under the name that transformers 5 has for it; its first versions know the old one only."""
+    old = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
 def _cut(tensor: DTensor, axis: str) -> int | None:
