@@ -14,7 +14,16 @@ SPEC = EngineSpec(
     config="core_rl_megatron.config:MegatronConfig",
     capabilities=frozenset(
         {
+            Capability.DATA_PARALLEL,
+            Capability.TENSOR_PARALLEL,
+            Capability.SEQUENCE_PARALLEL,
+            Capability.PIPELINE_PARALLEL,
+            Capability.CONTEXT_PARALLEL,
+            Capability.VALUE_HEAD,
+            Capability.REWARD_HEAD,
             Capability.LOGITS,
+            Capability.OFFLOAD,
+            Capability.BFLOAT16,
             Capability.FROZEN_PARAMETERS,
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,

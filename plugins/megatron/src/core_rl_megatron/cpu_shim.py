@@ -32,6 +32,7 @@ SITES = (
     "tensor_parallel.mappings",  # torch.cuda.current_device()
     "tensor_parallel.random",  # torch.cuda.get_rng_state(), torch.cuda.manual_seed()
     "tensor_parallel.utils",  # torch.cuda.current_device()
+    "utils",  # torch.cuda.current_device() of the global memory buffer
     "transformer.moe.router",  # torch.cuda.current_device()
     "transformer.moe.token_dispatcher",  # torch.cuda.current_device(), torch.cuda.Event and streams
 )

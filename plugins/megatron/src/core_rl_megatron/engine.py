@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.collectives import RankGroups, World
+from core_rl.engines.guards import check_experts
 from core_rl.engines.meta import FinetuneSpec, RankAddress, StatePart
 from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
@@ -52,6 +53,7 @@ class MegatronEngine(MegatronTensors):
         chosen, seed = self.config.model, self.config.seed
         unloaded = build_on_meta(chosen, seed=seed, attn_implementation="sdpa")
         model = unloaded.model if unloaded else build_model(chosen, seed=seed, attn_implementation="sdpa")
+        check_experts(self.spec, chosen, model.config)
         self._hf = model.config
         self._names = Written(model)
         source = unloaded.source if unloaded else written_weights(model, self._names)

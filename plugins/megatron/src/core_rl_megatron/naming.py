@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
@@ -70,11 +69,12 @@ IN_LAYER = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
-"""Parameters that hold one tensor."""
+ROWWISE_IN_LAYER = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
 
 
 def placements(chunk: PackedGPT, tensor_rank: int, expert_rank: int) -> Iterator[Placement]:
@@ -120,7 +120,9 @@ class _Namer:
 
     def _layer(self, prefix: str, rest: str, parameter: nn.Parameter) -> Iterator[Slot]:
         if rest in IN_LAYER:
-            yield self._cut(f"{prefix}.{IN_LAYER[rest]}", parameter)
+            yield self._whole(f"{prefix}.{IN_LAYER[rest]}", parameter)
+        elif rest in ROWWISE_IN_LAYER:
+            yield self._columns(f"{prefix}.{ROWWISE_IN_LAYER[rest]}", parameter)
         elif rest.startswith("self_attention.linear_qkv."):
             yield from self._query_key_value(f"{prefix}.self_attn", rest.rpartition(".")[2], parameter)
         elif rest == "mlp.linear_fc1.weight":
@@ -141,13 +143,9 @@ class _Namer:
     def _whole(self, name: str, parameter: nn.Parameter) -> Slot:
         return Slot(name, 1, 0, len(parameter), (0,) * parameter.dim())
 
-    def _cut(self, name: str, parameter: nn.Parameter) -> Slot:
-        """A parameter that Megatron cuts as its attributes say, or not at all."""
-        marks: Any = parameter
-        offsets = [0] * parameter.dim()
-        if getattr(marks, "tensor_model_parallel", False):
-            offsets[marks.partition_dim] = self._rank * parameter.shape[marks.partition_dim]
-        return Slot(name, 1, 0, len(parameter), tuple(offsets))
+    def _columns(self, name: str, parameter: nn.Parameter) -> Slot:
+        """A matrix that sums over tensor parallel ranks: each has some of its columns."""
+        return Slot(name, 1, 0, len(parameter), (0, self._rank * parameter.shape[1]))
 
     def _vocabulary(self, name: str, parameter: nn.Parameter) -> Slot:
         """Rows of the vocabulary; those beyond its end are padding, which nobody writes or reads."""

@@ -147,6 +147,8 @@ class MegatronTensors(HeldCheckpoint):
 
     @torch.no_grad()
     def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
+        if kind == "buffers":
+            return
         for place in self._placements:
             if kind in MOMENTS and not self._is_trained(place.parameter):
                 continue
