@@ -50,6 +50,13 @@ class MegatronEngine(MegatronTensors):
         return self._places.groups
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        try:
+            self._build_all()
+        except BaseException:
+            leave_groups()  # they are global: the next engine of this process makes its own
+            raise
+
+    def _build_all(self) -> None:
         chosen, seed = self.config.model, self.config.seed
         unloaded = build_on_meta(chosen, seed=seed, attn_implementation="sdpa")
         model = unloaded.model if unloaded else build_model(chosen, seed=seed, attn_implementation="sdpa")

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initializ
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.engines.collectives import RankGroups, World
-from core_rl.errors import LayoutError
+from core_rl.errors import EngineStateError, LayoutError
 from core_rl.models.shards import ModelShards
 
 __all__ = ["Places", "leave_groups", "make_groups", "seed_dropout"]
@@ -37,7 +37,8 @@ class Places:
 def make_groups(world: World, layout: ParallelLayout, virtual_stages: int, timeout_s: float) -> Places:
     """Make Megatron's process groups, and those that the core needs beside them. Collective.
 
-    Raises `LayoutError` for virtual stages without a pipeline.
+    Raises `LayoutError` for virtual stages without a pipeline, and `EngineStateError` where the process has such
+    groups already.
     """
     if virtual_stages > 1 and layout.pp == 1:
         raise LayoutError(
@@ -46,6 +47,11 @@ def make_groups(world: World, layout: ParallelLayout, virtual_stages: int, timeo
     if layout.ep > 1 and (layout.dp * layout.cp * layout.tp) % layout.ep:
         raise LayoutError(
             f"ep={layout.ep} must divide dp*cp*tp={layout.dp * layout.cp * layout.tp}, the ranks of one stage"
+        )
+    if mpu.model_parallel_is_initialized():
+        raise EngineStateError(
+            "this process has Megatron groups already, and Megatron-Core keeps one set of them; destroy() the other "
+            "engine first, or give this one processes of its own (EngineGroup)"
         )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
