@@ -196,7 +196,7 @@ class MegatronEngine(MegatronTensors):
         copies, coming_back = HostCopies(), ExitStack()
         coming_back.callback(copies.give_back)
         if part == "model":
-            own_memory(p for chunk in self._chunks for p in chunk.parameters())
+            own_memory(self._lone_parameters())
             copies.take(self._model_memory())
             for chunk in self._chunks:
                 coming_back.enter_context(guarded(chunk))
@@ -206,6 +206,12 @@ class MegatronEngine(MegatronTensors):
 
     def _onload(self, part: StatePart) -> None:
         self._on_host.pop(part).close()
+
+    def _lone_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that lie in no buffer of the distributed optimizer."""
+        state = self._optimizer_state
+        for chunk in self._chunks:
+            yield from (p for p in chunk.parameters() if state is None or not state.is_spread(p))
 
     def _model_memory(self) -> Iterator[Tensor]:
         for chunk in self._chunks:

@@ -152,6 +152,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def forward(self, tokens: TokenSlice, context: World) -> Tensor:
         """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) of this stage."""
         hidden = self.embedding(tokens.input_ids[None], None) if self.pre_process else None
+        if hidden is not None and self.config.recompute_granularity == "full" and torch.is_grad_enabled():
+            # Under a frozen embedding: what is computed again (tensor_parallel/random.py) has a gradient only
+            # where one of its inputs has one.
+            hidden.requires_grad_()
         angles = tokens.position_ids.float()[:, None] * self.inverse_frequencies[None, :]
         segments = Segments(tokens.segments, context)
         output: Tensor = self.decoder(

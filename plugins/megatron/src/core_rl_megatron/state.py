@@ -132,7 +132,7 @@ class OptimizerState:
 
     def step(self, scale: float) -> None:
         """Multiply the gradients by ``scale`` and update the weights."""
-        if scale != 1.0:
+        if scale != 1.0 and self._owned:  # a stage may be frozen as a whole
             torch._foreach_mul_([grad for _, grad in self.gradients()], scale)
         for part in self.parts():
             part.prepare_grads()
