@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -16,8 +15,8 @@ from core_rl.errors import ConfigError
 from core_rl.models.attention import Segments
 from core_rl.models.collectives import gather
 from core_rl.models.heads import LanguageModelHead, PackedStates, scalar_outputs
-from core_rl.models.routers import Routers, Routing
-from core_rl.models.shards import WHOLE, ModelShards, TokenSlice
+from core_rl.models.routers import Routers, Routing, own_routing, routing_outputs
+from core_rl.models.shards import WHOLE, ModelShards
 
 __all__ = ["PackedModel"]
 
@@ -56,7 +55,7 @@ class PackedModel(nn.Module):
         the other outputs are 0.
         """
         tokens = self.shards.slice_of(batch)
-        with self._routers.watch(_own_routing(batch, tokens)) as routings:
+        with self._routers.watch(own_routing(batch, tokens)) as routings:
             hidden = self.model.base_model(
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
@@ -74,7 +73,7 @@ class PackedModel(nn.Module):
             found = scalar_outputs(states, score, self.head)
         if "aux_loss" in outputs or "routing" in outputs:
             whole = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
-            found |= self._routers.outputs(whole, batch.cu_seqlens, outputs)
+            found |= routing_outputs(whole, batch.cu_seqlens, outputs, type(self.model).__name__)
         return found
 
     def _whole_routing(self, routing: Routing, length: int) -> Routing:
@@ -92,16 +91,6 @@ class PackedModel(nn.Module):
             )
         bias = getattr(head, "bias", None)
         return _own(head.weight), None if bias is None else _own(bias)
-
-
-def _own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
-    """The experts that ``batch`` prescribes for the tokens of this rank, ``[L, layers, k]``; any for padding."""
-    routing = batch.tokens.get("routing")
-    if routing is None:
-        return None
-    padded = F.pad(routing, (0, 0, 0, 0, 0, tokens.segments[-1] - len(routing)))
-    own = padded[tokens.start : tokens.start + len(tokens.input_ids)]
-    return own.to(tokens.input_ids.device)
 
 
 def _own(parameter: Tensor) -> Tensor:

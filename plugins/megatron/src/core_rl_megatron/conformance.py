@@ -32,7 +32,9 @@ PROFILE = Profile(
             layout=ParallelLayout(dp=2, pp=2),
             options={"options": {"distributed_optimizer": True, "recompute": "full"}},
         ),
-        Setting(name="recompute", layout=ParallelLayout(tp=2), options={"options": {"recompute": "selective"}}),
+        Setting(
+            name="recompute", layout=ParallelLayout(tp=2), options={"options": {"recompute": "selective"}}
+        ),
     ),
     dtypes=("float32", "bfloat16"),
     families=("qwen3", "llama", "qwen2"),

@@ -81,11 +81,31 @@ class _CudaOnCPU(ModuleType):
             synchronize=lambda *_: None,
             get_rng_state=lambda *_, **__: torch.get_rng_state(),
             manual_seed=torch.manual_seed,
+            Stream=_Stream,
+            current_stream=_Stream,
+            stream=lambda _: nullcontext(),
         )
         self.__dict__["_real"] = real
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_real"], name)
+
+
+class _Stream:
+    """The one stream of a device that does everything in order; its events have always happened."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return hash(_Stream)
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:

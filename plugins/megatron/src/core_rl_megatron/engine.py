@@ -23,11 +23,15 @@ from core_rl.engines.guards import check_experts
 from core_rl.engines.meta import FinetuneSpec, RankAddress, StatePart
 from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
+from core_rl.errors import BatchError, ConfigError, UnsupportedCapability
 from core_rl.models.build import build_model
 from core_rl.models.heads import LanguageModelHead, PackedStates, scalar_outputs
 from core_rl.models.meta_build import build_on_meta
 from core_rl.models.offload import HostCopies, guarded, own_memory
+from core_rl.models.routers import Routing, own_routing
+from core_rl.models.shards import TokenSlice
 from core_rl_megatron import cpu_shim
+from core_rl_megatron.experts import PackedRouter, mark_experts, routers_of, whole_outputs
 from core_rl_megatron.modules import PackedGPT, build_chunk
 from core_rl_megatron.naming import placements
 from core_rl_megatron.places import leave_groups, make_groups, seed_dropout
@@ -61,6 +65,11 @@ class MegatronEngine(MegatronTensors):
         unloaded = build_on_meta(chosen, seed=seed, attn_implementation="sdpa")
         model = unloaded.model if unloaded else build_model(chosen, seed=seed, attn_implementation="sdpa")
         check_experts(self.spec, chosen, model.config)
+        if chosen.router_aux_coef and (self.layout.pp > 1 or self.config.options.recompute == "full"):
+            raise ConfigError(
+                f"model.router_aux_coef = {chosen.router_aux_coef} needs the routers' logits, with their gradients, "
+                "where the loss is; set it to 0, or layout.pp to 1 and options.recompute to 'none' or 'selective'"
+            )
         self._hf = model.config
         self._names = Written(model)
         source = unloaded.source if unloaded else written_weights(model, self._names)
@@ -90,6 +99,7 @@ class MegatronEngine(MegatronTensors):
         )
         chunk.to(self.device)
         rank, expert = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+        mark_experts(chunk.named_parameters(), spread=max(self.layout.ep, self.layout.tp) > 1)
         for place in placements(chunk, rank, expert):
             freeze(place, self._names.trained)
             if self.config.dtype == "bfloat16" and place.slots[0].name != "score.weight":
@@ -120,6 +130,7 @@ class MegatronEngine(MegatronTensors):
         return self.layout.pp if self.config.options.virtual_stages > 1 else 1
 
     def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+        self._check_routing(micro_batches, step)
         schedule = get_forward_backward_func()
         schedule(
             forward_step_func=partial(self._forward_step, step),
@@ -136,12 +147,42 @@ class MegatronEngine(MegatronTensors):
         self, step: MicroBatchStep, micro_batches: Iterator[SequenceBatch], chunk: nn.Module
     ) -> tuple[Tensor, Any]:
         micro_batch = next(micro_batches)
-        tokens = self._places.shards.slice_of(micro_batch)
-        hidden: Tensor = chunk(tokens, self._places.shards.context)
-        return hidden, partial(self._loss, step, micro_batch)
+        shards = self._places.shards
+        tokens = shards.slice_of(micro_batch)
+        routers = routers_of(chunk)
+        self._prescribe(routers, own_routing(micro_batch, tokens))
+        hidden: Tensor = chunk(tokens, shards.context)
+        routings = [router.heard for router in routers if router.heard is not None]
+        return hidden, partial(self._loss, step, micro_batch, tokens, routings)
+
+    def _prescribe(self, routers: Sequence[PackedRouter], routing: Tensor | None) -> None:
+        """Let routers choose as recorded: ``[L, layers, k]`` for the tokens of this context parallel rank."""
+        if routing is not None and routing.shape[1] != len(routers):
+            raise BatchError(
+                f"token field 'routing' is for {routing.shape[1]} layers; this {self._hf.model_type!r} model has "
+                f"{len(routers)} with experts"
+            )
+        if routing is not None and self.layout.sequence_parallel:
+            routing = routing.chunk(self.layout.tp)[self._places.shards.tensor.rank]
+        for layer, router in enumerate(routers):
+            router.replay = None if routing is None else routing[:, layer]
+
+    def _check_routing(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep) -> None:
+        """Refuse, on all ranks alike, what would need the routers of other stages."""
+        asked = {"aux_loss", "routing"}.intersection(step.outputs)
+        if self.layout.pp > 1 and (asked or any("routing" in batch.tokens for batch in micro_batches)):
+            raise UnsupportedCapability(
+                f"pp={self.layout.pp}: the last stage does not see the routers of the others, so it can neither "
+                "balance (model.router_aux_coef), nor record, nor replay their choices; set pp to 1"
+            )
 
     def _loss(
-        self, step: MicroBatchStep, micro_batch: SequenceBatch, hidden: Tensor
+        self,
+        step: MicroBatchStep,
+        micro_batch: SequenceBatch,
+        tokens: TokenSlice,
+        routings: Sequence[Routing],
+        hidden: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What Megatron's schedule calls on the last stage, with the output of that stage.
 
@@ -151,13 +192,15 @@ class MegatronEngine(MegatronTensors):
         1 / (data and context parallel ranks) out and adds up (``gradient_scaling_factor = 1.0``); and
         `finalize_model_grads` divides by a number of tokens if it gets one, and gets none.
         """
-        outputs = self._outputs(step, micro_batch, hidden)
+        shards = self._places.shards
+        outputs = self._outputs(step, PackedStates(hidden.squeeze(1), tokens, micro_batch, shards))
+        if "aux_loss" in step.outputs or "routing" in step.outputs:
+            outputs |= whole_outputs(routings, shards, micro_batch, step.outputs, self._hf.model_type)
         loss = step(ModelOutput(**outputs), micro_batch)
         return loss, torch.tensor(1, dtype=torch.int), {}
 
-    def _outputs(self, step: MicroBatchStep, micro_batch: SequenceBatch, hidden: Tensor) -> dict[str, Tensor]:
-        last, shards = self._chunks[-1], self._places.shards
-        states = PackedStates(hidden.squeeze(1), shards.slice_of(micro_batch), micro_batch, shards)
+    def _outputs(self, step: MicroBatchStep, states: PackedStates) -> dict[str, Tensor]:
+        last, shards = self._chunks[-1], states.shards
         if self.config.model.head != "lm":
             return scalar_outputs(states, last.output_layer, self.config.model.head)
         vocabulary = shards.vocabulary(self._hf.vocab_size)

@@ -23,6 +23,7 @@ from core_rl.engines.collectives import World
 from core_rl.errors import UnsupportedCapability
 from core_rl.models.attention import Segments, packed_attention
 from core_rl.models.shards import TokenSlice
+from core_rl_megatron.experts import PackedRouter
 
 __all__ = ["PackedGPT", "build_chunk"]
 
@@ -230,6 +231,8 @@ def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedCoreAttention
+    if experts:
+        layer.mlp.submodules.router = PackedRouter
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

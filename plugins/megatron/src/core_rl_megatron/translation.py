@@ -132,7 +132,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         expert_tensor_parallel_size=1,
         # Micro-batches are packed, each of its own length; the dispatcher is asked for in dense models as well.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="alltoall",  # noqa: S106  no password
         # On gloo, batched sends to both neighbours at once mix up where the two are one rank.
         batch_p2p_comm=False,
         # The core has divided the loss by its whole weight: see `MegatronEngine._loss`.
@@ -168,5 +168,4 @@ def _experts(model: PretrainedConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_pre_softmax": not model.norm_topk_prob,
-        "moe_router_dtype": "fp32",
     }
