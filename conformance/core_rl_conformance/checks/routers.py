@@ -17,7 +17,6 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import backward_on_parts
 from core_rl_conformance.profile import MOE
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
@@ -142,6 +141,6 @@ def _routed(data: Ragged, routing: Tensor) -> Ragged:
 
 def _moved(routing: Tensor) -> Tensor:
     """Every other token takes its next experts: of other sets, still each once."""
-    count = TinyModel(family=MOE).config().num_experts
+    count = model.config().num_experts
     odd = (torch.arange(len(routing)) % 2 == 1)[:, None, None]
     return torch.where(odd, (routing + 1) % count, routing)

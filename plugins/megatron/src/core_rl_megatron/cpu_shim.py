@@ -51,6 +51,7 @@ def install() -> None:
         if not isinstance(module.__dict__["torch"], _TorchOnCPU):
             module.__dict__["torch"] = _TorchOnCPU(torch)
     _replace_random_state()
+    _replace_splits()
 
 
 def building() -> AbstractContextManager[object]:
@@ -163,3 +164,15 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     finally:
         tracker.states_[name] = torch.get_rng_state()
         torch.set_rng_state(before)
+
+
+def _replace_splits() -> None:
+    """Numbers of tokens for the exchange between experts are numpy arrays (moe_utils.py:
+    ``maybe_move_tensor_to_cpu``), which only tensors on CUDA become; torch.distributed takes no tensors there.
+    """
+    dispatcher = cast("Any", importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = on_cpu

@@ -34,6 +34,7 @@ from core_rl_megatron import cpu_shim
 from core_rl_megatron.experts import PackedRouter, mark_experts, routers_of, whole_outputs
 from core_rl_megatron.modules import PackedGPT, build_chunk
 from core_rl_megatron.naming import placements
+from core_rl_megatron.pipeline import schedule_groups
 from core_rl_megatron.places import leave_groups, make_groups, seed_dropout
 from core_rl_megatron.state import OptimizerState, build_optimizer
 from core_rl_megatron.translation import transformer_config
@@ -75,6 +76,9 @@ class MegatronEngine(MegatronTensors):
         source = unloaded.source if unloaded else written_weights(model, self._names)
         seed_dropout(seed)
         self._megatron_config = transformer_config(self.config, model.config)
+        self._schedule_groups = (
+            schedule_groups(self._megatron_config, self.device) if self.layout.pp > 1 else {}
+        )
         self._on_host: dict[StatePart, ExitStack] = {}
         with cpu_shim.building():
             self._chunks = [self._chunk(*stage) for stage in self._stages()]
@@ -141,6 +145,7 @@ class MegatronEngine(MegatronTensors):
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
+            **self._schedule_groups,
         )
 
     def _forward_step(
