@@ -76,9 +76,7 @@ class MegatronEngine(MegatronTensors):
         source = unloaded.source if unloaded else written_weights(model, self._names)
         seed_dropout(seed)
         self._megatron_config = transformer_config(self.config, model.config)
-        self._schedule_groups = (
-            schedule_groups(self._megatron_config, self.device) if self.layout.pp > 1 else {}
-        )
+        self._pipeline = schedule_groups(self._megatron_config, self.device) if self.layout.pp > 1 else None
         self._on_host: dict[StatePart, ExitStack] = {}
         with cpu_shim.building():
             self._chunks = [self._chunk(*stage) for stage in self._stages()]
@@ -145,8 +143,10 @@ class MegatronEngine(MegatronTensors):
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
-            **self._schedule_groups,
+            **(self._pipeline or {}),
         )
+        if self._pipeline is not None:
+            self._pipeline["p2p_communicator"].finish()
 
     def _forward_step(
         self, step: MicroBatchStep, micro_batches: Iterator[SequenceBatch], chunk: nn.Module
