@@ -14,9 +14,9 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
-PLUGINS = ["plugins/fsdp"]
+PLUGINS = ["plugins/fsdp", "plugins/megatron"]
 EXAMPLES = ["examples/core-rl-ddp"]
-ENGINES = ["reference", "reference-rollout", "fsdp"]
+ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Tests start several ranks on a few cores; more threads for each would only fight for them.
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

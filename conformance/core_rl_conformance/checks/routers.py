@@ -17,6 +17,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import backward_on_parts
 from core_rl_conformance.profile import MOE
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence

@@ -15,7 +15,7 @@ from core_rl.errors import ConfigError
 from core_rl.models.attention import Segments
 from core_rl.models.collectives import gather
 from core_rl.models.heads import LanguageModelHead, PackedStates, scalar_outputs
-from core_rl.models.routers import Routers, Routing, own_routing, routing_outputs
+from core_rl.models.routers import Routers, Routing, own_routing
 from core_rl.models.shards import WHOLE, ModelShards
 
 __all__ = ["PackedModel"]
@@ -73,7 +73,7 @@ class PackedModel(nn.Module):
             found = scalar_outputs(states, score, self.head)
         if "aux_loss" in outputs or "routing" in outputs:
             whole = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
-            found |= routing_outputs(whole, batch.cu_seqlens, outputs, type(self.model).__name__)
+            found |= self._routers.outputs(whole, batch.cu_seqlens, outputs)
         return found
 
     def _whole_routing(self, routing: Routing, length: int) -> Routing:

@@ -120,6 +120,12 @@ class Routers:
         finally:
             self._listening.pop()
 
+    def outputs(
+        self, routings: Sequence[Routing], cu_seqlens: Tensor, asked: Sequence[OutputName]
+    ) -> dict[str, Tensor]:
+        """`routing_outputs` of this model."""
+        return routing_outputs(routings, cu_seqlens, asked, self._name)
+
     def _after(
         self, layer: int, router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,6 +134,7 @@ class MegatronEngine(MegatronTensors):
     def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
         self._check_routing(micro_batches, step)
         schedule = get_forward_backward_func()
+        pipeline: dict[str, Any] = {} if self._pipeline is None else {**self._pipeline}
         schedule(
             forward_step_func=partial(self._forward_step, step),
             data_iterator=[iter(micro_batches) for _ in self._wrapped],
@@ -143,7 +144,7 @@ class MegatronEngine(MegatronTensors):
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
-            **(self._pipeline or {}),
+            **pipeline,
         )
         if self._pipeline is not None:
             self._pipeline["p2p_communicator"].finish()
