@@ -1,4 +1,4 @@
-"""The ``fsdp`` engine on the benchmarks' work."""
+"""Engines on the benchmarks' work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import RankAddress
 
-__all__ = ["engine_step", "fsdp_engine"]
+__all__ = ["engine_step", "fsdp_engine", "megatron_engine"]
 
 
 def fsdp_engine(
@@ -31,7 +31,20 @@ def fsdp_engine(
     options: dict[str, Any] | None = None,
 ) -> TrainEngine:
     """An engine with the benchmarks' model, or that of directory ``path``; without an address the group is there."""
-    spec = get_spec("fsdp")
+    return _engine("fsdp", address, ranks, path, options)
+
+
+def megatron_engine(
+    address: RankAddress | None = None, *, ranks: int = 1, options: dict[str, Any] | None = None
+) -> TrainEngine:
+    """The same of Megatron."""
+    return _engine("megatron", address, ranks, None, options)
+
+
+def _engine(
+    name: str, address: RankAddress | None, ranks: int, path: str | None, options: dict[str, Any] | None
+) -> TrainEngine:
+    spec = get_spec(name)
     config = load_config(spec).model_validate(
         {
             "model": ModelConfig(config=MODEL) if path is None else ModelConfig(path=path),
