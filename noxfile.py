@@ -14,9 +14,9 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
-PLUGINS = ["plugins/fsdp"]
+PLUGINS = ["plugins/fsdp", "plugins/megatron"]
 EXAMPLES = ["examples/core-rl-ddp"]
-ENGINES = ["reference", "reference-rollout", "fsdp"]
+ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
 STEALING = [*WORKERS, "--dist", "worksteal"]

@@ -1,4 +1,4 @@
-"""The ``fsdp`` engine on the benchmarks' work."""
+"""Engines on the benchmarks' work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import RankAddress
 
-__all__ = ["engine_step", "fsdp_engine"]
+__all__ = ["engine_step", "fsdp_engine", "megatron_engine"]
 
 
 def fsdp_engine(
@@ -34,10 +34,28 @@ def fsdp_engine(
 
     ``model`` gives further fields of the model's config.
     """
-    spec = get_spec("fsdp")
+    chosen = {"config": MODEL} if path is None else {"path": path}
+    return _engine("fsdp", address, ranks, {**chosen, **(model or {})}, options)
+
+
+def megatron_engine(
+    address: RankAddress | None = None, *, ranks: int = 1, options: dict[str, Any] | None = None
+) -> TrainEngine:
+    """The same of Megatron."""
+    return _engine("megatron", address, ranks, {"config": MODEL}, options)
+
+
+def _engine(
+    name: str,
+    address: RankAddress | None,
+    ranks: int,
+    model: dict[str, Any],
+    options: dict[str, Any] | None,
+) -> TrainEngine:
+    spec = get_spec(name)
     config = load_config(spec).model_validate(
         {
-            "model": {**({"config": MODEL} if path is None else {"path": path}), **(model or {})},
+            "model": model,
             "optimizer": OptimizerConfig(lr=1e-4, weight_decay=0.01),
             "layout": ParallelLayout(dp=ranks),
             "options": options or {},

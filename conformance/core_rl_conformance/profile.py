@@ -40,6 +40,10 @@ class Setting:
     """Fields of the engine's config as in `Profile.options`, which they are laid over, section by section."""
     families: tuple[str, ...] | None = None
     """The tiny models that it can take, of those in the profile; None is all."""
+    layer_multiple: int = 1
+    """Tiny models get as many layers here as it takes for this to divide them: the stages of a pipeline."""
+    expert_multiple: int = 1
+    """The same for experts."""
 
     def __str__(self) -> str:
         return f"{self.layout}-{self.name}" if self.name else str(self.layout)
@@ -61,6 +65,9 @@ class Setting:
             yield f"{where}: give it both a name and options, or neither"
         for family in sorted(set(self.families or ()) - set(families)):
             yield f"{where} takes the family {family!r}, which is not in 'families'"
+        for field_name in ("layer_multiple", "expert_multiple"):
+            if getattr(self, field_name) < 1:
+                yield f"{where}: {field_name} is {getattr(self, field_name)}; it must be at least 1"
         if self.families is not None and not self.families:
             yield f"{where} takes no model; name at least one in 'families'"
         yield from _lost_options(where, self.options)

@@ -69,7 +69,8 @@ class Subject:
 
     def model(self, head: Head = "lm", dropout: float = 0.0) -> TinyModel:
         """The tiny model, with this head."""
-        return TinyModel(family=self.case.family, seed=self.case.seed, head=head, dropout=dropout)
+        model = TinyModel(family=self.case.family, seed=self.case.seed, head=head, dropout=dropout)
+        return model.with_multiples(*self.case.multiples)
 
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
         """Ragged sequences; ``seed`` tells several apart."""

@@ -60,6 +60,10 @@ class TinyModel:
     """The number of attention heads; None is the family's own."""
     kv_heads: int | None = None
     """The number of key/value heads, of a family that has some; None is the family's own."""
+    layers: int | None = None
+    """The number of layers; None is the family's own."""
+    experts: int | None = None
+    """The number of experts, of a mixture; None is the family's own."""
 
     @property
     def vocab_size(self) -> int:
@@ -77,11 +81,29 @@ class TinyModel:
             config.num_attention_heads = self.heads
         if self.kv_heads is not None:
             config.num_key_value_heads = self.kv_heads
+        if self.layers is not None:
+            _set_layers(config, self.layers)
+        if self.experts is not None:
+            config.num_experts = self.experts
         if self.eos is not None:
             config.eos_token_id = self.eos
         if self.pad_is_eos:
             config.pad_token_id = config.eos_token_id
         return config
+
+    def with_multiples(self, layers: int, experts: int) -> TinyModel:
+        """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
+        config = self.config()
+        more_layers, own_experts = (
+            -config.num_hidden_layers % layers,
+            getattr(config, "num_experts", None) or 0,
+        )
+        more_experts = -own_experts % experts
+        return replace(
+            self,
+            layers=config.num_hidden_layers + more_layers if more_layers else self.layers,
+            experts=own_experts + more_experts if more_experts else self.experts,
+        )
 
     def with_odd_heads(self) -> TinyModel:
         """The same with a number of heads that 2 does not divide, and one key/value head where the family can."""
@@ -89,6 +111,13 @@ class TinyModel:
         heads = next(n for n in range(3, config.hidden_size + 1, 2) if config.hidden_size % n == 0)
         grouped = getattr(config, "num_key_value_heads", None) is not None
         return replace(self, heads=heads, kv_heads=1 if grouped else None)
+
+
+def _set_layers(config: PretrainedConfig, count: int) -> None:
+    config.num_hidden_layers = count
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        config.layer_types = [kinds[layer % len(kinds)] for layer in range(count)]
 
 
 def _qwen3(dropout: float) -> PretrainedConfig:
@@ -243,6 +272,8 @@ class ModelStore:
             name += "" if model.vocabulary is None else f"-vocabulary{model.vocabulary}"
             name += "" if model.heads is None else f"-heads{model.heads}"
             name += "" if model.kv_heads is None else f"-kv{model.kv_heads}"
+            name += "" if model.layers is None else f"-layers{model.layers}"
+            name += "" if model.experts is None else f"-experts{model.experts}"
             path = self.root / (f"{name}-pad-is-eos" if model.pad_is_eos else name)
             build(model).save_pretrained(path)
             if model.head == "lm":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -94,6 +95,13 @@ class Case:
     def layout(self) -> ParallelLayout:
         """The parallel degrees of `setting`."""
         return self.setting.layout
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """What divides the layers, and the experts, of the model: all layouts that it is run on must take it."""
+        other = self.other_setting if self.check.min_layouts > 1 else None
+        places = [place for place in (self.setting, self.partner_setting, other) if place is not None]
+        return math.lcm(*(p.layer_multiple for p in places)), math.lcm(*(p.expert_multiple for p in places))
 
     @property
     def name(self) -> str:

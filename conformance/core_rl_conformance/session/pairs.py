@@ -7,7 +7,6 @@ is off the oracle fails, and the other one says whose fault it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 
 from core_rl.config.engine import DType
 from core_rl_conformance.catalogue import Check
@@ -41,8 +40,9 @@ def _cases(check: Check, target: Target, partner: Target, selection: Selection) 
     places: list[tuple[Setting, str, DType]] = [(settings[0], families[0], dtypes[0])]
     if not (not_supported or not_run):
         places = list(places_of(check, settings, suited, common, selection))
-    meets = dict(zip(settings, cycle(others)))
     for setting, family, dtype in places:
+        # Partners' layouts take turns, among those that can take the model.
+        takes = [other for other in others if other.suited([family])] or others
         yield Case(
             check=check,
             target=target,
@@ -52,7 +52,7 @@ def _cases(check: Check, target: Target, partner: Target, selection: Selection) 
             seed=selection.seed,
             device=selection.device,
             partner=partner,
-            partner_setting=meets[setting],
+            partner_setting=takes[settings.index(setting) % len(takes)],
             not_supported=not_supported,
             not_run=not_run,
         )

@@ -39,6 +39,8 @@ TP2 = ParallelLayout(tp=2)
 TP2SP = ParallelLayout(tp=2, sequence_parallel=True)
 CP2 = ParallelLayout(cp=2)
 CP4 = ParallelLayout(cp=4)
+PP2 = ParallelLayout(pp=2)
+DP2EP2 = ParallelLayout(dp=2, ep=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Mutant:
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
         special |= {Capability.MOE, Capability.ROUTING_REPLAY} if self.family == MOE else set()
         # The toy engines, which are the ones with such layouts, take no adapters.
-        toy = {Capability.LORA} if self.layout.tp * self.layout.cp > 1 else set()
+        toy = {Capability.LORA} if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
         return spec_of(self.engine, self.undeclared | toy, self.layout.needed_capabilities() | special)
 
 
@@ -124,7 +126,7 @@ def run_check(
     case = Case(
         check=load_checks()[identifier],
         target=Target(spec=spec, profile=profile),
-        setting=Setting(layout=layout),
+        setting=Setting(layout=layout, layer_multiple=layout.pp, expert_multiple=layout.ep),
         family=family,
         dtype=dtype,
         seed=seed,

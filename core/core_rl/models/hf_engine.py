@@ -6,7 +6,7 @@ tensor is spread: `_local` and `_copy_world`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from core_rl.checkpoint.shards import Shard
 from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.meta import StatePart
+from core_rl.engines.meta import StatePart, TensorKind
 from core_rl.models.digest import digest_of_parts
 from core_rl.models.gather import LocalPart, ShardGather
-from core_rl.models.hf_checkpoint import HFCheckpoint
+from core_rl.models.held_checkpoint import HeldCheckpoint
+from core_rl.models.hf_tensors import HFTensors
 from core_rl.models.lora import (
     adapter_config,
     adapter_disabled,
@@ -31,7 +33,7 @@ from core_rl.models.written_form import WrittenForm
 __all__ = ["HFTrainEngine", "LocalPart"]
 
 
-class HFTrainEngine(HFCheckpoint):
+class HFTrainEngine(HFTensors, HeldCheckpoint):
     """A `TrainEngine` over ``self.model`` and ``self.optimizer``.
 
     A subclass writes ``_build`` (which calls `_adopt`), ``_run`` and ``_reduce_grads``. The optimizer
@@ -105,6 +107,11 @@ class HFTrainEngine(HFCheckpoint):
             set_step_count(self.optimizer, count)
 
     # ---------------------------------------------------------------- adapter
+
+    def _snapshot_tensors(self, kinds: Sequence[TensorKind]) -> list[Shard] | None:
+        if "params" in kinds and self._products:
+            return None  # merged weights are no parts of what is held
+        return super()._snapshot_tensors(kinds)
 
     def _adapter_disabled(self) -> AbstractContextManager[None]:
         return adapter_disabled(self.model)

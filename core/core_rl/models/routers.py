@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import segment_sum
 from core_rl.engines.outputs import OutputName
 from core_rl.errors import BatchError, UnsupportedCapability
+from core_rl.models.shards import TokenSlice
 
-__all__ = ["Routers", "Routing", "balance_loss"]
+__all__ = ["Routers", "Routing", "balance_loss", "own_routing", "routing_outputs"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,34 @@ def balance_loss(routings: Sequence[Routing], cu_seqlens: Tensor) -> Tensor:
         shares, sums = segment_sum(chosen, cu_seqlens), segment_sum(probabilities, cu_seqlens)
         total = total + count * (shares * sums).sum(1).div(lengths).sum()
     return total / len(routings)
+
+
+def routing_outputs(
+    routings: Sequence[Routing], cu_seqlens: Tensor, asked: Sequence[OutputName], model: str
+) -> dict[str, Tensor]:
+    """The fields of a `ModelOutput` that the ``routings`` of all tokens give, as far as they are ``asked`` for.
+
+    Raises `UnsupportedCapability`, which names the ``model``, for one without routers of the known kind.
+    """
+    wanted = [name for name in ("aux_loss", "routing") if name in asked]
+    if wanted and not routings:
+        raise UnsupportedCapability(
+            f"{model} has no softmax top-k router, so it gives no {wanted}: other kinds are not known"
+        )
+    found = {"aux_loss": balance_loss(routings, cu_seqlens)} if "aux_loss" in asked else {}
+    if "routing" in asked:
+        found["routing"] = torch.stack([routing.experts for routing in routings], dim=1)
+    return found
+
+
+def own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
+    """The experts that ``batch`` prescribes for the tokens of this rank, ``[L, layers, k]``; any for padding."""
+    routing = batch.tokens.get("routing")
+    if routing is None:
+        return None
+    padded = F.pad(routing, (0, 0, 0, 0, 0, tokens.segments[-1] - len(routing)))
+    own = padded[tokens.start : tokens.start + len(tokens.input_ids)]
+    return own.to(tokens.input_ids.device)
 
 
 class Routers:
@@ -93,19 +123,8 @@ class Routers:
     def outputs(
         self, routings: Sequence[Routing], cu_seqlens: Tensor, asked: Sequence[OutputName]
     ) -> dict[str, Tensor]:
-        """The fields of a `ModelOutput` that ``routings`` give, as far as they are ``asked`` for.
-
-        Raises `UnsupportedCapability` for a model without routers of the known kind.
-        """
-        wanted = [name for name in ("aux_loss", "routing") if name in asked]
-        if wanted and not routings:
-            raise UnsupportedCapability(
-                f"{self._name} has no softmax top-k router, so it gives no {wanted}: other kinds are not known"
-            )
-        found = {"aux_loss": balance_loss(routings, cu_seqlens)} if "aux_loss" in asked else {}
-        if "routing" in asked:
-            found["routing"] = torch.stack([routing.experts for routing in routings], dim=1)
-        return found
+        """`routing_outputs` of this model."""
+        return routing_outputs(routings, cu_seqlens, asked, self._name)
 
     def _after(
         self, layer: int, router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]

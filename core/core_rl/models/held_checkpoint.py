@@ -1,4 +1,4 @@
-"""`HFCheckpoint`: sharded checkpoints and snapshots of the tensors of a Hugging Face module."""
+"""`HeldCheckpoint`: sharded checkpoints and snapshots of what the ranks hold of a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from core_rl.checkpoint.shards import Shard, ShardFiles, copy_shards, write_copies, write_shards
 from core_rl.engines.meta import TensorKind
 from core_rl.engines.named_tensors import TensorSource
-from core_rl.models.hf_tensors import HFTensors
+from core_rl.models.held_tensors import HeldTensors
 
-__all__ = ["HFCheckpoint"]
+__all__ = ["HeldCheckpoint"]
 
 
-class HFCheckpoint(HFTensors):
+class HeldCheckpoint(HeldTensors):
     """The hooks of checkpoints: each rank writes and copies the parts that it holds."""
 
     def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
@@ -28,8 +28,6 @@ class HFCheckpoint(HFTensors):
         return partial(write_copies, rank=self.world.rank, copies=copies, world_size=self.world.size)
 
     def _snapshot_tensors(self, kinds: Sequence[TensorKind]) -> list[Shard] | None:
-        if "params" in kinds and self._products:
-            return None  # merged weights are no parts of what is held
         if any(self._held_shapes(kind) != self._tensor_shapes(kind) for kind in kinds):
             return None  # tensors that are written in another form than they are held in
         return copy_shards(self.world.rank, (part for kind in kinds for part in self._exported_parts(kind)))

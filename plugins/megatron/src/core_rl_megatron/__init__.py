@@ -1,0 +1,38 @@
+"""Megatron-Core as a train engine of core-rl. Importing this package imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from core_rl.engines.spec import Capability, EngineSpec
+
+__all__ = ["SPEC"]
+
+SPEC = EngineSpec(
+    name="megatron",
+    kind="train",
+    protocol=(0, 1),
+    factory="core_rl_megatron.engine:MegatronEngine",
+    config="core_rl_megatron.config:MegatronConfig",
+    capabilities=frozenset(
+        {
+            Capability.DATA_PARALLEL,
+            Capability.TENSOR_PARALLEL,
+            Capability.SEQUENCE_PARALLEL,
+            Capability.PIPELINE_PARALLEL,
+            Capability.CONTEXT_PARALLEL,
+            Capability.EXPERT_PARALLEL,
+            Capability.MOE,
+            Capability.ROUTING_REPLAY,
+            Capability.VALUE_HEAD,
+            Capability.REWARD_HEAD,
+            Capability.LOGITS,
+            Capability.OFFLOAD,
+            Capability.BFLOAT16,
+            Capability.FROZEN_PARAMETERS,
+            Capability.SHARDED_CHECKPOINT,
+            Capability.PORTABLE_CHECKPOINT,
+            Capability.SYNC_DISK,
+        }
+    ),
+    description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), on CPU and CUDA",
+    conformance="core_rl_megatron.conformance:PROFILE",
+)

@@ -1,0 +1,178 @@
+"""Megatron-Core on machines without CUDA: every replacement, with its upstream site.
+
+Megatron-Core 0.16 names CUDA in places where it means "the device of this rank". Without CUDA, its
+modules see a `torch` that means the CPU there; all other code, and all of Megatron on a machine with
+CUDA, is left alone. Each entry goes when the site named beside it asks the tensors, or a setting, for
+the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["building", "install"]
+
+CPU = torch.device("cpu")
+
+SITES = (
+    "distributed.param_and_grad_buffer",  # torch.cuda.current_device() for the buffers
+    "optimizer.distrib_optimizer",  # torch.cuda.current_device()
+    "optimizer.optimizer",  # device="cuda" of the loss scale
+    "pipeline_parallel.p2p_communication",  # torch.cuda.current_device(), torch.cuda.synchronize()
+    "pipeline_parallel.schedules",  # device="cuda" of the number of tokens
+    "tensor_parallel.layers",  # torch.cuda.current_device()
+    "tensor_parallel.mappings",  # torch.cuda.current_device()
+    "tensor_parallel.random",  # torch.cuda.get_rng_state(), torch.cuda.manual_seed()
+    "tensor_parallel.utils",  # torch.cuda.current_device()
+    "utils",  # torch.cuda.current_device() of the global memory buffer
+    "transformer.moe.router",  # torch.cuda.current_device()
+    "transformer.moe.token_dispatcher",  # torch.cuda.current_device(), torch.cuda.Event and streams
+)
+"""Modules of megatron.core whose global name `torch` is replaced."""
+
+FACTORIES = ("empty", "full", "ones", "tensor", "zeros")
+"""Functions of torch that these modules call with a device."""
+
+
+def install() -> None:
+    """Let Megatron's modules take the CPU for the device; on a machine with CUDA nothing is changed."""
+    if torch.cuda.is_available():
+        return
+    for name in SITES:
+        module = importlib.import_module(f"megatron.core.{name}")
+        if not isinstance(module.__dict__["torch"], _TorchOnCPU):
+            module.__dict__["torch"] = _TorchOnCPU(torch)
+    _replace_random_state()
+    _replace_splits()
+
+
+def building() -> AbstractContextManager[object]:
+    """A context for the construction of model and optimizer, where CUDA is named in methods of tensors."""
+    return nullcontext() if torch.cuda.is_available() else _CPUForCUDA()
+
+
+class _TorchOnCPU(ModuleType):
+    """The module `torch`, but for ``torch.cuda`` and for factories with ``device="cuda"``."""
+
+    def __init__(self, real: ModuleType) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update({name: _on_cpu(getattr(real, name)) for name in FACTORIES})
+        self.__dict__["cuda"] = _CudaOnCPU(torch.cuda)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+class _CudaOnCPU(ModuleType):
+    """The module `torch.cuda`, but for what means "this rank's device"."""
+
+    def __init__(self, real: ModuleType) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(
+            current_device=lambda: CPU,
+            synchronize=lambda *_: None,
+            get_rng_state=lambda *_, **__: torch.get_rng_state(),
+            manual_seed=torch.manual_seed,
+            Stream=_Stream,
+            current_stream=_Stream,
+            stream=lambda _: nullcontext(),
+        )
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+class _Stream:
+    """The one stream of a device that does everything in order; its events have always happened."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return hash(_Stream)
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        return factory(*args, **_without_cuda(kwargs))
+
+    return made
+
+
+def _without_cuda(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    named = device is not None and torch.device(device).type == "cuda"
+    return {**kwargs, "device": CPU} if named else dict(kwargs)
+
+
+class _CPUForCUDA(TorchFunctionMode):
+    """``tensor.cuda()`` is the tensor (language_module.py, tied weights over stages), and ``tensor.type()`` says
+    what optimizer.py and distrib_optimizer.py compare it with: the name of a type on CUDA.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.cuda:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _replace_random_state() -> None:
+    """The random state of the device is that of the CPU.
+
+    ``_get_cuda_rng_state`` and ``_set_cuda_rng_state`` ask CUDA for its generators; ``fork`` warns where
+    the CPU's state moves, which is what moves here.
+    """
+    random = cast("Any", importlib.import_module("megatron.core.tensor_parallel.random"))
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random.CudaRNGStatesTracker.fork = _fork
+
+
+@contextmanager
+def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Draw from the state ``name`` of ``tracker`` inside the context."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+
+def _replace_splits() -> None:
+    """Numbers of tokens for the exchange between experts are numpy arrays (moe_utils.py:
+    ``maybe_move_tensor_to_cpu``), which only tensors on CUDA become; torch.distributed takes no tensors there.
+    """
+    dispatcher = cast("Any", importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = on_cpu

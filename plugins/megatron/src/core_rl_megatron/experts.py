@@ -1,0 +1,85 @@
+"""Mixtures of experts in Megatron: a router that can be listened to and told what to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.outputs import OutputName
+from core_rl.models.collectives import gather
+from core_rl.models.routers import Routing, routing_outputs
+from core_rl.models.shards import ModelShards
+
+__all__ = ["PackedRouter", "mark_experts", "routers_of", "whole_outputs"]
+
+
+class PackedRouter(TopKRouter):  # type: ignore[misc]
+    """Softmax over all experts, then the likeliest ``k``, their gates normalised if so configured.
+
+    Megatron's own `routing` compiles a helper at its first call (router.py: ``_apply_expert_bias``), and
+    balances tokens over whatever is in a micro-batch.
+    """
+
+    heard: Routing | None = None
+    """What it made of the last tokens."""
+    replay: Tensor | None = None
+    """Experts to choose, int64 ``[L, k]``, one row for each token that it sees."""
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002  Megatron's name
+        """Logits, float32, of states ``[L, 1, H]``. Megatron's own needs TransformerEngine (moe_utils.py:
+        ``router_gating_linear`` of 0.16.1 names what it did not import).
+        """
+        return F.linear(input.float(), self.weight.float())
+
+    def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        """Gates ``[L, E]``, 0 where not chosen, and what is chosen, bool ``[L, E]``."""
+        logits = logits.view(-1, self.config.num_moe_experts)
+        probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
+        experts = probabilities.topk(self.topk, dim=-1).indices if self.replay is None else self.replay
+        gates = probabilities.gather(1, experts)
+        if not self.config.moe_router_pre_softmax:
+            gates = gates / gates.sum(-1, keepdim=True)
+        self.heard = Routing(logits, experts)
+        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
+        return torch.zeros_like(probabilities).scatter(1, experts, gates), chosen
+
+
+def routers_of(chunk: nn.Module) -> list[PackedRouter]:
+    """The routers of a part of the model, in the order of its layers."""
+    return [module for module in chunk.modules() if isinstance(module, PackedRouter)]
+
+
+def mark_experts(parameters: Iterator[tuple[str, nn.Parameter]], spread: bool) -> None:
+    """Let the gradients of experts be added over all ranks that have copies of them.
+
+    Megatron marks them only with expert parallelism (layers.py: ``allreduce``); with tensor parallelism
+    alone, and experts whole on each rank, tensor parallel ranks see different tokens.
+    """
+    for name, parameter in parameters:
+        if ".experts." in name:
+            marks: Any = parameter
+            marks.allreduce = not spread
+
+
+def whole_outputs(
+    routings: Sequence[Routing],
+    shards: ModelShards,
+    batch: SequenceBatch,
+    asked: Sequence[OutputName],
+    model: str,
+) -> dict[str, Tensor]:
+    """What is ``asked`` about the routing of all tokens of ``batch``, on every rank that sees some of them."""
+
+    def whole(value: Tensor) -> Tensor:
+        if shards.sequence_parallel:
+            value = gather(value, shards.tensor, 0, partial=False)
+        return gather(value, shards.context, 0, partial=False)[: batch.num_tokens]
+
+    everything = [Routing(whole(routing.logits), whole(routing.experts)) for routing in routings]
+    return routing_outputs(everything, batch.cu_seqlens, asked, model)

@@ -1,0 +1,238 @@
+"""Megatron's GPT model over packed batches: its own layers, with the parts below in place of a few of them."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from core_rl.config.engine import Head
+from core_rl.engines.collectives import World
+from core_rl.errors import UnsupportedCapability
+from core_rl.models.attention import Segments, packed_attention
+from core_rl.models.shards import TokenSlice
+from core_rl_megatron.experts import PackedRouter
+
+__all__ = ["PackedGPT", "build_chunk"]
+
+
+FIXED_ROPE = ("linear", "llama3")
+"""Kinds of scaled rotary frequencies that depend neither on the length of the sequence nor scale the scores."""
+
+
+@dataclass
+class _PackedParams(PackedSeqParams):  # type: ignore[misc]
+    """Carries the sequences to the attention. Megatron sees no ``thd`` format: rotary embeddings are already those
+    of each token, and the attention here knows the boundaries.
+    """
+
+    segments: Segments | None = None
+
+
+class RMSNorm(nn.Module):
+    """As transformers computes it. Megatron's local norm refuses sequence parallelism (torch_norm.py), where the
+    gradient of each rank is of its own tokens: the mark lets Megatron add them up.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+        cast("Any", self.weight).sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        upcast = hidden.float()
+        upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * upcast.to(hidden.dtype)
+
+
+class PackedCoreAttention(nn.Module):
+    """The core's attention inside each packed sequence; over context parallel ranks it swaps tokens for heads.
+
+    Megatron's local one takes neither packed sequences nor context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        self._dropout = float(config.attention_dropout)
+        self._scale = softmax_scale
+        self._spread_tokens = bool(config.sequence_parallel)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: _PackedParams,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+    ) -> Tensor:
+        """``[T, 1, heads, D]`` to ``[T, 1, heads * D]``."""
+        assert packed_seq_params.segments is not None  # `PackedGPT` passes them
+        dropout = self._dropout if self.training else 0.0
+        with self._random_state(dropout):
+            out, _ = packed_attention(
+                self,
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attention_mask,
+                segments=packed_seq_params.segments,
+                scaling=self._scale,
+                dropout=dropout,
+            )
+        return out[0].reshape(len(query), 1, -1)
+
+    def _random_state(self, dropout: float) -> AbstractContextManager[Any]:
+        """Heads differ over tensor parallel ranks; with sequence parallelism the block has forked already."""
+        forked: AbstractContextManager[Any] = (
+            get_cuda_rng_tracker().fork() if dropout and not self._spread_tokens else nullcontext()
+        )
+        return forked
+
+
+class ScalarHead(nn.Module):
+    """One linear map to a scalar without bias, in float32; every rank of its stage has all of it."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight)
+
+
+class PackedGPT(GPTModel):  # type: ignore[misc]
+    """Runs embedding and layers of one stage over packed tokens; the engine runs the head where the loss is."""
+
+    inverse_frequencies: Tensor
+    true_vocab_size: int
+    """Without the rows that make the vocabulary divide evenly."""
+
+    def set_frequencies(self, model: PretrainedConfig) -> None:
+        """Take the rotary frequencies of the transformers model, with whatever scaling its config asks for."""
+        kind = model.rope_parameters["rope_type"]
+        if kind == "default":
+            size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+            steps = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+            frequencies, scaling = 1.0 / model.rope_parameters["rope_theta"] ** steps, 1.0
+        elif kind in FIXED_ROPE:
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](model, torch.device("cpu"))
+        else:
+            scaling = None
+        if scaling != 1.0:
+            raise UnsupportedCapability(
+                f"rope_type={kind!r} is not known to the engine 'megatron', which knows 'default', "
+                f"{', '.join(map(repr, FIXED_ROPE))}; use the engine 'fsdp'"
+            )
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+
+    def forward(self, tokens: TokenSlice, context: World) -> Tensor:
+        """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) of this stage."""
+        hidden = self.embedding(tokens.input_ids[None], None) if self.pre_process else None
+        if hidden is not None and self.config.recompute_granularity == "full" and torch.is_grad_enabled():
+            # Under a frozen embedding: what is computed again (tensor_parallel/random.py) has a gradient only
+            # where one of its inputs has one.
+            hidden.requires_grad_()
+        angles = tokens.position_ids.float()[:, None] * self.inverse_frequencies[None, :]
+        segments = Segments(tokens.segments, context)
+        output: Tensor = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, None, None, :],
+            packed_seq_params=_PackedParams(segments=segments),
+        )
+        return output
+
+    def head_weight(self, start: int) -> Tensor:
+        """This rank's rows of the language-model head, from row ``start`` of the vocabulary on, without padding."""
+        weight: Tensor = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        return weight[: self.true_vocab_size - start]
+
+
+def build_chunk(
+    config: TransformerConfig,
+    model: PretrainedConfig,
+    head: Head,
+    *,
+    first: bool,
+    last: bool,
+    virtual_stage: int | None,
+) -> PackedGPT:
+    """The layers of one (virtual) stage, uninitialised, in float32."""
+    rows = -(-model.vocab_size // config.tensor_model_parallel_size)
+    chunk = PackedGPT(
+        config=config,
+        transformer_layer_spec=_block_spec(config, virtual_stage),
+        vocab_size=rows * config.tensor_model_parallel_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=head == "lm" and bool(model.tie_word_embeddings),
+        position_embedding_type="none",
+        vp_stage=virtual_stage,
+    )
+    if last and head != "lm":
+        chunk.output_layer = ScalarHead(model.hidden_size)
+    chunk.true_vocab_size = model.vocab_size
+    chunk.set_frequencies(model)
+    return chunk
+
+
+def _block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's local layers, with the attention and the norms of this module."""
+    dense, sparse = _layer_spec(config, None), _layer_spec(config, config.num_moe_experts)
+    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
+    offset = _layer_offset(config, virtual_stage)
+    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    layers = [sparse if pattern[offset + layer] else dense for layer in range(count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_offset(config: TransformerConfig, virtual_stage: int | None) -> int:
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    return int(get_transformer_layer_offset(config, vp_stage=virtual_stage))
+
+
+def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedCoreAttention
+    if experts:
+        layer.mlp.submodules.router = PackedRouter
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,171 @@
+"""From a transformers config to Megatron's, or a clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from transformers import PretrainedConfig
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
+from core_rl.models.ulysses import check_heads
+from core_rl_megatron.config import MegatronConfig
+
+__all__ = ["Family", "family_of", "transformer_config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What sets one family of models apart, in Megatron's words."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+}
+"""By ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
+
+
+def family_of(model: PretrainedConfig) -> Family:
+    """The family of ``model``; `UnsupportedCapability` for one that has no mapping, or for a variant of one."""
+    family = FAMILIES.get(model.model_type)
+    if family is None:
+        raise UnsupportedCapability(
+            f"the engine 'megatron' has no mapping for the model family {model.model_type!r}; "
+            f"it knows {', '.join(sorted(FAMILIES))}: use one of these, or the engine 'fsdp'"
+        )
+    raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _variants(model))
+    return family
+
+
+def _variants(model: PretrainedConfig) -> Iterator[str]:
+    """What a config of a known family may ask for and the mapping leaves out."""
+    if model.hidden_act != "silu":
+        yield f"hidden_act={model.hidden_act!r}; the mapping knows 'silu'"
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(model, name, False):
+            yield f"{name}=True; the mapping has no such bias"
+    if any(kind != "full_attention" for kind in getattr(model, "layer_types", None) or ()):
+        yield "sliding attention in some layers; the mapping knows full attention"
+    rope = model.rope_parameters
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"partial_rotary_factor={rope['partial_rotary_factor']}; the mapping turns all of each head"
+
+
+def check_layout(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> None:
+    """Raise `LayoutError` with every number that ``layout`` does not divide; ``stages`` counts virtual ones too."""
+    raise_all(
+        LayoutError, f"layout {layout} of this {model.model_type!r} model", _misfits(model, layout, stages)
+    )
+    check_heads(model.num_attention_heads // layout.tp, layout.cp)
+
+
+def _misfits(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> Iterator[str]:
+    layers = model.num_hidden_layers
+    if layers < stages:
+        yield f"pp * options.virtual_stages = {stages} stages for num_hidden_layers={layers}; lower pp"
+    elif layers % stages:
+        yield f"pp * options.virtual_stages = {stages} does not divide num_hidden_layers={layers}; change pp"
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(model, name) % layout.tp:
+            yield f"tp={layout.tp} does not divide {name}={getattr(model, name)}; change tp, or use cp"
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        size = getattr(model, name, None)
+        if size is not None and name == "intermediate_size" and size % layout.tp:
+            yield f"tp={layout.tp} does not divide {name}={size}; change tp, or use cp"
+    rows = -(-model.vocab_size // layout.tp)
+    if rows * (layout.tp - 1) >= model.vocab_size:
+        yield f"tp={layout.tp} leaves ranks without a row of vocab_size={model.vocab_size}; lower tp"
+    experts = getattr(model, "num_experts", None)
+    if layout.ep > 1 and not experts:
+        yield f"ep={layout.ep} for a model without experts; set ep to 1"
+    elif experts and experts % layout.ep:
+        yield f"ep={layout.ep} does not divide num_experts={experts}; change ep"
+
+
+def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> TransformerConfig:
+    """Megatron's config of ``model`` at the layout of ``config``.
+
+    Raises `UnsupportedCapability` for a family or variant that has no mapping, and `LayoutError` where
+    the layout divides something unevenly.
+    """
+    family, layout, options = family_of(model), config.layout, config.options
+    check_layout(model, layout, layout.pp * options.virtual_stages)
+    half = config.dtype == "bfloat16"
+    dtype = torch.bfloat16 if half else torch.float32
+    return TransformerConfig(
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=0.0,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        qk_layernorm=family.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bf16=half,
+        params_dtype=torch.float32,  # weights are set in float32 and cast after that
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=options.virtual_stages if options.virtual_stages > 1 else None,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+        # Micro-batches are packed, each of its own length; the dispatcher is asked for in dense models as well.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106  no password
+        # On gloo, batched sends to both neighbours at once mix up where the two are one rank.
+        batch_p2p_comm=False,
+        # The core has divided the loss by its whole weight: see `MegatronEngine._loss`.
+        calculate_per_token_loss=True,
+        # Weights are loaded, not drawn.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,
+        **_recompute(options.recompute),
+        **(_experts(model) if family.experts else {}),
+    )
+
+
+def _recompute(choice: str) -> dict[str, Any]:
+    if choice == "none":
+        return {}
+    if choice == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _experts(model: PretrainedConfig) -> dict[str, Any]:
+    """Qwen3-MoE: softmax over all experts, then the likeliest ``k``, normalised if so configured."""
+    sparse = [
+        int(layer not in model.mlp_only_layers and (layer + 1) % model.decoder_sparse_step == 0)
+        for layer in range(model.num_hidden_layers)
+    ]
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_intermediate_size,
+        "moe_router_topk": model.num_experts_per_tok,
+        "moe_layer_freq": sparse,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_pre_softmax": not model.norm_topk_prob,
+    }

@@ -1,0 +1,81 @@
+"""Tiny models, ragged batches and a loss for the tests of the Megatron engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.metrics import Metric
+from core_rl.engines.outputs import ModelOutput
+from core_rl.engines.registry import get_spec, load_config
+from core_rl.launch.group import EngineGroup
+
+VOCABULARY = 61
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+OPTIMIZER: dict[str, Any] = {
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "schedule": {"type": "cosine", "total_steps": 20, "warmup_steps": 2},
+}
+
+
+def config(
+    engine: str = "megatron",
+    layout: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    **section: Any,
+) -> TrainEngineConfig:
+    """A config of ``engine`` for the tiny model, or one with other fields; ``section`` goes beside it."""
+    values: dict[str, Any] = {
+        "model": {"config": TINY | dict(model or {}), **section},
+        "optimizer": OPTIMIZER,
+        "layout": dict(layout or {}),
+        "device": "cpu",
+    }
+    if options:
+        values["options"] = dict(options)
+    found = parse_config(load_config(get_spec(engine)), values, "a test's config")
+    assert isinstance(found, TrainEngineConfig)
+    return found
+
+
+def started(found: TrainEngineConfig, engine: str = "megatron") -> EngineGroup:
+    """A group of ``engine``, initialized."""
+    group = EngineGroup(get_spec(engine), found)
+    group.initialize()
+    return group
+
+
+def batch(seed: int = 0) -> SequenceBatch:
+    """Seven ragged sequences with advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (3, 11, 1, 7, 20, 5, 9)
+    rows = [torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths]
+    packed = SequenceBatch.from_sequences(rows)
+    return packed.with_tokens(advantages=torch.randn(packed.num_tokens, generator=generator))
+
+
+def weighted_nll(output: ModelOutput, micro_batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """A sum of log-probs weighted by advantages, and the mean log-prob."""
+    logprobs = output["logprobs"]
+    return -(logprobs * micro_batch["advantages"]).sum(), {
+        "mean": Metric.mean(logprobs.sum(), micro_batch.loss_mask.sum())
+    }

@@ -1,0 +1,79 @@
+"""One training, moved between layouts and engines: the losses go on as if it had stayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import megatron_support as support
+import pytest
+import torch
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.loss import LossSpec
+from core_rl.engines.meta import SaveLoadMeta
+from core_rl.launch.group import EngineGroup
+
+LOSS = LossSpec(fn=support.weighted_nll)
+CUT = MicroBatchSpec(max_tokens=24)
+SPREAD = {"distributed_optimizer": True}
+TENSOR = ("megatron", {"tp": 2}, None)
+INTERLEAVED = ("megatron", {"pp": 2}, {"virtual_stages": 2})
+
+Place = tuple[str, dict[str, Any], dict[str, Any] | None]
+MOVES: list[tuple[Place, Place, str]] = [
+    (TENSOR, ("megatron", {"pp": 2}, None), "sharded"),
+    (TENSOR, INTERLEAVED, "sharded"),
+    (("megatron", {"dp": 2}, SPREAD), ("megatron", {"tp": 2, "sequence_parallel": True}, None), "sharded"),
+    (("megatron", {"dp": 2, "pp": 2}, SPREAD), ("megatron", {"dp": 2}, SPREAD), "sharded"),
+    (("megatron", {"cp": 2}, SPREAD), ("megatron", {"tp": 2, "pp": 2}, None), "sharded"),
+    (TENSOR, ("fsdp", {"dp": 2}, None), "portable"),
+    (("fsdp", {"dp": 2}, None), ("megatron", {"tp": 2, "pp": 2}, None), "portable"),
+]
+
+
+def _start(place: Place) -> EngineGroup:
+    engine, layout, options = place
+    return support.started(support.config(engine, layout, options), engine)
+
+
+def _train(group: EngineGroup, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        metrics = group.train_batch(support.batch(step), LOSS, CUT)
+        group.lr_scheduler_step()
+        losses += [metrics["loss"], metrics["grad_norm"]]
+    return losses
+
+
+@pytest.mark.parametrize(("first", "second", "form"), MOVES, ids=[f"{a}-{b}-{c}" for a, b, c in MOVES])
+def test_a_training_goes_on_elsewhere(first: Place, second: Place, form: Any, tmp_path: Path) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"), format=form)
+    with _start(first) as group:
+        _train(group, range(3))
+        group.save(meta)
+        expected = _train(group, range(3, 6))
+    with _start(second) as group:
+        group.load(meta)
+        found = _train(group, range(3, 6))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_layouts_change_in_a_running_group(tmp_path: Path) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"))
+    with _start(TENSOR) as group:
+        before = group.pids
+        _train(group, range(2))
+        group.save(meta)
+        group.initialize(config=support.config("megatron", {"pp": 2}))
+        group.load(meta)
+        _train(group, range(2, 3))
+        assert group.pids == before
+
+
+def test_recomputation_changes_nothing() -> None:
+    results = []
+    for choice in ("none", "selective", "full"):
+        with support.started(support.config(layout={"pp": 2}, options={"recompute": choice})) as group:
+            results.append(_train(group, range(2)))
+    torch.testing.assert_close(results[1:], [results[0]] * 2, rtol=1e-6, atol=1e-7)

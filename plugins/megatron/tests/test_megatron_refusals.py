@@ -1,0 +1,126 @@
+"""What the engine cannot do is said before anything is built, with the number to change."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+import megatron_support as support
+import pytest
+from transformers import AutoConfig
+
+from core_rl.errors import CheckpointMismatch, ConfigError, CoreRLError, LayoutError, UnsupportedCapability
+from core_rl_megatron.config import MegatronConfig
+from core_rl_megatron.translation import family_of, transformer_config
+from core_rl_megatron.versions import check_megatron
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": False,
+}
+Fields = Mapping[str, Any]
+REFUSED: list[tuple[Fields, Fields, Fields, type[CoreRLError], str]] = [
+    ({"pp": 8}, {}, {}, LayoutError, r"8 stages for num_hidden_layers=4; lower pp"),
+    ({"pp": 3}, {}, {}, LayoutError, r"= 3 does not divide num_hidden_layers=4; change pp"),
+    ({"pp": 2}, {"virtual_stages": 4}, {}, LayoutError, r"8 stages for num_hidden_layers=4"),
+    (
+        {"tp": 3},
+        {},
+        {},
+        LayoutError,
+        r"(?s)tp=3 does not divide num_attention_heads=4.*num_key_value_heads=2",
+    ),
+    ({"tp": 4}, {}, {}, LayoutError, r"tp=4 does not divide num_key_value_heads=2"),
+    ({"tp": 2}, {}, {"intermediate_size": 41}, LayoutError, r"tp=2 does not divide intermediate_size=41"),
+    ({"tp": 2}, {}, {"vocab_size": 1}, LayoutError, r"tp=2 leaves ranks without a row of vocab_size=1"),
+    ({"cp": 3}, {}, {}, LayoutError, r"4 attention heads cannot be spread over cp=3"),
+    ({"dp": 2, "ep": 2}, {}, {}, LayoutError, r"ep=2 for a model without experts"),
+    ({"dp": 4, "ep": 4}, {}, MOE, LayoutError, r"ep=4 does not divide num_experts=6"),
+    (
+        {},
+        {},
+        {"model_type": "gemma2"},
+        UnsupportedCapability,
+        r"no mapping for the model family 'gemma2'.*'fsdp'",
+    ),
+    ({}, {}, {"attention_bias": True}, UnsupportedCapability, r"attention_bias=True"),
+    ({}, {}, {"hidden_act": "gelu"}, UnsupportedCapability, r"hidden_act='gelu'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "model", "error", "says"), REFUSED, ids=[f"{row[0]}-{row[2]}" for row in REFUSED]
+)
+def test_what_does_not_fit_is_refused(
+    layout: Fields, options: Fields, model: Fields, error: type[CoreRLError], says: str
+) -> None:
+    config = support.config(layout=layout, options=options, model=model)
+    assert isinstance(config, MegatronConfig)
+    with pytest.raises(error, match=says):
+        transformer_config(config, AutoConfig.for_model(**(config.model.config or {})))
+
+
+def test_every_family_is_known_by_its_name() -> None:
+    assert family_of(AutoConfig.for_model("qwen2", use_sliding_window=False)).qkv_bias
+    assert family_of(AutoConfig.for_model("qwen3_moe")).experts
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "1.0", "unknown"])
+def test_another_version_of_megatron_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib_metadata, "version", lambda name: version)
+    with pytest.raises(ConfigError, match=rf"{version} is installed: pip install 'megatron-core>=0.16"):
+        check_megatron()
+
+
+def test_megatron_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib_metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib_metadata, "version", missing)
+    with pytest.raises(ConfigError, match="not installed: pip install 'megatron-core"):
+        check_megatron()
+
+
+def test_the_spec_imports_neither_torch_nor_megatron() -> None:
+    code = "import sys, core_rl_megatron; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
+
+
+REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
+    ({"options": {"virtual_stages": 2}}, LayoutError, "virtual_stages=2 needs a pipeline"),
+    (
+        {"model": MOE, "router_aux_coef": 0.1, "options": {"recompute": "full"}},
+        ConfigError,
+        "set it to 0, or layout.pp to 1",
+    ),
+    (
+        {"frozen": ["*.layers.0.self_attn.q_proj.*"]},
+        ConfigError,
+        "freeze all of these or none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "says"), REFUSED_BY_THE_ENGINE)
+def test_the_engine_refuses(fields: dict[str, Any], error: type[CoreRLError], says: str) -> None:
+    with pytest.raises(error, match=says):
+        support.started(support.config(**fields))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    from core_rl.engines.meta import SaveLoadMeta
+
+    meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"))
+    with support.started(support.config()) as group:
+        group.save(meta)
+        group.initialize(config=support.config(model={"num_hidden_layers": 2}))
+        with pytest.raises(CheckpointMismatch, match="num_hidden_layers"):
+            group.load(meta)
