@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,7 +126,7 @@ class PipelineEngine(HFTrainEngine):
 
     def _layers(self, batch: SequenceBatch, received: Tensor | None) -> Tensor:
         """The states ``[T, H]`` after this stage."""
-        trunk = self.model.base_model
+        trunk: Any = self.model.base_model
         hidden = (trunk.embed_tokens(batch.input_ids) if received is None else received)[None]
         positions = self._positions(batch)[None]
         layers = trunk.layers
