@@ -1,0 +1,159 @@
+"""Fifty steps of the ``megatron`` and the ``fsdp`` engine on the same batches, over layouts and micro-batch counts.
+
+    python benchmarks/parity.py [--steps 50] [--figure docs/figures/megatron-and-fsdp.svg]
+
+Answers a question that users of verl left open (verl #4710: Megatron's gradient norm three times FSDP's on the same
+data): prints the largest differences of losses and of gradient norms, and draws both runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from core_rl import EngineGroup, LossSpec, MicroBatchSpec, get_spec, load_config
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.metrics import Metric
+from core_rl.engines.outputs import ModelOutput
+
+VOCABULARY = 211
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    engine: str
+    layout: Mapping[str, Any]
+    count: int
+    """Micro-batches of each step, on each data parallel rank."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For tables and the figure."""
+        degrees = " ".join(f"{name}={degree}" for name, degree in self.layout.items()) or "one rank"
+        schedule = ", interleaved" * ("virtual_stages" in self.options)
+        return f"{self.engine}, {degrees}{schedule}, {self.count} micro-batches"
+
+
+RUNS = (
+    Run("fsdp", {}, 1),
+    Run("fsdp", {"dp": 2}, 4),
+    Run("megatron", {}, 1),
+    Run("megatron", {}, 4),
+    Run("megatron", {"dp": 2}, 2, {"distributed_optimizer": True}),
+    Run("megatron", {"tp": 2, "sequence_parallel": True}, 4),
+    Run("megatron", {"pp": 2}, 4, {"virtual_stages": 2}),
+    Run("megatron", {"cp": 2}, 2),
+)
+
+
+def main() -> None:
+    """Train all, print, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--figure", type=Path, help="where to draw, such as docs/figures/megatron-and-fsdp.svg"
+    )
+    arguments = parser.parse_args()
+    curves = {run.name: train(run, arguments.steps) for run in track(RUNS, "training")}
+    first = next(iter(curves.values()))
+    table = Table(
+        "run", "largest relative difference: loss", "gradient norm", title=f"{arguments.steps} steps"
+    )
+    for name, curve in curves.items():
+        table.add_row(name, *(f"{difference:.1e}" for difference in differences(curve, first)))
+    Console(width=120).print(table)
+    if arguments.figure:
+        draw(curves, arguments.figure)
+
+
+def train(run: Run, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm before clipping of each step."""
+    spec = get_spec(run.engine)
+    config = load_config(spec).model_validate(
+        {
+            "model": {"config": MODEL},
+            "optimizer": {"lr": 3e-3, "weight_decay": 0.01, "eps": 1e-4, "max_grad_norm": 0.5},
+            "layout": dict(run.layout),
+            "options": dict(run.options),
+            "device": "cpu",
+        }
+    )
+    loss, cut = LossSpec(fn=token_nll), MicroBatchSpec(count=run.count)
+    curve = []
+    with EngineGroup(spec, config) as group:  # type: ignore[arg-type]
+        group.initialize()
+        for step in range(steps):
+            metrics = group.train_batch(batch_of(step), loss, cut)
+            curve.append((metrics["loss"], metrics["grad_norm"]))
+    return curve
+
+
+def batch_of(step: int) -> SequenceBatch:
+    """Ragged sequences that can be learned: each token follows from the one before, but for some noise."""
+    random = torch.Generator().manual_seed(step)
+    rows = []
+    for length in torch.randint(4, 32, (6,), generator=random).tolist():
+        row = [int(torch.randint(0, VOCABULARY, (), generator=random))]
+        for noise in torch.randint(0, 3, (length - 1,), generator=random).tolist():
+            row.append((3 * row[-1] + noise) % VOCABULARY)
+        rows.append(row)
+    return SequenceBatch.from_sequences(rows)
+
+
+def token_nll(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """Sum of negative log-probs over the trained tokens."""
+    return -torch.where(batch.loss_mask, output["logprobs"], 0.0).sum(), {}
+
+
+def differences(curve: list[tuple[float, float]], first: list[tuple[float, float]]) -> list[float]:
+    """The largest relative difference of losses, and that of norms."""
+    pairs = list(zip(curve, first, strict=True))
+    return [max(abs(own[i] - other[i]) / abs(other[i]) for own, other in pairs) for i in range(2)]
+
+
+def draw(curves: Mapping[str, list[tuple[float, float]]], path: Path) -> None:
+    """Both quantities over the steps, one line for each run."""
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    for index, (axis, title) in enumerate(zip(axes, ("loss", "gradient norm before clipping"), strict=True)):
+        for number, (name, curve) in enumerate(curves.items()):
+            width = 6.0 - 0.6 * number  # they lie on one another
+            axis.plot([point[index] for point in curve], label=name, linewidth=width, alpha=0.7)
+        axis.set_xlabel("step")
+        axis.set_title(title)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
