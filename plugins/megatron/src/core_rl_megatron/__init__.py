@@ -33,6 +33,6 @@ SPEC = EngineSpec(
             Capability.SYNC_DISK,
         }
     ),
-    description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), on CPU and CUDA",
+    description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, on CPU",
     conformance="core_rl_megatron.conformance:PROFILE",
 )

@@ -78,6 +78,7 @@ class MegatronEngine(MegatronTensors):
         self._megatron_config = transformer_config(self.config, model.config)
         self._pipeline = schedule_groups(self._megatron_config, self.device) if self.layout.pp > 1 else None
         self._on_host: dict[StatePart, ExitStack] = {}
+        self._dropped = False
         with cpu_shim.building():
             self._chunks = [self._chunk(*stage) for stage in self._stages()]
             self._wrapped: list[nn.Module] = list(self._chunks)
@@ -216,7 +217,8 @@ class MegatronEngine(MegatronTensors):
 
     def _zero_grad(self) -> None:
         if "model" in self._on_host:
-            return  # they come back as zeros: `_onload`
+            self._dropped = True  # their memory is not there: `_onload` zeroes them
+            return
         for wrapped in self._wrapped:
             if isinstance(wrapped, DistributedDataParallel):
                 wrapped.zero_grad_buffer()
@@ -255,6 +257,9 @@ class MegatronEngine(MegatronTensors):
 
     def _onload(self, part: StatePart) -> None:
         self._on_host.pop(part).close()
+        if part == "model" and self._dropped:
+            self._dropped = False
+            self._zero_grad()
 
     def _lone_parameters(self) -> Iterator[nn.Parameter]:
         """Those that lie in no buffer of the distributed optimizer."""

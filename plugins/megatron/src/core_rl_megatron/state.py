@@ -141,7 +141,11 @@ class OptimizerState:
     def set_update_count(self, count: int) -> None:
         """Let Adam's bias correction stand at ``count`` steps."""
         for part in self.parts():
-            set_step_count(part.optimizer, count)
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                set_step_count(part.optimizer, count)
+                continue
+            for group in part.optimizer.param_groups:
+                group["step"] = count  # TransformerEngine's and Apex's Adam count for each group
 
     def moments(self) -> Iterator[Tensor]:
         """All moments that there are."""
