@@ -14,7 +14,14 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/**/*.md", "plugins/*/*.md", "examples/**/*.md", "changelog.d/README.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "plugins/*/*.md",
+        "examples/**/*.md",
+        "benchmarks/*.md",
+        "changelog.d/README.md",
+    )
     for page in ROOT.glob(pattern)
 )
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
