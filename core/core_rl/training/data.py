@@ -18,10 +18,20 @@ from core_rl.rollout.workflow import derive_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptDataset", "ShuffledOrder", "encode_prompt", "prompt_loader", "read_jsonl"]
+__all__ = [
+    "NUMBER",
+    "NumberedBatches",
+    "PromptDataset",
+    "ShuffledOrder",
+    "encode_prompt",
+    "prompt_loader",
+    "read_jsonl",
+]
 
 Sample = Mapping[str, Any]
 
+NUMBER = "number"
+"""The field of a sample that holds its place in the data order of the run."""
 SHOWN = 10
 """Damaged lines that an error lists."""
 
@@ -146,3 +156,33 @@ def prompt_loader(dataset: PromptDataset, batch_size: int, seed: int) -> Statefu
         # torchdata 0.11 calls what newer torch deprecates; it goes when a torchdata without it is required.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=_as_list)
+
+
+class NumberedBatches(Iterator[list[Sample]]):
+    """The batches of a loader, each sample with its place in the data order as `NUMBER`."""
+
+    def __init__(self, loader: StatefulDataLoader) -> None:
+        self._loader = loader
+        self._batches: Iterator[list[Sample]] | None = None
+        self._drawn = 0
+
+    def __next__(self) -> list[Sample]:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        samples = next(self._batches)
+        first, self._drawn = self._drawn, self._drawn + len(samples)
+        return [{**sample, NUMBER: number} for number, sample in enumerate(samples, first)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data order stands, as JSON."""
+        return {
+            "drawn": self._drawn,
+            "loader": self._loader.state_dict() if self._batches is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; before the first batch is drawn."""
+        assert self._batches is None
+        self._drawn = int(state["drawn"])
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])

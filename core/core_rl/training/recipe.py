@@ -50,6 +50,15 @@ class RolloutSection(Config):
     """Draw from this many of the most likely tokens; null keeps all."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """How long the answers to one batch of prompts may take."""
+    max_head_offpolicyness: int = Field(default=0, ge=0)
+    """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
+    answers are generated meanwhile, from weights that are at most this many versions older."""
+    should_accept: str | None = None
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's answers: those for which it
+    is false are not trained on, and other prompts take their place. ``core_rl.training.filters:rewards_differ``
+    leaves out groups without a signal, as DAPO (arXiv:2503.14476) does."""
+    reward_timeout_s: float | None = Field(default=None, gt=0.0)
+    """How long the reward of one answer may take; null for as long as it takes."""
 
 
 class DataSection(Config):

@@ -19,6 +19,7 @@ from core_rl.errors import ConfigError
 from core_rl.training.data import PromptDataset
 from core_rl.training.loop import TrainingLoop
 from core_rl.training.metrics_log import MetricsLog
+from core_rl.training.named import load_named
 from core_rl.training.plot import plot_rewards
 from core_rl.training.progress import TrainingProgress, print_result
 from core_rl.training.recipe import Recipe, load_recipe
@@ -47,6 +48,8 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     algorithm = _make_algorithm(recipe)
     plan = plan_roles(recipe, algorithm.wanted_fields)
     reward = load_reward(recipe.reward)
+    chosen = recipe.rollout.should_accept
+    should_accept = load_named("rollout.should_accept", chosen) if chosen else None
     tokenizer = _load_tokenizer(recipe.model.path)
     train_data = PromptDataset(Path(recipe.data.train), tokenizer)
     eval_data = PromptDataset(Path(recipe.data.eval), tokenizer)
@@ -55,7 +58,7 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
         if result is None:
             checkpoint = directory.checkpoints.latest()
             with open_roles(plan) as roles:
-                rollouts = Rollouts(recipe, roles.rollout, TextReward(reward, tokenizer))
+                rollouts = Rollouts(recipe, roles.rollout, TextReward(reward, tokenizer), should_accept)
                 data = (train_data, eval_data)
                 loop = TrainingLoop(recipe, algorithm, roles, rollouts, data, directory.weights)
                 result = _Run(recipe, directory, loop, console).run(checkpoint)
@@ -129,7 +132,6 @@ class _Run:
             progress.say(f"going on from the checkpoint of step {checkpoint.step} in {self._directory.path}")
             self._loop.restore(checkpoint)
             self._evaluations = dict(checkpoint.state["evaluations"])
-            self._loop.publish(checkpoint.step)
         else:
             self._loop.publish(0)
             log.write(0, self._evaluate(0))
