@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +29,8 @@ class MultiTurnWorkflow:
     The model answers the prompt; the environment's tokens follow, and the model goes on from there, until the
     environment is done, an answer is cut off, or there is no turn or room left. The result has the fields
     of `Transcript.pack`, ``rewards`` (float32 ``[B]``), ``group`` (int64 ``[B]``, the episode's number) and
-    ``turns`` (int64 ``[B]``, answers). Tokens are those that were drawn; tokens of the environment have a ``loss_mask`` of 0.
+    ``turns`` (int64 ``[B]``, answers). Tokens are those that were drawn, and those of the environment, whose
+    ``loss_mask`` is 0.
     """
 
     environment: Callable[[], Environment]

@@ -100,7 +100,7 @@ class SingleTurnWorkflow:
 
 
 async def gather_group(members: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """The results of all ``members``, which run at once; when one fails, the others are ended before its error is raised."""
+    """The results of all ``members``, which run at once. When one fails, the others are ended before it is raised."""
     tasks = [asyncio.ensure_future(member) for member in members]
     try:
         return await asyncio.gather(*tasks)
