@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -27,6 +28,8 @@ __all__ = [
     "prompt_loader",
     "read_jsonl",
 ]
+
+logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
 
@@ -98,6 +101,27 @@ class PromptDataset(Dataset[Sample]):
         empty = [n for n, sample in enumerate(self._samples) if not sample["prompt_ids"]]
         if empty:
             raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
+
+        self._path = path
+
+    def fit(self, limit: int | None, overlong: Literal["error", "skip"]) -> None:
+        """Deal with prompts of more than ``limit`` tokens: raise `BatchError`, or leave them out with a warning."""
+        long = [
+            n for n, s in enumerate(self._samples, 1) if limit is not None and len(s["prompt_ids"]) > limit
+        ]
+        if not long:
+            return
+        first = len(self._samples[long[0] - 1]["prompt_ids"])
+        text = (
+            f"{self._path}: {len(long)} of {len(self._samples)} prompts are too long for the rollout engine's context "
+            f"together with an answer: prompt {long[0]} has {first} tokens, and there is room for {limit}"
+        )
+        if overlong == "error" or len(long) == len(self._samples):
+            raise BatchError(
+                f"{text}. Shorten them, lower rollout.max_new_tokens, or set data.overlong_prompts=skip"
+            )
+        logger.warning("%s; they are left out", text)
+        self._samples = [s for n, s in enumerate(self._samples, 1) if n not in set(long)]
 
     def __len__(self) -> int:
         return len(self._samples)

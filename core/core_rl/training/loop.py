@@ -25,7 +25,7 @@ from core_rl.training.recipe import Recipe
 from core_rl.training.roles import Roles
 from core_rl.training.rollouts import Rollouts
 
-__all__ = ["TrainingLoop"]
+__all__ = ["TrainingLoop", "interrupted"]
 
 ACTOR = "actor"
 
@@ -93,7 +93,7 @@ class TrainingLoop:
         meta = WeightUpdateMeta(method="disk", version=version, path=str(self._weights))
         self._roles.actor.set_version(version)
         self._roles.actor.upload_weights(meta)
-        with _interrupted(self._roles.rollout):
+        with interrupted(self._roles.rollout):
             self._roles.rollout.update_weights(meta).result(self._timeout_s)
 
     def evaluate(self) -> dict[str, float]:
@@ -127,7 +127,7 @@ class TrainingLoop:
 
 
 @contextmanager
-def _interrupted(engine: InferenceEngine) -> Iterator[None]:
+def interrupted(engine: InferenceEngine) -> Iterator[None]:
     """Pause an engine that can interrupt what it generates; others take new weights on their own terms."""
     if not engine.spec.supports(Capability.PAUSE):
         yield
@@ -161,7 +161,8 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
     rewards, groups = batch["rewards"].double(), batch["group"]
     means = [rewards[groups == group] for group in groups.unique()]
     reasons = batch.meta["stop_reason"]
-    return {
+    turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
+    return turns | {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
         "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
@@ -12,7 +14,14 @@ from core_rl.training.named import load_named
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TextReward", "TextRewardFn", "integer_match", "load_reward", "text_match"]
+__all__ = [
+    "NamedReward",
+    "TextReward",
+    "TextRewardFn",
+    "integer_match",
+    "load_reward",
+    "text_match",
+]
 
 _INTEGER = re.compile(r"[-+]?\d+")
 
@@ -59,3 +68,23 @@ def load_reward(name: str) -> TextRewardFn:
     """The function that ``module:function`` or ``path/file.py:function`` names; `ConfigError` if there is none."""
     found: TextRewardFn = load_named("reward", name)
     return found
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A `TextRewardFn` by its name in a recipe, so that it travels to other processes."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name.rpartition(":")[2]
+
+    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
+        """Load the function, the first time, and call it."""
+        return _loaded(self.name)(answer, sample)
+
+
+@cache
+def _loaded(name: str) -> TextRewardFn:
+    return load_reward(name)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.inference import InferenceEngine
 from core_rl.errors import RolloutError
+from core_rl.rollout.environment import Environment
 from core_rl.rollout.episode import AcceptFn
+from core_rl.rollout.multi_turn import MultiTurnWorkflow
 from core_rl.rollout.rewards import RewardFn
 from core_rl.rollout.types import SamplingParams
 from core_rl.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, TokenGenerator, derive_seed
 from core_rl.training.data import NUMBER
 from core_rl.training.recipe import Recipe
 
-__all__ = ["NumberedWorkflow", "Rollouts"]
+__all__ = ["NumberedWorkflow", "Rollouts", "UserCode"]
 
 TRAINING, EVALUATION = 0, 1
 """Streams of seeds."""
@@ -38,16 +40,22 @@ class NumberedWorkflow:
         return await self.inner.arun_episode(engine, data, int(data[NUMBER]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class UserCode:
+    """What a recipe names for the rollouts, loaded."""
+
+    reward: RewardFn | None
+    environment: Callable[[], Environment] | None = None
+    should_accept: AcceptFn | None = None
+
+
 class Rollouts:
     """Answers to prompts, for training and for evaluation, as a recipe says."""
 
-    def __init__(
-        self, recipe: Recipe, engine: InferenceEngine, reward: RewardFn, should_accept: AcceptFn | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, engine: InferenceEngine, user: UserCode) -> None:
         self._recipe = recipe
         self._engine = engine
-        self._reward = reward
-        self._should_accept = should_accept
+        self._user = user
         chosen = recipe.rollout
         self._sampling = SamplingParams(
             max_new_tokens=chosen.max_new_tokens,
@@ -67,7 +75,9 @@ class Rollouts:
         the engine's.
         """
         chosen = self._recipe.rollout
-        batch = self._engine.prepare_batch(batches, self._training, chosen.timeout_s, self._should_accept)
+        batch = self._engine.prepare_batch(
+            batches, self._training, chosen.timeout_s, self._user.should_accept
+        )
         version, drawn = self._engine.get_version(), batch["versions"][batch.loss_mask]
         limit = chosen.max_head_offpolicyness
         if bool(((drawn > version) | (drawn < version - limit)).any()):
@@ -89,7 +99,7 @@ class Rollouts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; the prompts are submitted again."""
-        self._engine.rollouts.load_state_dict(state, self._training, self._should_accept)
+        self._engine.rollouts.load_state_dict(state, self._training, self._user.should_accept)
 
     # ------------------------------------------------------------- evaluation
 
@@ -111,10 +121,24 @@ class Rollouts:
         return float(batch["rewards"].double().mean())
 
     def _workflow(self, sampling: SamplingParams, group_size: int) -> RolloutWorkflow:
-        inner = SingleTurnWorkflow(
-            reward=self._reward,
-            sampling=sampling,
-            group_size=group_size,
-            reward_timeout_s=self._recipe.rollout.reward_timeout_s,
-        )
+        chosen, user = self._recipe.rollout, self._user
+        # Processes know when a call begins; from here its wait for a free one would count.
+        limit = None if chosen.reward_processes else chosen.reward_timeout_s
+        inner: RolloutWorkflow
+        if user.environment is not None:
+            inner = MultiTurnWorkflow(
+                environment=user.environment,
+                reward=user.reward,
+                sampling=sampling,
+                group_size=group_size,
+                max_turns=chosen.max_turns,
+                max_tokens=self._engine.limits.context_length,
+                step_timeout_s=chosen.step_timeout_s,
+                reward_timeout_s=limit,
+            )
+        else:
+            assert user.reward is not None
+            inner = SingleTurnWorkflow(
+                reward=user.reward, sampling=sampling, group_size=group_size, reward_timeout_s=limit
+            )
         return NumberedWorkflow(inner=inner)
