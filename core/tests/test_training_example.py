@@ -71,13 +71,13 @@ def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(ex
 
     class Scripted:
         async def agenerate(self, request: LLMRequest) -> LLMResponse:
-            ids = tokenizer(written.pop(0), add_special_tokens=False)["input_ids"]
+            ids = tuple(tokenizer(written.pop(0), add_special_tokens=False)["input_ids"])
             return LLMResponse(
                 rid=request.rid,
                 input_ids=request.input_ids,
                 output_ids=ids,
-                logprobs=[0.0] * len(ids),
-                versions=[0] * len(ids),
+                logprobs=(0.0,) * len(ids),
+                versions=(0,) * len(ids),
                 stop_reason="stop",
             )
 

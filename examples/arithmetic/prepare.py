@@ -83,7 +83,7 @@ class Problem:
         return f"{self.left + self.right:03d}"
 
     def turns(self, tool: bool) -> list[tuple[str, bool]]:
-        """What follows the prompt, and whether the model writes it: the answer, perhaps after a question and its reply."""
+        """What follows the prompt, and whether the model writes it: the answer, or a question and then it."""
         question = [(f"?{self.left:02d}+{self.right:02d}{EOS}", True), (f":{self.answer}=", False)]
         return [*(question if tool else []), (self.answer + EOS, True)]
 
