@@ -104,7 +104,7 @@ def test_a_synchronous_run_has_no_lag(recipe: Path, trained: list[tuple[int, lis
 
 
 def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe: Path) -> None:
-    rows = run(recipe, "algorithm.args.recompute_logprobs=false", "steps=1", "eval_every=0")
+    rows = run(recipe, "algorithm.args.recompute_logprobs=false", "steps=2")
     assert 0 < rows[0]["mismatch_max"] < 1e-5
 
 
@@ -252,7 +252,7 @@ def test_prompts_without_room_for_an_answer_are_named_or_left_out(
     message = r"long.jsonl: 1 of 8 prompts are too long .*: prompt 3 has 31 tokens, and there is room for 28"
     with pytest.raises(BatchError, match=message):
         run(recipe, f"data.train={tmp_path}/long.jsonl")
-    run(recipe, f"data.train={tmp_path}/long.jsonl", "data.overlong_prompts=skip", "steps=1", "fresh=true")
+    run(recipe, f"data.train={tmp_path}/long.jsonl", "data.overlong_prompts=skip", "steps=2", "fresh=true")
     assert "they are left out" in caplog.text
 
 
