@@ -249,10 +249,10 @@ def test_prompts_without_room_for_an_answer_are_named_or_left_out(
 ) -> None:
     rows = [{"prompt": "1+" * n + "1=", "answer": 1} for n in (1, 13, 14, 1, 1, 1, 1, 1)]
     support.write_jsonl(tmp_path / "long.jsonl", rows)
-    message = r"long.jsonl: 1 of 8 prompts are too long .*: prompt 3 has 31 tokens, and there is room for 28"
+    message = r"long.jsonl: 1 of 8 prompts are longer than the 28 tokens .*: prompt 3 \(31 tokens\)\. Shorten"
     with pytest.raises(BatchError, match=message):
         run(recipe, f"data.train={tmp_path}/long.jsonl")
-    run(recipe, f"data.train={tmp_path}/long.jsonl", "data.overlong_prompts=skip", "steps=2", "fresh=true")
+    run(recipe, f"data.train={tmp_path}/long.jsonl", "data.too_long=drop", "steps=2")
     assert "they are left out" in caplog.text
 
 

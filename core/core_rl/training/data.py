@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -93,41 +93,48 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 class PromptDataset(Dataset[Sample]):
-    """The lines of a JSONL file, each with its ``prompt_ids``."""
+    """The lines of a JSONL file, each with its ``prompt_ids``.
 
-    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    ``limit`` is the most tokens of a prompt; longer ones are an error that names them, or, with ``drop``, left out.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int | None = None,
+        drop: bool = False,
+    ) -> None:
         rows = read_jsonl(path)
-        self._samples = [row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])} for row in rows]
-        empty = [n for n, sample in enumerate(self._samples) if not sample["prompt_ids"]]
+        samples = [row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])} for row in rows]
+        empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
         if empty:
             raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
-
-        self._path = path
-
-    def fit(self, limit: int | None, overlong: Literal["error", "skip"]) -> None:
-        """Deal with prompts of more than ``limit`` tokens: raise `BatchError`, or leave them out with a warning."""
-        long = [
-            n for n, s in enumerate(self._samples, 1) if limit is not None and len(s["prompt_ids"]) > limit
-        ]
-        if not long:
-            return
-        first = len(self._samples[long[0] - 1]["prompt_ids"])
-        text = (
-            f"{self._path}: {len(long)} of {len(self._samples)} prompts are too long for the rollout engine's context "
-            f"together with an answer: prompt {long[0]} has {first} tokens, and there is room for {limit}"
-        )
-        if overlong == "error" or len(long) == len(self._samples):
-            raise BatchError(
-                f"{text}. Shorten them, lower rollout.max_new_tokens, or set data.overlong_prompts=skip"
-            )
-        logger.warning("%s; they are left out", text)
-        self._samples = [s for n, s in enumerate(self._samples, 1) if n not in set(long)]
+        self._samples = _within(limit, samples, path, drop)
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
         return self._samples[index]
+
+
+def _within(limit: int | None, samples: list[dict[str, Any]], path: Path, drop: bool) -> list[dict[str, Any]]:
+    lengths = [len(sample["prompt_ids"]) for sample in samples]
+    wrong = {n for n, length in enumerate(lengths) if limit is not None and length > limit}
+    if not wrong:
+        return samples
+    text = (
+        f"{path}: {len(wrong)} of {len(samples)} prompts are longer than the {limit} tokens "
+        "that the model's context leaves"
+    )
+    if not drop or len(wrong) == len(samples):
+        shown = ", ".join(f"prompt {n + 1} ({lengths[n]} tokens)" for n in sorted(wrong)[:3])
+        raise BatchError(
+            f"{text}: {shown}. Shorten them, lower rollout.max_new_tokens, or set data.too_long=drop"
+        )
+    logger.warning("%s; they are left out", text)
+    return [sample for n, sample in enumerate(samples) if n not in wrong]
 
 
 class ShuffledOrder(Iterator[int]):

@@ -84,8 +84,9 @@ class DataSection(Config):
     """Prompts to train on."""
     eval: str
     """Held-out prompts."""
-    overlong_prompts: Literal["error", "skip"] = "error"
-    """What becomes of prompts that leave no room for an answer in the rollout engine's context."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of prompts that leave no room for an answer in the model's context: an error that names them, or
+    a warning that counts them."""
 
 
 class Recipe(Config):

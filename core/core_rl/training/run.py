@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +19,6 @@ from core_rl.algorithms.interface import (
 )
 from core_rl.algorithms.policy_loss import PROXIMAL, REFERENCE
 from core_rl.checkpoint.run import RunCheckpoint
-from core_rl.engines.inference import InferenceEngine
 from core_rl.errors import ConfigError
 from core_rl.rollout.process_reward import ProcessReward
 from core_rl.training.data import PromptDataset
@@ -54,16 +54,18 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     plan = plan_roles(recipe, algorithm.wanted_fields)
     loaded = _load_user_code(recipe)
     tokenizer = _load_tokenizer(recipe.model.path)
-    data = tuple(PromptDataset(Path(path), tokenizer) for path in (recipe.data.train, recipe.data.eval))
+    train_data, eval_data = (
+        PromptDataset(Path(path), tokenizer, _longest_prompt(recipe), recipe.data.too_long == "drop")
+        for path in (recipe.data.train, recipe.data.eval)
+    )
     with open_run_directory(recipe) as directory:
         result = directory.result()
         if result is None:
             checkpoint = directory.checkpoints.latest()
             with open_roles(plan) as roles, _open_user_code(recipe, loaded, tokenizer) as user:
-                for part in data:
-                    part.fit(_longest_prompt(recipe, roles.rollout), recipe.data.overlong_prompts)
                 rollouts = Rollouts(recipe, roles.rollout, user)
-                loop = TrainingLoop(recipe, algorithm, roles, rollouts, (data[0], data[1]), directory.weights)
+                data = (train_data, eval_data)
+                loop = TrainingLoop(recipe, algorithm, roles, rollouts, data, directory.weights)
                 result = _Run(recipe, directory, loop, console).run(checkpoint)
                 algorithm.save(roles.actor, str(directory.model), tokenizer_path=recipe.model.path)
             directory.finish(result)
@@ -120,12 +122,19 @@ def _open_user_code(
         )
 
 
-def _longest_prompt(recipe: Recipe, engine: InferenceEngine) -> int | None:
+def _longest_prompt(recipe: Recipe) -> int | None:
     """How many tokens of a prompt leave room for an answer; with an environment, for a single token."""
-    context = engine.limits.context_length
+    context = _context_length(recipe.model.path)
     if context is None:
         return None
     return context - (1 if recipe.rollout.environment else recipe.rollout.max_new_tokens)
+
+
+def _context_length(path: str) -> int | None:
+    """The most tokens of a sequence (``max_position_embeddings``); None where the model's config does not say."""
+    config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return int(found) if found else None
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
