@@ -84,8 +84,7 @@ def test_an_asynchronous_run_trains_on_each_prompt_once_and_never_too_late(
     rows = run(recipe, *ASYNC, f"rollout.engine={engine}")
     assert [step for step, _ in trained] == [1, 2, 3, 4]
     numbers = [number for _, prompts in trained for number in prompts]
-    assert len(numbers) == len(set(numbers)) == 4 * 6
-    assert max(numbers) < 6 * 6  # three steps ahead at most
+    assert sorted(numbers) == list(range(4 * 6))  # nothing was drawn that no step is left for
     assert all(row["staleness_max"] <= 2 for row in rows)
     assert max(row["staleness_max"] for row in rows) > 0
     assert all(0 <= row["prompts_ahead"] <= 2 * 6 for row in rows)
@@ -247,7 +246,7 @@ def test_the_filter_for_a_signal() -> None:
 def test_prompts_without_room_for_an_answer_are_named_or_left_out(
     recipe: Path, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{"prompt": "1+" * n + "1=", "answer": 1} for n in (1, 13, 14, 1, 1, 1, 1, 1)]
+    rows = [{"prompt": "1+" * n + "1=", "answer": 1} for n in (1, 12, 14, 1, 1, 1, 1, 1)]
     support.write_jsonl(tmp_path / "long.jsonl", rows)
     message = r"long.jsonl: 1 of 8 prompts are longer than the 28 tokens .*: prompt 3 \(31 tokens\)\. Shorten"
     with pytest.raises(BatchError, match=message):
@@ -328,7 +327,7 @@ def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Pat
         (["rollout.should_accept=core_rl.training.filters:no"], "no function 'no'; it has rewards_differ"),
         (
             ["engines.reference-rollout.max_head_offpolicyness=2"],
-            "engines.reference-rollout: max_head_offpolicyness follows from rollout.prompts_per_step",
+            "engines.reference-rollout: max_head_offpolicyness follows from the section",
         ),
     ],
 )

@@ -190,14 +190,17 @@ def prompt_loader(dataset: PromptDataset, batch_size: int, seed: int) -> Statefu
 
 
 class NumberedBatches(Iterator[list[Sample]]):
-    """The batches of a loader, each sample with its place in the data order as `NUMBER`."""
+    """The batches of a loader, each sample with its place in the data order; ``limit`` samples at most."""
 
-    def __init__(self, loader: StatefulDataLoader) -> None:
+    def __init__(self, loader: StatefulDataLoader, limit: int | None = None) -> None:
         self._loader = loader
+        self._limit = limit
         self._batches: Iterator[list[Sample]] | None = None
         self._drawn = 0
 
     def __next__(self) -> list[Sample]:
+        if self._limit is not None and self._drawn >= self._limit:
+            raise StopIteration
         if self._batches is None:
             self._batches = iter(self._loader)
         samples = next(self._batches)

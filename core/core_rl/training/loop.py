@@ -55,7 +55,11 @@ class TrainingLoop:
         self._weights = weights
         self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
         self._timeout_s = recipe.rollout.timeout_s
-        self._data = NumberedBatches(prompt_loader(train_data, recipe.rollout.prompts_per_step, recipe.seed))
+        prompts = recipe.rollout.prompts_per_step
+        loader = prompt_loader(train_data, prompts, recipe.seed)
+        # Without a filter, the last steps need not run ahead of what is left to train on.
+        limit = recipe.steps * prompts if recipe.rollout.should_accept is None else None
+        self._data = NumberedBatches(loader, limit)
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next prompts; the metrics of the step. Afterwards all weights have version ``step``."""

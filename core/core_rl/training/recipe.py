@@ -53,6 +53,8 @@ class RolloutSection(Config):
     max_head_offpolicyness: int = Field(default=0, ge=0)
     """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
     answers are generated meanwhile, from weights that are at most this many versions older."""
+    max_concurrent_rollouts: int = Field(default=256, ge=1)
+    """Prompts that are answered at one time."""
     should_accept: str | None = None
     """``module:function`` or ``file.py:function``, called with the batch of one prompt's answers: those for which it
     is false are not trained on, and other prompts take their place. ``core_rl.training.filters:rewards_differ``

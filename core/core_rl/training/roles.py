@@ -55,13 +55,13 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
     bounds = {
         "consumer_batch_size": recipe.rollout.prompts_per_step,
         "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+        "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
     }
     twice = sorted(bounds.keys() & recipe.engines.get(recipe.rollout.engine, {}).keys())
-    owners = "rollout.prompts_per_step and rollout.max_head_offpolicyness"
     raise_all(
         ConfigError,
         f"engines.{recipe.rollout.engine}",
-        (f"{name} follows from {owners}; set those, and leave it out here" for name in twice),
+        (f"{name} follows from the section 'rollout' of the recipe; leave it out here" for name in twice),
     )
     rollout_spec, rollout = _config(recipe, recipe.rollout.engine, "inference", bounds)
     assert isinstance(config, TrainEngineConfig)
