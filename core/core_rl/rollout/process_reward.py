@@ -36,7 +36,8 @@ class ProcessReward:
     in which a call waits for a free process does not count. Awaiting a call runs it; it takes any
     arguments that can be pickled, and ``fn``, a plain or a coroutine function, can be pickled too.
 
-    Processes end with `close`, and with the process that made them, however that ends.
+    Processes end with `close`, and with the process that made them, however that ends. A script that makes them
+    needs the ``__main__`` guard.
     """
 
     def __init__(
