@@ -6,8 +6,8 @@ The problems are all sums of two numbers below 100, such as ``23+45=`` with the 
 out; the model is warmed up on the others by supervised fine-tuning, until it answers about four in
 ten, and left there: the rest is what GRPO is to do. A second run with the same settings does nothing.
 
-With ``--tool`` the model of ``examples/tool_arithmetic.yaml`` is made: in one of four problems it has learnt to ask a
-calculator, ``?23+45``, whose reply ``:068=`` it copies.
+With ``--tool`` the model of ``examples/tool_arithmetic.yaml`` is made, which cannot add: it guesses, and in one of four
+problems it asks a calculator, ``?23+45``, whose reply ``:068=`` it copies.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Settings:
     engine: str
     seed: int
     tool: bool = False
-    """Whether some answers ask the calculator."""
+    """Whether the answers are guesses, and some ask the calculator."""
     tool_share: float = 0.25
-    """Of the answers in the warm-up, where there is a calculator."""
+    """The part of them that does."""
     largest: int = 99
     """The largest number in a problem."""
     held_out: int = 256
@@ -61,7 +61,9 @@ class Settings:
     lr: float = 3e-3
     warmup_steps: int = 20
     target: float = 0.35
-    """Stop when a sampled answer is right with this probability."""
+    """Stop when a sampled answer is right with this probability; where there is a calculator,"""
+    tool_target: float = 0.22
+    """with this one, which means that nearly all of its replies are copied."""
     max_steps: int = 1500
 
 
@@ -88,12 +90,29 @@ class Problem:
         return [*(question if tool else []), (self.answer + EOS, True)]
 
 
+@dataclass(frozen=True)
+class Guess(Problem):
+    """A sum with any answer."""
+
+    guessed: int
+
+    @property
+    def answer(self) -> str:
+        """Right by chance."""
+        return f"{self.guessed:03d}"
+
+
 def make_problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
     """All problems, in random order: those to train on, and those held out."""
     numbers = range(settings.largest + 1)
     problems = [Problem(left, right) for left in numbers for right in numbers]
     random.Random(settings.seed).shuffle(problems)
     return problems[settings.held_out :], problems[: settings.held_out]
+
+
+def guess(problem: Problem, draw: random.Random) -> Guess:
+    """The same sum with a drawn answer."""
+    return Guess(problem.left, problem.right, draw.randrange(200))
 
 
 def make_tokenizer(tool: bool = False) -> PreTrainedTokenizerFast:
@@ -184,20 +203,22 @@ def warm_up(
     probed = draw.sample(problems, 256)
     ways = [False, True] if settings.tool else [False]
     probes = [make_batch(probed, tokenizer, [tool] * len(probed)) for tool in ways]
-    right = 0.0
+    target, right = settings.tool_target if settings.tool else settings.target, 0.0
     with EngineGroup(settings.engine, engine_config(settings, tokenizer)) as engine:
         engine.initialize()
         for step in range(1, settings.max_steps + 1):
             chosen = draw.sample(problems, settings.batch_size)
             tools = [settings.tool and draw.random() < settings.tool_share for _ in chosen]
+            if settings.tool:
+                chosen = [p if tool else guess(p, draw) for p, tool in zip(chosen, tools, strict=True)]
             batch = make_batch(chosen, tokenizer, tools)
             metrics = sft.train_step(engine, batch, MICRO_BATCH)
             engine.lr_scheduler_step()
             if step % 10 == 0:
                 right = mean_probability(sft, engine, probes)
-                if step % 100 == 0 or right >= settings.target:
+                if step % 100 == 0 or right >= target:
                     console.print(f"warm-up step {step}  loss {metrics['nll']:.3f}  right {right:.3f}")
-                if right >= settings.target:
+                if right >= target:
                     break
         sft.save(engine, str(model_path), tokenizer_path=str(tokenizer_path))
     return right
