@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
 import json
@@ -14,8 +15,11 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from core_rl.rollout.multi_turn import MultiTurnWorkflow
+from core_rl.rollout.types import LLMRequest, LLMResponse
 from core_rl.training import load_recipe
 from core_rl.training.data import encode_prompt, read_jsonl
+from core_rl.training.named import load_named
 from core_rl.training.rewards import TextReward, integer_match
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,6 +58,46 @@ def test_a_trained_answer_earns_the_reward(example: ModuleType) -> None:
     reward = TextReward(integer_match, tokenizer)
     assert reward(prompt, ids[len(prompt) :], {"answer": problem.answer}) == 1.0
     assert reward(prompt, ids[len(prompt) : -2], {"answer": problem.answer}) == 0.0
+
+
+def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(example: ModuleType) -> None:
+    """Played by an engine that writes what the warm-up says: the tokens and their mask are the same."""
+    calculator = load_named(
+        "rollout.environment", f"{EXAMPLES}/arithmetic/calculator.py:calculator_environment"
+    )
+    tokenizer, problem = example.make_tokenizer(tool=True), example.Problem(9, 95)
+    expected = example.make_batch([problem], tokenizer, [True])
+    written = [text for text, trained in problem.turns(True) if trained]
+
+    class Scripted:
+        async def agenerate(self, request: LLMRequest) -> LLMResponse:
+            ids = tuple(tokenizer(written.pop(0), add_special_tokens=False)["input_ids"])
+            return LLMResponse(
+                rid=request.rid,
+                input_ids=request.input_ids,
+                output_ids=ids,
+                logprobs=(0.0,) * len(ids),
+                versions=(0,) * len(ids),
+                stop_reason="stop",
+            )
+
+    workflow = MultiTurnWorkflow(
+        environment=lambda: calculator(tokenizer), reward=TextReward(integer_match, tokenizer)
+    )
+    data = {"prompt_ids": encode_prompt(tokenizer, problem.prompt), "answer": problem.answer}
+    batch = asyncio.run(workflow.arun_episode(Scripted(), data, 0))
+    assert batch is not None
+    assert batch.input_ids.tolist() == expected.input_ids.tolist()
+    assert batch.loss_mask.tolist() == expected.loss_mask.tolist()
+    assert (batch["rewards"].tolist(), batch["turns"].tolist()) == ([1.0], [2])
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply"), [("068", None), ("?23+45", ":068="), ("?23+", ":="), ("?1+2+3", ":="), ("", None)]
+)
+def test_the_calculator_replies_to_questions_alone(answer: str, reply: str | None) -> None:
+    calculator = load_named("tool", f"{EXAMPLES}/arithmetic/calculator.py:calculator")
+    assert calculator(answer, {}) == reply
 
 
 def test_prepare_writes_what_the_recipe_reads_and_only_once(example: ModuleType, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,22 @@ from core_rl.rollout.workflow import derive_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptDataset", "ShuffledOrder", "encode_prompt", "prompt_loader", "read_jsonl"]
+__all__ = [
+    "NUMBER",
+    "NumberedBatches",
+    "PromptDataset",
+    "ShuffledOrder",
+    "encode_prompt",
+    "prompt_loader",
+    "read_jsonl",
+]
+
+logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
 
+NUMBER = "number"
+"""The field of a sample that holds its place in the data order of the run."""
 SHOWN = 10
 """Damaged lines that an error lists."""
 
@@ -80,20 +93,48 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 class PromptDataset(Dataset[Sample]):
-    """The lines of a JSONL file, each with its ``prompt_ids``."""
+    """The lines of a JSONL file, each with its ``prompt_ids``.
 
-    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    ``limit`` is the most tokens of a prompt; longer ones are an error that names them, or, with ``drop``, left out.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int | None = None,
+        drop: bool = False,
+    ) -> None:
         rows = read_jsonl(path)
-        self._samples = [row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])} for row in rows]
-        empty = [n for n, sample in enumerate(self._samples) if not sample["prompt_ids"]]
+        samples = [row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])} for row in rows]
+        empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
         if empty:
             raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
+        self._samples = _within(limit, samples, path, drop)
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
         return self._samples[index]
+
+
+def _within(limit: int | None, samples: list[dict[str, Any]], path: Path, drop: bool) -> list[dict[str, Any]]:
+    lengths = [len(sample["prompt_ids"]) for sample in samples]
+    wrong = {n for n, length in enumerate(lengths) if limit is not None and length > limit}
+    if not wrong:
+        return samples
+    text = (
+        f"{path}: {len(wrong)} of {len(samples)} prompts are longer than the {limit} tokens "
+        "that the model's context leaves"
+    )
+    if not drop or len(wrong) == len(samples):
+        shown = ", ".join(f"prompt {n + 1} ({lengths[n]} tokens)" for n in sorted(wrong)[:3])
+        raise BatchError(
+            f"{text}: {shown}. Shorten them, lower rollout.max_new_tokens, or set data.too_long=drop"
+        )
+    logger.warning("%s; they are left out", text)
+    return [sample for n, sample in enumerate(samples) if n not in wrong]
 
 
 class ShuffledOrder(Iterator[int]):
@@ -146,3 +187,36 @@ def prompt_loader(dataset: PromptDataset, batch_size: int, seed: int) -> Statefu
         # torchdata 0.11 calls what newer torch deprecates; it goes when a torchdata without it is required.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=_as_list)
+
+
+class NumberedBatches(Iterator[list[Sample]]):
+    """The batches of a loader, each sample with its place in the data order; ``limit`` samples at most."""
+
+    def __init__(self, loader: StatefulDataLoader, limit: int | None = None) -> None:
+        self._loader = loader
+        self._limit = limit
+        self._batches: Iterator[list[Sample]] | None = None
+        self._drawn = 0
+
+    def __next__(self) -> list[Sample]:
+        if self._limit is not None and self._drawn >= self._limit:
+            raise StopIteration
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        samples = next(self._batches)
+        first, self._drawn = self._drawn, self._drawn + len(samples)
+        return [{**sample, NUMBER: number} for number, sample in enumerate(samples, first)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data order stands, as JSON."""
+        return {
+            "drawn": self._drawn,
+            "loader": self._loader.state_dict() if self._batches is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; before the first batch is drawn."""
+        assert self._batches is None
+        self._drawn = int(state["drawn"])
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])

@@ -1,26 +1,31 @@
-"""One step of synchronous training: generate, score, update, hand the new weights over."""
+"""One step of training: take answers, score them, update, hand the new weights over."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from core_rl.algorithms.interface import ModelInterface
 from core_rl.algorithms.policy_loss import BEHAVIOUR, PROXIMAL, REFERENCE
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.spec import Capability
 from core_rl.errors import CheckpointMismatch
-from core_rl.training.data import PromptDataset, prompt_loader
+from core_rl.rollout.mismatch import mismatch_by_lag, mismatch_of, staleness_of
+from core_rl.training.data import NumberedBatches, PromptDataset, prompt_loader
 from core_rl.training.recipe import Recipe
 from core_rl.training.roles import Roles
 from core_rl.training.rollouts import Rollouts
 
-__all__ = ["TrainingLoop"]
+__all__ = ["TrainingLoop", "interrupted"]
 
 ACTOR = "actor"
 
@@ -28,8 +33,9 @@ ACTOR = "actor"
 class TrainingLoop:
     """The engines, the algorithm and the data of a run. The version of the weights is the number of steps.
 
-    Everything random is a function of the recipe's seed and the step, so that a run that goes on from a
-    checkpoint is the run that was never interrupted.
+    Everything random is a function of the recipe's seed and of places in the data order, so that a synchronous
+    run that goes on from a checkpoint is the run that was never interrupted. In an asynchronous one the data
+    order is the same, and which weights answer a prompt depends on the clock, within the bound.
     """
 
     def __init__(
@@ -49,43 +55,50 @@ class TrainingLoop:
         self._weights = weights
         self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
         self._timeout_s = recipe.rollout.timeout_s
-        self._loader = prompt_loader(train_data, recipe.rollout.prompts_per_step, recipe.seed)
-        self._batches: Iterator[Sequence[Mapping[str, Any]]] | None = None
+        prompts = recipe.rollout.prompts_per_step
+        loader = prompt_loader(train_data, prompts, recipe.seed)
+        # Without a filter, the last steps need not run ahead of what is left to train on.
+        limit = recipe.steps * prompts if recipe.rollout.should_accept is None else None
+        self._data = NumberedBatches(loader, limit)
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next prompts; the metrics of the step. Afterwards all weights have version ``step``."""
-        if self._batches is None:
-            self._batches = iter(self._loader)
         clock = _Clock()
-        samples = next(self._batches)
         with clock.phase("rollout"):
-            batch = self._rollouts.training_batch(step, samples)
+            batch = self._rollouts.training_batch(step, self._data)
+        metrics = _describe(batch) | self._rollouts.counters() | staleness_of(batch, step - 1)
         with clock.phase("logprobs"):
-            complete = self._with_logprobs(batch)
+            complete, recomputed = self._with_logprobs(batch)
         with clock.phase("update"):
-            metrics = self._algorithm.train_step(self._roles.actor, complete, self._mb_spec)
+            metrics |= self._algorithm.train_step(self._roles.actor, complete, self._mb_spec)
             self._roles.actor.lr_scheduler_step()
         with clock.phase("sync"):
             self.publish(step)
+        metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)
         speed = {"tokens_per_s": batch.num_tokens / clock.total()}
-        return _describe(batch) | metrics | speed | clock.seconds | {"version": float(step)}
+        return metrics | speed | clock.seconds | {"version": float(step)}
 
-    def _with_logprobs(self, batch: SequenceBatch) -> SequenceBatch:
-        """``batch`` with the log-probs that the algorithm wants, each from the engine that has them."""
+    def _with_logprobs(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
+        """``batch`` with the log-probs that the algorithm wants, and those of the actor: the mismatch needs them."""
         engines = {PROXIMAL: self._roles.actor, REFERENCE: self._roles.reference}
         fields = {}
-        for name in sorted(self._algorithm.wanted_fields):
+        for name in sorted({PROXIMAL, *self._algorithm.wanted_fields}):
             engine = engines[name]
             assert engine is not None
             fields[name] = self._algorithm.inference(engine, batch, self._mb_spec)[BEHAVIOUR]
-        return batch.with_tokens(**fields)
+        wanted = {name: fields[name] for name in self._algorithm.wanted_fields}
+        return batch.with_tokens(**wanted), fields[PROXIMAL]
 
     def publish(self, version: int) -> None:
-        """Hand the actor's weights to the rollout engine as ``version``."""
+        """Hand the actor's weights to the rollout engine as ``version``, while episodes run.
+
+        What is being generated is interrupted where the engine can do so, and goes on with the new weights.
+        """
         meta = WeightUpdateMeta(method="disk", version=version, path=str(self._weights))
         self._roles.actor.set_version(version)
         self._roles.actor.upload_weights(meta)
-        self._roles.rollout.update_weights(meta).result(self._timeout_s)
+        with interrupted(self._roles.rollout):
+            self._roles.rollout.update_weights(meta).result(self._timeout_s)
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the held-out prompts with the rollout engine's weights."""
@@ -98,19 +111,36 @@ class TrainingLoop:
         return {ACTOR: lambda path: self._roles.actor.save(self._roles.saved_state(str(path)))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data order stands, as JSON."""
-        return {"loader": self._loader.state_dict() if self._batches is not None else None}
+        """Where the data order stands, and what was drawn and not trained on, as JSON."""
+        return {"data": self._data.state_dict(), "rollouts": self._rollouts.state_dict()}
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Go on from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
+        """Go on from ``checkpoint``, whose weights are published and whose prompts are submitted again.
+
+        Raises `CheckpointMismatch` when its parts do not belong together.
+        """
         self._roles.actor.load(self._roles.saved_state(str(checkpoint.part(ACTOR))))
         version = self._roles.actor.get_version()
         if version != checkpoint.step:
             raise CheckpointMismatch(
                 f"{checkpoint.path} is of step {checkpoint.step}, and its actor of version {version}; remove it"
             )
-        if checkpoint.state["loader"] is not None:
-            self._loader.load_state_dict(checkpoint.state["loader"])
+        self.publish(version)
+        self._data.load_state_dict(checkpoint.state["data"])
+        self._rollouts.load_state_dict(checkpoint.state["rollouts"])
+
+
+@contextmanager
+def interrupted(engine: InferenceEngine) -> Iterator[None]:
+    """Pause an engine that can interrupt what it generates; others take new weights on their own terms."""
+    if not engine.spec.supports(Capability.PAUSE):
+        yield
+        return
+    engine.pause()
+    try:
+        yield
+    finally:
+        engine.resume()
 
 
 class _Clock:
@@ -135,7 +165,8 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
     rewards, groups = batch["rewards"].double(), batch["group"]
     means = [rewards[groups == group] for group in groups.unique()]
     reasons = batch.meta["stop_reason"]
-    return {
+    turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
+    return turns | {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
         "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),

@@ -50,6 +50,33 @@ class RolloutSection(Config):
     """Draw from this many of the most likely tokens; null keeps all."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """How long the answers to one batch of prompts may take."""
+    max_head_offpolicyness: int = Field(default=0, ge=0)
+    """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
+    answers are generated meanwhile, from weights that are at most this many versions older."""
+    max_concurrent_rollouts: int = Field(default=256, ge=1)
+    """Prompts that are answered at one time."""
+    should_accept: str | None = None
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's answers: those for which it
+    is false are not trained on, and other prompts take their place. ``core_rl.training.filters:rewards_differ``
+    leaves out groups without a signal, as DAPO (arXiv:2503.14476) does."""
+    reward_timeout_s: float | None = Field(default=None, gt=0.0)
+    """How long the reward of one answer may take; null for as long as it takes."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
+    0 computes them in threads, where it is only given up."""
+    environment: str | None = None
+    """``module:function`` or ``file.py:function``, called with the tokenizer for each episode: makes the
+    `Environment` that answers the model between its turns, such as a `ToolEnvironment`. Null: one turn."""
+    max_turns: int = Field(default=4, ge=1)
+    """With an environment: the most answers of one episode."""
+    step_timeout_s: float | None = Field(default=None, gt=0.0)
+    """With an environment: how long it may take for one answer; null for as long as it takes."""
+
+    @model_validator(mode="after")
+    def _killed_when(self) -> Self:
+        if self.reward_processes and self.reward_timeout_s is None:
+            raise ValueError("reward_processes needs reward_timeout_s: after how long a process is killed")
+        return self
 
 
 class DataSection(Config):
@@ -59,6 +86,9 @@ class DataSection(Config):
     """Prompts to train on."""
     eval: str
     """Held-out prompts."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of prompts that leave no room for an answer in the model's context: an error that names them, or
+    a warning that counts them."""
 
 
 class Recipe(Config):
@@ -85,8 +115,9 @@ class Recipe(Config):
     """The model interface, and its settings in ``args``."""
     data: DataSection
     """Where the prompts are."""
-    reward: str = "core_rl.training.rewards:text_match"
-    """``module:function`` or ``file.py:function``, called with the answer's text and the line of the JSONL file."""
+    reward: str | None = "core_rl.training.rewards:text_match"
+    """``module:function`` or ``file.py:function``, called with the answer's text and the line of the JSONL file.
+    With an environment, the last answer is scored, and null leaves the rewards to the environment."""
     steps: int = Field(ge=1)
     """Training steps; each ends with new weights in the rollout engine."""
     save_every: int = Field(default=10, ge=1)
@@ -112,6 +143,12 @@ class Recipe(Config):
                 f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
                 "would be of another distribution than the answers; leave the former out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> Self:
+        if self.reward is None and self.rollout.environment is None:
+            raise ValueError("reward = null needs a rollout.environment that gives the rewards")
         return self
 
     @property

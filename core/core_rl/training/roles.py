@@ -14,7 +14,7 @@ from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import FinetuneSpec, SaveLoadMeta
 from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineKind, EngineSpec
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.group import EngineGroup
 from core_rl.training.recipe import Recipe
 
@@ -52,7 +52,17 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
     """
     spec, config = _config(recipe, recipe.engine, "train", {"optimizer": recipe.optimizer.model_dump()})
     _, frozen = _config(recipe, recipe.engine, "train", {"optimizer": None})
-    bounds = {"consumer_batch_size": recipe.rollout.prompts_per_step}
+    bounds = {
+        "consumer_batch_size": recipe.rollout.prompts_per_step,
+        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+        "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
+    }
+    twice = sorted(bounds.keys() & recipe.engines.get(recipe.rollout.engine, {}).keys())
+    raise_all(
+        ConfigError,
+        f"engines.{recipe.rollout.engine}",
+        (f"{name} follows from the section 'rollout' of the recipe; leave it out here" for name in twice),
+    )
     rollout_spec, rollout = _config(recipe, recipe.rollout.engine, "inference", bounds)
     assert isinstance(config, TrainEngineConfig)
     assert isinstance(frozen, TrainEngineConfig)

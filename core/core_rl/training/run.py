@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +20,17 @@ from core_rl.algorithms.interface import (
 from core_rl.algorithms.policy_loss import PROXIMAL, REFERENCE
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.errors import ConfigError
+from core_rl.rollout.process_reward import ProcessReward
 from core_rl.training.data import PromptDataset
 from core_rl.training.loop import TrainingLoop
 from core_rl.training.metrics_log import MetricsLog
+from core_rl.training.named import load_named
 from core_rl.training.plot import plot_rewards
 from core_rl.training.progress import TrainingProgress, print_result
 from core_rl.training.recipe import Recipe, load_recipe
-from core_rl.training.rewards import TextReward, load_reward
+from core_rl.training.rewards import NamedReward, TextReward
 from core_rl.training.roles import open_roles, plan_roles
-from core_rl.training.rollouts import Rollouts
+from core_rl.training.rollouts import Rollouts, UserCode
 from core_rl.training.run_directory import RunDirectory, open_run_directory
 
 if TYPE_CHECKING:
@@ -46,16 +52,18 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
     algorithm = _make_algorithm(recipe)
     plan = plan_roles(recipe, algorithm.wanted_fields)
-    reward = load_reward(recipe.reward)
+    loaded = _load_user_code(recipe)
     tokenizer = _load_tokenizer(recipe.model.path)
-    train_data = PromptDataset(Path(recipe.data.train), tokenizer)
-    eval_data = PromptDataset(Path(recipe.data.eval), tokenizer)
+    train_data, eval_data = (
+        PromptDataset(Path(path), tokenizer, _longest_prompt(recipe), recipe.data.too_long == "drop")
+        for path in (recipe.data.train, recipe.data.eval)
+    )
     with open_run_directory(recipe) as directory:
         result = directory.result()
         if result is None:
             checkpoint = directory.checkpoints.latest()
-            with open_roles(plan) as roles:
-                rollouts = Rollouts(recipe, roles.rollout, TextReward(reward, tokenizer))
+            with open_roles(plan) as roles, _open_user_code(recipe, loaded, tokenizer) as user:
+                rollouts = Rollouts(recipe, roles.rollout, user)
                 data = (train_data, eval_data)
                 loop = TrainingLoop(recipe, algorithm, roles, rollouts, data, directory.weights)
                 result = _Run(recipe, directory, loop, console).run(checkpoint)
@@ -80,6 +88,53 @@ def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
             f"the interface {chosen.type_!r} wants the fields {unknown}, which this loop cannot provide"
         )
     return algorithm
+
+
+def _load_user_code(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe names, by the last part of its field; `ConfigError` for what is not there."""
+    named = {
+        "reward": recipe.reward,
+        "rollout.environment": recipe.rollout.environment,
+        "rollout.should_accept": recipe.rollout.should_accept,
+    }
+    return {
+        field.rpartition(".")[2]: None if name is None else load_named(field, name)
+        for field, name in named.items()
+    }
+
+
+@contextmanager
+def _open_user_code(
+    recipe: Recipe, loaded: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[UserCode]:
+    """What `_load_user_code` loaded, ready to be called; the processes of the reward end on the way out."""
+    chosen, reward, make = recipe.rollout, loaded["reward"], loaded["environment"]
+    with ExitStack() as stack:
+        if recipe.reward is not None and chosen.reward_processes:
+            assert chosen.reward_timeout_s is not None
+            named, count = NamedReward(recipe.reward), chosen.reward_processes
+            remote = ProcessReward(named, processes=count, timeout_s=chosen.reward_timeout_s)
+            reward = stack.enter_context(remote)
+        yield UserCode(
+            reward=None if reward is None else TextReward(reward, tokenizer),
+            environment=None if make is None else partial(make, tokenizer),
+            should_accept=loaded["should_accept"],
+        )
+
+
+def _longest_prompt(recipe: Recipe) -> int | None:
+    """How many tokens of a prompt leave room for an answer; with an environment, for a single token."""
+    context = _context_length(recipe.model.path)
+    if context is None:
+        return None
+    return context - (1 if recipe.rollout.environment else recipe.rollout.max_new_tokens)
+
+
+def _context_length(path: str) -> int | None:
+    """The most tokens of a sequence (``max_position_embeddings``); None where the model's config does not say."""
+    config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return int(found) if found else None
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -129,7 +184,6 @@ class _Run:
             progress.say(f"going on from the checkpoint of step {checkpoint.step} in {self._directory.path}")
             self._loop.restore(checkpoint)
             self._evaluations = dict(checkpoint.state["evaluations"])
-            self._loop.publish(checkpoint.step)
         else:
             self._loop.publish(0)
             log.write(0, self._evaluate(0))
