@@ -47,12 +47,16 @@ class SFTInterface(ModelInterface[SFTConfig]):
     """One optimizer step on the batch's trained tokens."""
 
     config_class = SFTConfig
+    trains_on = "demonstrations"
+
+    def loss(self) -> LossSpec:
+        return SFTLoss(aggregation=self.config.aggregation).spec()
 
     def train_step(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
     ) -> dict[str, float]:
         """One update with the whole batch."""
-        return engine.train_batch(batch, SFTLoss(aggregation=self.config.aggregation).spec(), mb_spec)
+        return engine.train_batch(batch, self.loss(), mb_spec)
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
