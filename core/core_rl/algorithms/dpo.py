@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core_rl.algorithms.aggregation import sequence_mean
 from core_rl.algorithms.fields import BEHAVIOUR, REFERENCE
-from core_rl.algorithms.interface import ModelInterface, TrainEngineLike
+from core_rl.algorithms.interface import TrainEngineLike
 from core_rl.algorithms.preferences import (
     check_pairs,
     count_pairs,
@@ -20,6 +20,7 @@ from core_rl.algorithms.preferences import (
     hinge_loss,
     ipo_loss,
 )
+from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.algorithms.updates import require_fields
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
@@ -90,7 +91,7 @@ class DPOLoss:
         return {name: Metric.mean(torch.sum(value), len(losses)) for name, value in means.items()}
 
 
-class DPOInterface(ModelInterface[DPOConfig]):
+class DPOInterface(SupervisedInterface[DPOConfig]):
     """Batches of pairs: ``chosen [B]``, ``unit``, ``loss_mask`` and ``ref_logprobs [T]``, which never change."""
 
     config_class = DPOConfig
@@ -107,13 +108,10 @@ class DPOInterface(ModelInterface[DPOConfig]):
             variant=chosen.variant, beta=chosen.beta, label_smoothing=chosen.label_smoothing
         ).spec()
 
-    def train_step(
-        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
-    ) -> dict[str, float]:
-        """One update with all pairs. Raises `BatchError` that names what is no pair, or missing."""
+    def check(self, batch: SequenceBatch) -> None:
+        """Raise `BatchError` that names what is no pair, or missing."""
         require_fields("DPO", batch, {REFERENCE})
         check_pairs(batch)
-        return engine.train_batch(batch, self.loss(), mb_spec)
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec

@@ -18,6 +18,7 @@ from core_rl.algorithms.named import GROUP, load_object, not_found
 from core_rl.config.base import Config, parse_config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.collectives import World
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.meta import SaveLoadMeta
 from core_rl.engines.outputs import ModelOutput, OutputName
@@ -101,6 +102,14 @@ class ModelInterface(ABC, Generic[ConfigT]):
     def wanted_fields(self) -> frozenset[str]:
         """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
         return frozenset()
+
+    def prepare(self, batch: SequenceBatch, world: World | None = None) -> SequenceBatch:
+        """``batch`` with what `train_step` and other interfaces of the step need, taken over all of its sequences.
+
+        `train_step` does it by itself for a batch that was not prepared. ``world`` are the ranks that hold the
+        other parts of the batch, where each of them calls this; behind a group there are none.
+        """
+        return batch
 
     @abstractmethod
     def train_step(

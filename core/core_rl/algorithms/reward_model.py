@@ -9,8 +9,9 @@ from pydantic import Field
 from torch import Tensor
 
 from core_rl.algorithms.fields import MARGIN, SCORES
-from core_rl.algorithms.interface import ModelInterface, TrainEngineLike
+from core_rl.algorithms.interface import TrainEngineLike
 from core_rl.algorithms.preferences import bradley_terry_loss, check_pairs, count_pairs, find_pairs
+from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -55,7 +56,7 @@ class RewardLoss:
         return total, {name: Metric.mean(value.sum(), len(pairs)) for name, value in means.items()}
 
 
-class RewardModelInterface(ModelInterface[RewardModelConfig]):
+class RewardModelInterface(SupervisedInterface[RewardModelConfig]):
     """Batches of pairs: ``chosen [B]`` and ``unit``."""
 
     config_class = RewardModelConfig
@@ -64,12 +65,9 @@ class RewardModelInterface(ModelInterface[RewardModelConfig]):
     def loss(self) -> LossSpec:
         return RewardLoss(center_coef=self.config.center_coef).spec()
 
-    def train_step(
-        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
-    ) -> dict[str, float]:
-        """One update with all pairs. Raises `BatchError` that names what is no pair."""
+    def check(self, batch: SequenceBatch) -> None:
+        """Raise `BatchError` that names what is no pair."""
         check_pairs(batch)
-        return engine.train_batch(batch, self.loss(), mb_spec)
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
