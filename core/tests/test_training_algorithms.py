@@ -141,7 +141,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         ({"algorithm": {"type_": "ppo"}}, "'ppo' needs a critic; add a section 'critic'"),
         ({"critic": {}}, "'ppo_actor' has no use for a critic"),
         ({"algorithm": PPO, "critic": {"args": {"clip": 1}}}, "'ppo_critic': unknown field 'clip'"),
-        ({"reward": None}, "reward is null, and there is no reward_model"),
+        ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
         ({"reward_model": {"path": "nowhere"}}, "'reward_model.path' = 'nowhere'"),
         ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
         ({"algorithm": {"type_": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
