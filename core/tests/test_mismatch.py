@@ -72,7 +72,7 @@ def test_mismatch_is_what_its_formulas_say(rows: list[Tokens]) -> None:
 @given(RAGGED, st.integers(3, 5))
 def test_each_lag_is_measured_by_itself(rows: list[Tokens], version: int) -> None:
     trainer, batch = make(rows)
-    expected = {}
+    expected: dict[str, float] = {}
     for lag in {version - v for _, _, _, v in trained(rows)}:
         of_lag = [[(q, p, m and version - v == lag, v) for q, p, m, v in row] for row in rows]
         expected |= {f"{name}_lag{lag}": value for name, value in plainly(of_lag).items()}

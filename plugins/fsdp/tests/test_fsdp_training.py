@@ -7,13 +7,24 @@ import io
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fsdp_support as support
 import pytest
+import torch
 from rich.console import Console
 
+from core_rl.algorithms import PPOActorConfig, PPOActorInterface
+from core_rl.algorithms.estimators import ReinforcePlusPlus
+from core_rl.algorithms.off_policy import TokenTruncated
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.shard import shard
+from core_rl.engines.train import TrainEngine
+from core_rl.launch.group import EngineGroup
 from core_rl.training import run_recipe
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -71,3 +82,41 @@ def test_the_curve_is_that_of_the_reference(name: str, start: Path, tmp_path: Pa
     assert len(found) == 4
     for step, (own, other) in enumerate(zip(found, expected, strict=True)):
         assert own == pytest.approx(other, rel=1e-3, abs=1e-4), f"step {step}"
+
+
+# ------------------------------------------------------------- on each rank by itself
+
+
+def rollout_batch() -> SequenceBatch:
+    """Four groups of two answers, of different lengths."""
+    batch = support.make_batch(0)
+    pairs = batch.num_sequences // 2
+    batch = batch.select(range(2 * pairs))
+    generator = torch.Generator().manual_seed(3)
+    logprobs = -torch.rand(batch.num_tokens, generator=generator)
+    return batch.with_tokens(loss_mask=batch.loss_mask, logprobs=logprobs).with_sequences(
+        rewards=torch.rand(2 * pairs, generator=generator), group=torch.arange(pairs).repeat_interleave(2)
+    )
+
+
+def train_on_part(engine: TrainEngine, actor: PPOActorInterface, part: SequenceBatch) -> dict[str, float]:
+    return actor.train_step(engine, part, MicroBatchSpec(max_tokens=64))
+
+
+def test_ranks_that_call_the_algorithm_themselves_agree_with_the_driver() -> None:
+    """Whitening, its moments, importance and mismatch are those of the global batch."""
+    config = PPOActorConfig(
+        advantage=ReinforcePlusPlus(), whiten_advantages=True, correction=TokenTruncated(limit=1.5)
+    )
+    actor, batch = PPOActorInterface(config), rollout_batch()
+    batch = replace(batch, unit=batch["group"])
+    with EngineGroup("fsdp", support.fsdp_config(2), timeout_s=120) as group:
+        group.initialize()
+        proximal = actor.inference(group, batch, MicroBatchSpec(max_tokens=64))["logprobs"]
+        batch = batch.with_tokens(prox_logprobs=proximal)
+        parts = shard(batch, 2)
+        expected = actor.train_step(group, batch, MicroBatchSpec(max_tokens=64))
+        group.initialize()
+        found = group.run_each(train_on_part, [(actor, part) for part in parts])
+    for own in found:
+        assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
