@@ -116,6 +116,14 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def trl(session: nox.Session) -> None:
+    """Compare losses with the own ones of TRL, and read datasets, in an environment that has both."""
+    _install(session, "conformance")
+    session.install("trl==1.16.0")
+    session.run("pytest", "interop", *session.posargs, env=ENV)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmarks, or those that are named: `-- fsdp_step`."""
     _install(session, "train")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.rollout.multi_turn import MultiTurnWorkflow
 from core_rl.rollout.types import LLMRequest, LLMResponse
-from core_rl.training import load_recipe
+from core_rl.training import load_recipe, run_recipe
 from core_rl.training.data import encode_prompt, read_jsonl
 from core_rl.training.named import load_named
 from core_rl.training.rewards import TextReward, integer_match
@@ -98,6 +98,44 @@ def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(ex
 def test_the_calculator_replies_to_questions_alone(answer: str, reply: str | None) -> None:
     calculator = load_named("tool", f"{EXAMPLES}/arithmetic/calculator.py:calculator")
     assert calculator(answer, {}) == reply
+
+
+RECIPES = {
+    "grpo": ("train", "eval", ["rollout.prompts_per_step=4"]),
+    "ppo": ("train", "eval", ["rollout.prompts_per_step=4"]),
+    "sft": ("train", "eval", ["data.batch_size=8"]),
+    "reward": ("pairs", "eval_pairs", ["data.batch_size=8"]),
+    "dpo": ("pairs", "eval_pairs", ["data.batch_size=8"]),
+}
+
+
+@pytest.fixture(scope="module")
+def short_start(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prepare` writes, with a model that is hardly warmed up, and a few rows."""
+    directory = tmp_path_factory.mktemp("start")
+    settings = example.Settings(engine="reference", seed=0, batch_size=4, max_steps=2)
+    example.prepare(settings, directory, Console(file=io.StringIO()))
+    for path in directory.glob("*.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:24]))
+    return directory
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_runs_to_its_end_in_short(short_start: Path, tmp_path: Path, name: str) -> None:
+    train, held_out, smaller = RECIPES[name]
+    overrides = [
+        "engine=reference",
+        f"model.path={short_start}/model",
+        f"data.train={short_start}/{train}.jsonl",
+        f"data.eval={short_start}/{held_out}.jsonl",
+        f"output_dir={tmp_path}/out",
+        "optimizer.schedule.warmup_steps=1",
+        "steps=2",
+        *smaller,
+    ]
+    result = run_recipe(EXAMPLES / f"{name}_arithmetic.yaml", overrides, Console(file=io.StringIO()))
+    assert result["steps"] == 2
+    assert Path(result["model"], "model.safetensors").is_file()
 
 
 def test_prepare_writes_what_the_recipe_reads_and_only_once(example: ModuleType, tmp_path: Path) -> None:

@@ -230,8 +230,21 @@ def write_problems(path: Path, problems: Sequence[Problem]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_pairs(path: Path, problems: Sequence[Problem], seed: int) -> None:
+    """The right answer to each problem as ``chosen``, and one that is off by a little as ``rejected``."""
+    draw = random.Random(seed)
+    lines = []
+    for problem in problems:
+        right = int(problem.answer)
+        wrong = draw.choice([n for n in range(max(0, right - 11), right + 12) if n != right])
+        lines.append(
+            json.dumps({"prompt": problem.prompt, "chosen": problem.answer, "rejected": f"{wrong:03d}"})
+        )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def prepare(settings: Settings, output: Path, console: Console) -> None:
-    """Write ``train.jsonl``, ``eval.jsonl`` and ``model`` to ``output``, unless they are there already."""
+    """Write problems, pairs of answers to them and ``model`` to ``output``, unless they are there already."""
     done = output / "prepared.json"
     if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["settings"] == asdict(settings):
         console.print(f"{output} is prepared already")
@@ -241,6 +254,8 @@ def prepare(settings: Settings, output: Path, console: Console) -> None:
     train, held_out = make_problems(settings)
     write_problems(output / "train.jsonl", train)
     write_problems(output / "eval.jsonl", held_out)
+    write_pairs(output / "pairs.jsonl", train, settings.seed)
+    write_pairs(output / "eval_pairs.jsonl", held_out, settings.seed + 1)
     make_tokenizer(settings.tool).save_pretrained(output / "tokenizer")
     right = warm_up(settings, train, output / "tokenizer", output / "model", console)
     done.write_text(json.dumps({"settings": asdict(settings), "right": right}, indent=2), encoding="utf-8")

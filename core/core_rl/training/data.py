@@ -1,8 +1,7 @@
-"""Prompts from JSONL files, and the order in which they come."""
+"""Encoded training data, and the order in which it comes."""
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,16 +12,21 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from core_rl.errors import BatchError, raise_all
+from core_rl.errors import BatchError
 from core_rl.rollout.workflow import derive_seed
+from core_rl.training.encoding import encode_answer, encode_demonstration, encode_prompt
+from core_rl.training.rows import check_demonstration, check_preference, check_prompt, read_jsonl, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "NUMBER",
+    "DemonstrationDataset",
     "NumberedBatches",
+    "PreferenceDataset",
     "PromptDataset",
+    "RowDataset",
     "ShuffledOrder",
     "encode_prompt",
     "prompt_loader",
@@ -35,65 +39,23 @@ Sample = Mapping[str, Any]
 
 NUMBER = "number"
 """The field of a sample that holds its place in the data order of the run."""
-SHOWN = 10
-"""Damaged lines that an error lists."""
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSONL file with a ``prompt`` each; empty lines are skipped.
+class RowDataset(Dataset[Sample]):
+    """Rows of training data, each with what was encoded of it. A sample's ``index`` is its place among them."""
 
-    Raises `BatchError` with the file and the number of every damaged line (the first ten), or when
-    there is nothing in it.
-    """
-    rows: list[dict[str, Any]] = []
-    problems: list[str] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = _parse_line(line)
-        if isinstance(row, str):
-            problems.append(f"line {number} {row}")
-        else:
-            rows.append(row)
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    raise_all(BatchError, str(path), problems[:SHOWN] + more)
-    if not rows:
-        raise BatchError(f"{path} has no prompts; write one JSON object with a 'prompt' on each line")
-    return rows
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = [{**sample, "index": index} for index, sample in enumerate(samples)]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._samples[index]
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | str:
-    """The object in ``line``, or what is wrong with it."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return f"is not UTF-8: {error.reason} at byte {error.start}"
-    except json.JSONDecodeError as error:
-        return f"is not JSON: {error.msg} at column {error.colno}"
-    if not isinstance(row, dict):
-        return f"is a {type(row).__name__}; it must be an object with a 'prompt'"
-    if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-        return f"needs a text 'prompt'; it has {row.get('prompt')!r}"
-    return row
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of ``prompt``, ready to be continued.
-
-    The beginning-of-sequence token stands once where the tokenizer puts it, even if the text spells
-    it out as well, and no end-of-sequence token stands at the end.
-    """
-    ids: list[int] = tokenizer(prompt)["input_ids"]
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    while len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
-        ids = ids[1:]
-    while len(ids) > 1 and eos is not None and ids[-1] == eos:
-        ids = ids[:-1]
-    return ids
-
-
-class PromptDataset(Dataset[Sample]):
-    """The lines of a JSONL file, each with its ``prompt_ids``.
+class PromptDataset(RowDataset):
+    """Prompts, each with its ``prompt_ids``.
 
     ``limit`` is the most tokens of a prompt; longer ones are an error that names them, or, with ``drop``, left out.
     """
@@ -105,36 +67,59 @@ class PromptDataset(Dataset[Sample]):
         limit: int | None = None,
         drop: bool = False,
     ) -> None:
-        rows = read_jsonl(path)
-        samples = [row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])} for row in rows]
+        samples = [
+            row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])}
+            for row in read_rows(path, check_prompt)
+        ]
         empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
         if empty:
             raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
-        self._samples = _within(limit, samples, path, drop)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
+        super().__init__(within_limit(path, samples, [len(s["prompt_ids"]) for s in samples], limit, drop))
 
 
-def _within(limit: int | None, samples: list[dict[str, Any]], path: Path, drop: bool) -> list[dict[str, Any]]:
-    lengths = [len(sample["prompt_ids"]) for sample in samples]
-    wrong = {n for n, length in enumerate(lengths) if limit is not None and length > limit}
+class DemonstrationDataset(RowDataset):
+    """Sequences to imitate: ``input_ids`` and ``loss_mask``."""
+
+    def __init__(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
+    ) -> None:
+        encoded = [encode_demonstration(tokenizer, row) for row in read_rows(path, check_demonstration)]
+        samples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in encoded]
+        super().__init__(within_limit(path, samples, [len(ids) for ids, _ in encoded], limit, drop))
+
+
+class PreferenceDataset(RowDataset):
+    """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""
+
+    def __init__(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
+    ) -> None:
+        samples = [
+            {name: encode_answer(tokenizer, row["prompt"], row[name]) for name in ("chosen", "rejected")}
+            for row in read_rows(path, check_preference)
+        ]
+        lengths = [max(len(ids) for ids, _ in sample.values()) for sample in samples]
+        super().__init__(within_limit(path, samples, lengths, limit, drop))
+
+
+def within_limit(
+    path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
+) -> list[Sample]:
+    """The samples of at most ``limit`` tokens; see `PromptDataset`."""
+    wrong = [n for n, length in enumerate(lengths) if limit is not None and length > limit]
     if not wrong:
-        return samples
-    text = (
-        f"{path}: {len(wrong)} of {len(samples)} prompts are longer than the {limit} tokens "
-        "that the model's context leaves"
-    )
+        return list(samples)
+    kind = "prompt" if "prompt_ids" in samples[0] else "row"
+    text = f"{len(wrong)} of {len(samples)} {kind}s are longer than the {limit} tokens that the model's context leaves"
     if not drop or len(wrong) == len(samples):
-        shown = ", ".join(f"prompt {n + 1} ({lengths[n]} tokens)" for n in sorted(wrong)[:3])
+        shown = ", ".join(f"{kind} {n + 1} ({lengths[n]} tokens)" for n in wrong[:3])
         raise BatchError(
-            f"{text}: {shown}. Shorten them, lower rollout.max_new_tokens, or set data.too_long=drop"
+            f"{path}: {text}: {shown}. Shorten them, lower rollout.max_new_tokens where there are rollouts, or set "
+            "data.too_long=drop"
         )
-    logger.warning("%s; they are left out", text)
-    return [sample for n, sample in enumerate(samples) if n not in wrong]
+    logger.warning("%s: %s; they are left out", path, text)
+    longer = set(wrong)
+    return [sample for n, sample in enumerate(samples) if n not in longer]
 
 
 class ShuffledOrder(Iterator[int]):
@@ -177,7 +162,7 @@ def _as_list(samples: Sequence[Sample]) -> list[Sample]:
     return list(samples)
 
 
-def prompt_loader(dataset: PromptDataset, batch_size: int, seed: int) -> StatefulDataLoader:
+def prompt_loader(dataset: RowDataset, batch_size: int, seed: int) -> StatefulDataLoader:
     """An endless loader of lists of ``batch_size`` samples. Its ``state_dict()`` is JSON.
 
     A pass over the data may end in the middle of a batch; the next one begins there.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from core_rl.algorithms.interface import ModelInterface
-from core_rl.algorithms.policy_loss import BEHAVIOUR, PROXIMAL, REFERENCE
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -19,15 +17,15 @@ from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.spec import Capability
 from core_rl.errors import CheckpointMismatch
+from core_rl.launch.group import EngineGroup
 from core_rl.rollout.mismatch import mismatch_by_lag, mismatch_of, staleness_of
 from core_rl.training.data import NumberedBatches, PromptDataset, prompt_loader
 from core_rl.training.recipe import Recipe
-from core_rl.training.roles import Roles
+from core_rl.training.roles import Roles, saved_state
 from core_rl.training.rollouts import Rollouts
+from core_rl.training.scoring import Scoring
 
-__all__ = ["TrainingLoop", "interrupted"]
-
-ACTOR = "actor"
+__all__ = ["Clock", "GroupWriter", "TrainingLoop", "interrupted", "restore_group"]
 
 
 class TrainingLoop:
@@ -42,6 +40,7 @@ class TrainingLoop:
         self,
         recipe: Recipe,
         algorithm: ModelInterface[Any],
+        critic: ModelInterface[Any] | None,
         roles: Roles,
         rollouts: Rollouts,
         data: tuple[PromptDataset, PromptDataset],
@@ -53,7 +52,14 @@ class TrainingLoop:
         self._rollouts = rollouts
         self._eval_samples = [eval_data[index] for index in range(len(eval_data))]
         self._weights = weights
-        self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
+        self._model_path = recipe.model.path
+        self._scoring = Scoring(
+            roles=roles,
+            actor=algorithm,
+            critic=critic,
+            reward_weight=recipe.reward_model.weight if recipe.reward_model is not None else 0.0,
+            mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
+        )
         self._timeout_s = recipe.rollout.timeout_s
         prompts = recipe.rollout.prompts_per_step
         loader = prompt_loader(train_data, prompts, recipe.seed)
@@ -63,31 +69,19 @@ class TrainingLoop:
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next prompts; the metrics of the step. Afterwards all weights have version ``step``."""
-        clock = _Clock()
+        clock = Clock()
         with clock.phase("rollout"):
             batch = self._rollouts.training_batch(step, self._data)
-        metrics = _describe(batch) | self._rollouts.counters() | staleness_of(batch, step - 1)
         with clock.phase("logprobs"):
-            complete, recomputed = self._with_logprobs(batch)
+            complete, recomputed = self._scoring.complete(batch)
+        metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
         with clock.phase("update"):
-            metrics |= self._algorithm.train_step(self._roles.actor, complete, self._mb_spec)
-            self._roles.actor.lr_scheduler_step()
+            metrics |= self._scoring.train(complete)
         with clock.phase("sync"):
             self.publish(step)
         metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)
         speed = {"tokens_per_s": batch.num_tokens / clock.total()}
         return metrics | speed | clock.seconds | {"version": float(step)}
-
-    def _with_logprobs(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
-        """``batch`` with the log-probs that the algorithm wants, and those of the actor: the mismatch needs them."""
-        engines = {PROXIMAL: self._roles.actor, REFERENCE: self._roles.reference}
-        fields = {}
-        for name in sorted({PROXIMAL, *self._algorithm.wanted_fields}):
-            engine = engines[name]
-            assert engine is not None
-            fields[name] = self._algorithm.inference(engine, batch, self._mb_spec)[BEHAVIOUR]
-        wanted = {name: fields[name] for name in self._algorithm.wanted_fields}
-        return batch.with_tokens(**wanted), fields[PROXIMAL]
 
     def publish(self, version: int) -> None:
         """Hand the actor's weights to the rollout engine as ``version``, while episodes run.
@@ -95,10 +89,21 @@ class TrainingLoop:
         What is being generated is interrupted where the engine can do so, and goes on with the new weights.
         """
         meta = WeightUpdateMeta(method="disk", version=version, path=str(self._weights))
-        self._roles.actor.set_version(version)
-        self._roles.actor.upload_weights(meta)
+        for group in self._roles.trained().values():
+            group.set_version(version)
+        with self._roles.working(self._roles.actor) as actor:
+            actor.upload_weights(meta)
         with interrupted(self._roles.rollout):
             self._roles.rollout.update_weights(meta).result(self._timeout_s)
+
+    def start(self) -> None:
+        """Before the first step: the rollout engine gets the weights that the training starts from."""
+        self.publish(0)
+
+    def save_model(self, path: Path) -> None:
+        """The actor in Hugging Face format, with its tokenizer."""
+        with self._roles.working(self._roles.actor) as actor:
+            self._algorithm.save(actor, str(path), tokenizer_path=self._model_path)
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the held-out prompts with the rollout engine's weights."""
@@ -108,26 +113,47 @@ class TrainingLoop:
 
     def parts(self) -> dict[str, Any]:
         """What a run checkpoint holds besides `state_dict`: writers by name."""
-        return {ACTOR: lambda path: self._roles.actor.save(self._roles.saved_state(str(path)))}
+        return {name: GroupWriter(group) for name, group in self._roles.trained().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data order stands, and what was drawn and not trained on, as JSON."""
-        return {"data": self._data.state_dict(), "rollouts": self._rollouts.state_dict()}
+        return {
+            "data": self._data.state_dict(),
+            "rollouts": self._rollouts.state_dict(),
+            "algorithm": self._algorithm.state_dict(),
+        }
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Go on from ``checkpoint``, whose weights are published and whose prompts are submitted again.
 
         Raises `CheckpointMismatch` when its parts do not belong together.
         """
-        self._roles.actor.load(self._roles.saved_state(str(checkpoint.part(ACTOR))))
-        version = self._roles.actor.get_version()
-        if version != checkpoint.step:
-            raise CheckpointMismatch(
-                f"{checkpoint.path} is of step {checkpoint.step}, and its actor of version {version}; remove it"
-            )
-        self.publish(version)
+        for name, group in self._roles.trained().items():
+            restore_group(group, name, checkpoint)
+        self._algorithm.load_state_dict(checkpoint.state["algorithm"])
+        self.publish(checkpoint.step)
         self._data.load_state_dict(checkpoint.state["data"])
         self._rollouts.load_state_dict(checkpoint.state["rollouts"])
+
+
+@dataclass(frozen=True)
+class GroupWriter:
+    """Saves a group where a run checkpoint says."""
+
+    group: EngineGroup
+
+    def __call__(self, path: Path) -> None:
+        self.group.save(saved_state(self.group, str(path)))
+
+
+def restore_group(group: EngineGroup, name: str, checkpoint: RunCheckpoint) -> None:
+    """Load the part ``name`` of ``checkpoint``; `CheckpointMismatch` when it is of another step."""
+    group.load(saved_state(group, str(checkpoint.part(name))))
+    version = group.get_version()
+    if version != checkpoint.step:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} is of step {checkpoint.step}, and its {name} of version {version}; remove it"
+        )
 
 
 @contextmanager
@@ -143,7 +169,7 @@ def interrupted(engine: InferenceEngine) -> Iterator[None]:
         engine.resume()
 
 
-class _Clock:
+class Clock:
     """Wall-clock seconds of the phases of a step."""
 
     def __init__(self) -> None:

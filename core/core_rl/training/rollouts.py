@@ -11,6 +11,7 @@ from core_rl.engines.inference import InferenceEngine
 from core_rl.errors import RolloutError
 from core_rl.rollout.environment import Environment
 from core_rl.rollout.episode import AcceptFn
+from core_rl.rollout.greedy_baseline import GreedyBaselineWorkflow
 from core_rl.rollout.multi_turn import MultiTurnWorkflow
 from core_rl.rollout.rewards import RewardFn
 from core_rl.rollout.types import SamplingParams
@@ -52,7 +53,9 @@ class UserCode:
 class Rollouts:
     """Answers to prompts, for training and for evaluation, as a recipe says."""
 
-    def __init__(self, recipe: Recipe, engine: InferenceEngine, user: UserCode) -> None:
+    def __init__(
+        self, recipe: Recipe, engine: InferenceEngine, user: UserCode, with_baseline: bool = False
+    ) -> None:
         self._recipe = recipe
         self._engine = engine
         self._user = user
@@ -63,8 +66,13 @@ class Rollouts:
             top_p=chosen.top_p,
             top_k=chosen.top_k,
         )
+        self._greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None)
         seeded = replace(self._sampling, seed=derive_seed(recipe.seed, TRAINING))
         self._training = self._workflow(seeded, chosen.group_size)
+        if with_baseline:
+            self._training = GreedyBaselineWorkflow(
+                sampled=self._training, greedy=self._workflow(self._greedy, 1)
+            )
 
     # --------------------------------------------------------------- training
 
@@ -106,10 +114,9 @@ class Rollouts:
     def mean_rewards(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Means over held-out ``samples``: of sampled answers, the same seeds each time, and of greedy ones."""
         seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
-        greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None)
         return {
             "eval_reward": self._mean_reward(samples, seeded, self._recipe.eval_samples),
-            "eval_reward_greedy": self._mean_reward(samples, greedy, 1),
+            "eval_reward_greedy": self._mean_reward(samples, self._greedy, 1),
         }
 
     def _mean_reward(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -17,24 +13,16 @@ from core_rl.algorithms.interface import (
     interface_class,
     make_interface,
 )
-from core_rl.algorithms.policy_loss import PROXIMAL, REFERENCE
+from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.checkpoint.run import RunCheckpoint
-from core_rl.errors import ConfigError
-from core_rl.rollout.process_reward import ProcessReward
-from core_rl.training.data import PromptDataset
 from core_rl.training.loop import TrainingLoop
 from core_rl.training.metrics_log import MetricsLog
-from core_rl.training.named import load_named
+from core_rl.training.online import prepare_online
 from core_rl.training.plot import plot_rewards
 from core_rl.training.progress import TrainingProgress, print_result
 from core_rl.training.recipe import Recipe, load_recipe
-from core_rl.training.rewards import NamedReward, TextReward
-from core_rl.training.roles import open_roles, plan_roles
-from core_rl.training.rollouts import Rollouts, UserCode
 from core_rl.training.run_directory import RunDirectory, open_run_directory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from core_rl.training.supervised import SupervisedLoop, prepare_supervised
 
 __all__ = ["run_recipe", "train"]
 
@@ -51,23 +39,17 @@ def run_recipe(path: Path, overrides: list[str], console: Console | None = None)
 def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
     algorithm = _make_algorithm(recipe)
-    plan = plan_roles(recipe, algorithm.wanted_fields)
-    loaded = _load_user_code(recipe)
-    tokenizer = _load_tokenizer(recipe.model.path)
-    train_data, eval_data = (
-        PromptDataset(Path(path), tokenizer, _longest_prompt(recipe), recipe.data.too_long == "drop")
-        for path in (recipe.data.train, recipe.data.eval)
-    )
+    if isinstance(algorithm, SupervisedInterface):
+        open_loop = prepare_supervised(recipe, algorithm)
+    else:
+        open_loop = prepare_online(recipe, algorithm)
     with open_run_directory(recipe) as directory:
         result = directory.result()
         if result is None:
             checkpoint = directory.checkpoints.latest()
-            with open_roles(plan) as roles, _open_user_code(recipe, loaded, tokenizer) as user:
-                rollouts = Rollouts(recipe, roles.rollout, user)
-                data = (train_data, eval_data)
-                loop = TrainingLoop(recipe, algorithm, roles, rollouts, data, directory.weights)
+            with open_loop(directory) as loop:
                 result = _Run(recipe, directory, loop, console).run(checkpoint)
-                algorithm.save(roles.actor, str(directory.model), tokenizer_path=recipe.model.path)
+                loop.save_model(directory.model)
             directory.finish(result)
         else:
             text = f"the run in {directory.path} is complete; fresh=true starts it over"
@@ -81,76 +63,15 @@ def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
     chosen = recipe.algorithm
     fields = interface_class(chosen.type_).config_class.model_fields
     shared = {"temperature": recipe.rollout.temperature} if "temperature" in fields else {}
-    algorithm = make_interface(ModelInterfaceAbstraction(chosen.type_, shared | chosen.args))
-    unknown = sorted(algorithm.wanted_fields - {PROXIMAL, REFERENCE})
-    if unknown:
-        raise ConfigError(
-            f"the interface {chosen.type_!r} wants the fields {unknown}, which this loop cannot provide"
-        )
-    return algorithm
-
-
-def _load_user_code(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe names, by the last part of its field; `ConfigError` for what is not there."""
-    named = {
-        "reward": recipe.reward,
-        "rollout.environment": recipe.rollout.environment,
-        "rollout.should_accept": recipe.rollout.should_accept,
-    }
-    return {
-        field.rpartition(".")[2]: None if name is None else load_named(field, name)
-        for field, name in named.items()
-    }
-
-
-@contextmanager
-def _open_user_code(
-    recipe: Recipe, loaded: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[UserCode]:
-    """What `_load_user_code` loaded, ready to be called; the processes of the reward end on the way out."""
-    chosen, reward, make = recipe.rollout, loaded["reward"], loaded["environment"]
-    with ExitStack() as stack:
-        if recipe.reward is not None and chosen.reward_processes:
-            assert chosen.reward_timeout_s is not None
-            named, count = NamedReward(recipe.reward), chosen.reward_processes
-            remote = ProcessReward(named, processes=count, timeout_s=chosen.reward_timeout_s)
-            reward = stack.enter_context(remote)
-        yield UserCode(
-            reward=None if reward is None else TextReward(reward, tokenizer),
-            environment=None if make is None else partial(make, tokenizer),
-            should_accept=loaded["should_accept"],
-        )
-
-
-def _longest_prompt(recipe: Recipe) -> int | None:
-    """How many tokens of a prompt leave room for an answer; with an environment, for a single token."""
-    context = _context_length(recipe.model.path)
-    if context is None:
-        return None
-    return context - (1 if recipe.rollout.environment else recipe.rollout.max_new_tokens)
-
-
-def _context_length(path: str) -> int | None:
-    """The most tokens of a sequence (``max_position_embeddings``); None where the model's config does not say."""
-    config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
-    found = config.get("max_position_embeddings") or config.get("n_positions")
-    return int(found) if found else None
-
-
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path!r}: its tokenizer cannot be loaded: {error}") from error
-    return tokenizer
+    return make_interface(ModelInterfaceAbstraction(chosen.type_, shared | chosen.args))
 
 
 class _Run:
     """The steps of a run, with all records of them."""
 
-    def __init__(self, recipe: Recipe, directory: RunDirectory, loop: TrainingLoop, console: Console) -> None:
+    def __init__(
+        self, recipe: Recipe, directory: RunDirectory, loop: TrainingLoop | SupervisedLoop, console: Console
+    ) -> None:
         self._recipe = recipe
         self._directory = directory
         self._loop = loop
@@ -185,7 +106,7 @@ class _Run:
             self._loop.restore(checkpoint)
             self._evaluations = dict(checkpoint.state["evaluations"])
         else:
-            self._loop.publish(0)
+            self._loop.start()
             log.write(0, self._evaluate(0))
 
     def _evaluate(self, step: int) -> dict[str, float]:
