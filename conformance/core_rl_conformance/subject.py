@@ -154,7 +154,8 @@ class Subject:
         }
         found = parse_config(load_config(self.spec), values, f"the config of {self.spec.name!r}")
         assert isinstance(found, InferenceEngineConfig)
-        return self.bench.servers.start(self.spec, found, keep=keep)
+        shared = self.case.target.profile.shared_servers
+        return self.bench.servers.start(self.spec, found, keep=keep, shared=shared)
 
     @property
     def peer(self) -> Subject:
