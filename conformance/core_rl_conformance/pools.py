@@ -63,6 +63,8 @@ class ServerPool:
 
     def __init__(self) -> None:
         self._engines: dict[str, InferenceEngine] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        """Where the servers of each engine are that has launched some."""
         self._used_up: set[str] = set()
         self._shared = _SharedServers()
 
@@ -86,14 +88,21 @@ class ServerPool:
         engine = _engine(spec, config)
         # Kept before it starts: what has been launched is ended even if it never gets ready.
         self._engines[spec.name] = engine
-        addresses = None
         if spec.supports(Capability.LAUNCH_SERVER):
-            addresses = self._shared.addresses(spec, config) if shared else engine.launch_server()
-        engine.initialize(addresses, FinetuneSpec())
+            launched = self._shared.addresses(spec, config) if shared else engine.launch_server()
+            self._addresses[spec.name] = launched
+        engine.initialize(self._addresses.get(spec.name), FinetuneSpec())
+        return engine
+
+    def connect(self, spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
+        """Another engine at the servers that `start` has launched for ``spec``, for the caller to destroy."""
+        engine = _engine(spec, config)
+        engine.initialize(self._addresses[spec.name], FinetuneSpec())
         return engine
 
     def _drop(self, name: str) -> None:
         self._used_up.discard(name)
+        self._addresses.pop(name, None)
         engine = self._engines.pop(name, None)
         if engine is not None:
             engine.destroy()

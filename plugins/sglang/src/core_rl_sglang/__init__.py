@@ -18,7 +18,9 @@ SPEC = EngineSpec(
             Capability.SCORE,
             Capability.TOP_LOGPROBS,
             Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
             Capability.PAUSE,
+            Capability.RELEASE_MEMORY,
             Capability.LAUNCH_SERVER,
         }
     ),

@@ -11,6 +11,10 @@ from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams, StopR
 __all__ = ["StaleServer", "generation_body", "to_response"]
 
 
+MOST_LIKELY_ONLY = 1e-9
+"""A ``top_p`` that any token reaches by itself."""
+
+
 class StaleServer(RolloutError):
     """The server answered with weights that this engine never gave it: somebody has started it anew."""
 
@@ -27,11 +31,15 @@ def generation_body(request: LLMRequest, rid: str) -> dict[str, Any]:
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
     """All that could otherwise come from the model's generation config is said."""
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if top_k == 1 and not sampling.greedy:
+        # SGLang takes top_k = 1 for greedy decoding, and reports log-probs without the temperature then.
+        top_k, top_p = None, MOST_LIKELY_ONLY
     found: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": -1 if sampling.top_k is None else sampling.top_k,
+        "top_p": top_p,
+        "top_k": -1 if top_k is None else top_k,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "frequency_penalty": 0.0,

@@ -15,8 +15,10 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.engines.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
+from core_rl.engines.named_tensors import check_shapes
 from core_rl.engines.process_group import pick_device
-from core_rl.errors import ConfigError, LayoutError
+from core_rl.engines.weight_stream import receiving
+from core_rl.errors import ConfigError, LayoutError, WeightsError
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.types import LLMRequest, LLMResponse
 from core_rl_sglang.config import SglangConfig
@@ -25,11 +27,13 @@ from core_rl_sglang.model import ServedModel
 from core_rl_sglang.process import ServerProcess, arguments_of, free_port, require_free
 from core_rl_sglang.scores import Scorer
 from core_rl_sglang.server import Server
-from core_rl_sglang.weights import DiskWeights
+from core_rl_sglang.weights import DiskWeights, TensorWeights
 
 __all__ = ["SglangEngine"]
 
 _Result = TypeVar("_Result")
+
+SENT = "the weights that were sent"
 
 
 class SglangEngine(InferenceEngine):
@@ -142,7 +146,33 @@ class SglangEngine(InferenceEngine):
 
     def _update_weights(self, meta: WeightUpdateMeta) -> None:
         assert self._fleet is not None
-        self._wait(self._fleet.install(DiskWeights.checked(meta, self._model.shapes)))
+        if meta.method == "disk":
+            self._wait(self._fleet.install(DiskWeights.checked(meta, self._model.shapes)))
+        else:
+            self._receive(self._fleet, meta)
+
+    def _receive(self, fleet: Fleet, meta: WeightUpdateMeta) -> None:
+        """Pass on what a train engine sends; servers go on computing until the first of it is here."""
+        with receiving(meta, self.config.options.update_timeout_s) as received:
+            weights = self._wait(_tensor_weights(meta.version))
+            installing: Future[None] | None = None
+            missing = dict(self._model.shapes)
+            try:
+                for bucket in received:
+                    found = {name: tuple(tensor.shape) for name, tensor in bucket}
+                    # A server may die of a wrong shape.
+                    check_shapes(found, {name: missing.pop(name) for name in found if name in missing}, SENT)
+                    installing = installing or self._run(fleet.install(weights))
+                    self._wait(weights.add(bucket))
+                check_shapes({}, missing, SENT)
+            except WeightsError as error:
+                self._wait(weights.finish(error))
+                if installing is not None:
+                    installing.exception()
+                raise
+            self._wait(weights.finish())
+            assert installing is not None
+            installing.result()
 
     def _set_version(self, version: int) -> None:
         assert self._fleet is not None
@@ -158,11 +188,23 @@ class SglangEngine(InferenceEngine):
         assert self._fleet is not None
         self._wait(self._fleet.resume())
 
+    def _release_memory(self) -> None:
+        assert self._fleet is not None
+        self._wait(self._fleet.release_memory())
+
+    def _resume_memory(self) -> None:
+        assert self._fleet is not None
+        self._wait(self._fleet.resume_memory())
+
 
 async def _session() -> aiohttp.ClientSession:
     """Made on the loop that it belongs to; any number of requests at one time, each with a limit of its own."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def _tensor_weights(version: int) -> TensorWeights:
+    return TensorWeights(version)
 
 
 async def _fleet(options: Any, servers: list[Server], session: aiohttp.ClientSession) -> Fleet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 
@@ -204,7 +204,7 @@ class Fleet:
         async with self._weights_lock:
             before = self._weights
             assert before is not None
-            present = [server for server in self.servers if server.ready]
+            present = self._present()
             results = await self._on_paused(present, weights)
             refused = [error for error in results if error is not None and not isinstance(error, Unreachable)]
             if refused:
@@ -255,7 +255,7 @@ class Fleet:
         async with self._weights_lock:
             assert self._weights is not None
             self._weights.version = version
-            await asyncio.gather(*(server.label(version) for server in self.servers if server.ready))
+            await asyncio.gather(*(server.label(version) for server in self._present()))
 
     # ------------------------------------------------------- pause and memory
 
@@ -263,18 +263,32 @@ class Fleet:
         """Interrupt what is in flight."""
         self._paused = True
         limit_s = self.options.update_timeout_s
-        await asyncio.gather(*(server.pause("retract", limit_s) for server in self.servers if server.ready))
+        await asyncio.gather(*(server.pause("retract", limit_s) for server in self._present()))
 
     async def resume(self) -> None:
         """Go on with it."""
         self._paused = False
         limit_s = self.options.update_timeout_s
-        await asyncio.gather(*(server.go_on(limit_s) for server in self.servers if server.ready))
+        await asyncio.gather(*(server.go_on(limit_s) for server in self._present()))
 
-    async def on_all(self, path: str, body: dict[str, Any]) -> None:
-        """``POST`` to every server."""
+    async def release_memory(self) -> None:
+        """Give the accelerator's memory back."""
+        await self._settled()
         limit_s = self.options.update_timeout_s
-        await asyncio.gather(*(server.control(path, body, limit_s) for server in self.servers))
+        await asyncio.gather(*(s.control("/release_memory_occupation", {}, limit_s) for s in self._present()))
+
+    async def resume_memory(self) -> None:
+        """Take it again, and the weights too: a server keeps no copy of them unless it was told to."""
+        limit_s = self.options.update_timeout_s
+        await asyncio.gather(*(s.control("/resume_memory_occupation", {}, limit_s) for s in self._present()))
+        async with self._weights_lock:
+            assert self._weights is not None
+            for error in await self._on_paused(self._present(), self._weights):
+                if error is not None:
+                    raise error
+
+    def _present(self) -> list[Server]:
+        return [server for server in self.servers if server.ready]
 
 
 def make_api(address: str, session: aiohttp.ClientSession, options: SglangOptions) -> Api:

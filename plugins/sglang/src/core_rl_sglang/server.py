@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from core_rl.engines.weight_stream import Bucket, pickled_by_name
 from core_rl.errors import RolloutError
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl_sglang.process import ServerProcess
@@ -37,6 +39,8 @@ class Server:
         self.ready = False
         self.version = -1
         """The version of the weights that it was given."""
+        self.ranks = 1
+        """Its tensor-parallel degree."""
         self.failure: BaseException | None = None
         """Why it will not come back."""
         self.recovery: asyncio.Task[None] | None = None
@@ -79,9 +83,11 @@ class Server:
     async def served(self) -> tuple[str, str]:
         """The path and the version label of the weights that it serves."""
         info = await self.api.get("/model_info", PROBE_TIMEOUT_S)
+        about = await self.api.get("/server_info", PROBE_TIMEOUT_S)
         try:
+            self.ranks = int(about["tp_size"])
             return str(info["model_path"]), str(info["weight_version"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise RolloutError(
                 f"{self.address} does not answer as an SGLang server does: {str(info)[:300]}"
             ) from error
@@ -106,6 +112,17 @@ class Server:
             await self.api.post("/abort_request", {"rid": rid}, PROBE_TIMEOUT_S)
         except RolloutError as error:
             logger.debug("request %s was not aborted: %s", rid, error)
+
+    async def take_tensors(self, bucket: Bucket, timeout_s: float) -> None:
+        """Copy ``bucket`` into the weights, between the beginning and the end of an update."""
+        # One for each rank: whoever opens a name gives back a reference that pickling has taken.
+        payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
+        body = {"serialized_named_tensors": payloads, "flush_cache": False}
+        await self.control("/update_weights_from_tensor", body, timeout_s)
+
+    async def flush_cache(self, timeout_s: float) -> None:
+        """Drop the keys and values of earlier weights."""
+        await self.control("/flush_cache", {}, timeout_s)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
         """``POST`` one step of a weight update."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import glob
 import os
 import shutil
 import tempfile
@@ -13,9 +15,11 @@ from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.engines.collectives import World
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.named_tensors import check_source
+from core_rl.engines.weight_stream import Bucket
+from core_rl.errors import WeightsError
 from core_rl_sglang.server import Server
 
-__all__ = ["DiskWeights", "Weights"]
+__all__ = ["DiskWeights", "TensorWeights", "Weights"]
 
 
 class Weights(Protocol):
@@ -44,10 +48,11 @@ class DiskWeights:
         self.directory = directory
         self.version = version
         self._temporary = temporary
+        self._alias = _alias(directory)
 
     @property
     def origin(self) -> str:
-        return str(self.directory)
+        return str(self.directory if self._alias is None else self._alias)
 
     @staticmethod
     def checked(meta: WeightUpdateMeta, shapes: dict[str, tuple[int, ...]]) -> DiskWeights:
@@ -65,7 +70,7 @@ class DiskWeights:
 
     async def load(self, server: Server, timeout_s: float) -> None:
         body = {
-            "model_path": str(self.directory),
+            "model_path": self.origin,
             "weight_version": str(self.version),
             "flush_cache": True,
         }
@@ -73,6 +78,8 @@ class DiskWeights:
         server.version = self.version
 
     def discard(self) -> None:
+        if self._alias is not None:
+            shutil.rmtree(self._alias.parent, ignore_errors=True)
         if self._temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -88,9 +95,74 @@ def _linked(directory: Path) -> Path:
     return copy
 
 
+def _alias(directory: Path) -> Path | None:
+    """Another name for a directory whose name SGLang (0.5.23) would take for a pattern; None where it is plain."""
+    if glob.escape(str(directory)) == str(directory):
+        return None
+    link = Path(tempfile.mkdtemp(prefix="core-rl-sglang-")) / "weights"
+    link.symlink_to(directory)
+    return link
+
+
 def _link(source: str, target: str) -> str:
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
     return target
+
+
+class TensorWeights:
+    """Weights in buckets of shared memory, which come one after another while servers take them."""
+
+    origin = ""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._buckets: list[Bucket] = []
+        self._complete = False
+        self._failure: WeightsError | None = None
+        self._changed = asyncio.Condition()
+        self._taken: dict[Server, int] = {}
+        """How many buckets each server has that is in the middle of taking them."""
+
+    async def add(self, bucket: Bucket) -> None:
+        """Offer a bucket; returns when no server is more than this one behind."""
+        async with self._changed:
+            self._buckets.append(bucket)
+            self._changed.notify_all()
+            behind = len(self._buckets) - 1
+            await self._changed.wait_for(lambda: all(count >= behind for count in self._taken.values()))
+
+    async def finish(self, failure: WeightsError | None = None) -> None:
+        """There are no more; with ``failure``, servers that have taken some must not serve them."""
+        async with self._changed:
+            self._complete, self._failure = True, failure
+            self._changed.notify_all()
+
+    async def load(self, server: Server, timeout_s: float) -> None:
+        await server.control("/begin_weight_update", {}, timeout_s)
+        self._taken[server] = 0
+        try:
+            while (bucket := await self._next(server)) is not None:
+                await server.take_tensors(bucket, timeout_s)
+                async with self._changed:
+                    self._taken[server] += 1
+                    self._changed.notify_all()
+        finally:
+            async with self._changed:
+                del self._taken[server]
+                self._changed.notify_all()
+            await server.control("/end_weight_update", {}, timeout_s)
+        await server.flush_cache(timeout_s)
+
+    async def _next(self, server: Server) -> Bucket | None:
+        count = self._taken[server]
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._complete or len(self._buckets) > count)
+        if self._failure is not None:
+            raise self._failure
+        return self._buckets[count] if len(self._buckets) > count else None
+
+    def discard(self) -> None:
+        self._buckets.clear()
