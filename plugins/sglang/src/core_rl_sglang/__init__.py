@@ -14,6 +14,7 @@ SPEC = EngineSpec(
     config="core_rl_sglang.config:SglangConfig",
     capabilities=frozenset(
         {
+            Capability.DATA_PARALLEL,
             Capability.CUDA,
             Capability.SCORE,
             Capability.TOP_LOGPROBS,

@@ -105,25 +105,32 @@ class Fleet:
 
         The attempt before is forgotten by the server, so that one call gives one sample.
         """
+        try:
+            return await self._attempts(rid, ids, ask)
+        except (asyncio.CancelledError, Unreachable):
+            if self._closing:
+                raise EngineStateError("the engine was destroyed while this request was in flight") from None
+            raise
+
+    async def _attempts(
+        self, rid: str, ids: Sequence[int], ask: Callable[[Server, str], Awaitable[_Answer]]
+    ) -> _Answer:
         pause_s = FIRST_PAUSE_S
-        for attempt in range(self.options.retries + 1):
+        for left in range(self.options.retries, -1, -1):
             server = await self._pick(ids)
-            own = f"{rid}-{attempt}-"
+            # A server aborts every request whose name begins so.
+            own = f"{rid}-{left}-"
             try:
                 with server.busy():
                     return await ask(server, own)
             except (Unreachable, StaleServer) as error:
                 self._lost(server, error)
-                if attempt == self.options.retries:
+                if not left or self._closing:
                     raise
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
-            except (asyncio.CancelledError, ServerTimeout) as error:
+            except (asyncio.CancelledError, ServerTimeout):
                 self._abort(server, own)
-                if self._closing and isinstance(error, asyncio.CancelledError):
-                    raise EngineStateError(
-                        "the engine was destroyed while this request was in flight"
-                    ) from None
                 raise
         raise AssertionError("the last attempt returns or raises")
 
