@@ -18,6 +18,8 @@ FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 GREEDY = replace(PLAIN, temperature=0.0)
 LONG = replace(PLAIN, max_new_tokens=40)
+ON_THE_WAY_S = 0.2
+"""So long an answer that was complete before the pause may take to arrive."""
 STILL_S = 0.5
 """Long enough for some tokens of a tiny model."""
 
@@ -57,6 +59,7 @@ async def _interrupted(
     for _ in range(3):
         await asyncio.sleep(0)
     await asyncio.to_thread(engine.pause)
+    await asyncio.sleep(ON_THE_WAY_S)
     before = sum(task.done() for task in tasks)
     try:
         await asyncio.sleep(STILL_S)

@@ -74,13 +74,18 @@ def send_tensors(
     where ``sends`` is true receives tensors and sends them. Raises `WeightsError` with the first error of this rank.
     """
     sender = _Sender(meta)
-    failure = _failure_of(sender.connect) if sends else None
-    for name, tensor in stream:
+    failure: Exception | None = None
+    try:
+        failure = _failure_of(sender.connect) if sends else None
+        for name, tensor in stream:
+            if sends and failure is None:
+                failure = _failure_of(partial(sender.add, name, tensor))
         if sends and failure is None:
-            failure = _failure_of(partial(sender.add, name, tensor))
-    if sends:
-        failure = failure or _failure_of(sender.finish)
-        sender.close(failure)
+            failure = _failure_of(sender.finish)
+    except BaseException as error:  # of the export itself: whoever waits for the rest is told
+        sender.close(f"the export failed: {error!r}")
+        raise
+    sender.close(None if failure is None else describe(failure))
     if failure is not None:
         raise failure if isinstance(failure, CoreRLError) else WeightsError(describe(failure)) from failure
 
@@ -129,11 +134,11 @@ class _Sender:
         self._send("end")
         self._answer("installed")
 
-    def close(self, failure: Exception | None) -> None:
+    def close(self, failure: str | None) -> None:
         if self._channel is not None:
             if failure is not None:
                 with suppress(OSError):
-                    self._send("failed", describe(failure))
+                    self._send("failed", failure)
             self._channel.close()
 
     def _send(self, *message: object) -> None:
@@ -204,7 +209,8 @@ class ReceivedWeights:
             _, tensors, used, digest = message
             self._verify(tensors, used, digest)
             yield tensors
-            self.answer("taken")
+            with suppress(OSError):  # a sender that is gone may have said why, and that is read next
+                self.answer("taken")
 
     def start(self) -> None:
         """Exchange the first messages; raises `WeightsError` for weights of another version."""

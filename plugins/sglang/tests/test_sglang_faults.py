@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +17,10 @@ from sglang_support import Stub, connected, drop, first, stubs, tiny_model
 
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.weight_stream import send_tensors
 from core_rl.errors import CoreRLError, EngineStateError, RolloutError, WeightsError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.procedures.streaming import tensors_of
 
 
 @pytest.fixture
@@ -243,3 +247,48 @@ def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_tensors_reach_every_server_in_buckets(tmp_path: Path, count: int) -> None:
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    with stubs(tmp_path, count) as made, connected(made) as engine:
+        meta = WeightUpdateMeta(method="tensor", version=3, path=str(tmp_path / "meet"), bucket_bytes=4096)
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta)
+        arrival.result(20)
+        assert engine.get_version() == 3
+        for stub in made:
+            got = [body for path, body in stub.bodies if path == "/update_weights_from_tensor"]
+            names = [name for body in got for name, _ in unpickled(body)]
+            assert names == list(tensors)
+            assert len(got) > 5
+            assert stub.version == "3"
+            assert stub.calls["/flush_cache"] == 1
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"] == 1
+
+
+def unpickled(body: dict[str, Any]) -> Any:
+    return pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+
+
+def test_a_sender_that_breaks_off_is_told_of(tmp_path: Path) -> None:
+    tensors = list(tensors_of(Path(tiny_model(tmp_path, seed=1))).items())
+
+    def breaking_off() -> Iterator[tuple[str, Any]]:
+        yield from tensors[:6]
+        raise WeightsError("the trainer died")
+
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        meta = WeightUpdateMeta(method="tensor", version=3, path=str(tmp_path / "meet"), bucket_bytes=4096)
+        arrival = engine.update_weights(meta)
+        with pytest.raises(WeightsError, match="the trainer died"):
+            send_tensors(breaking_off(), meta)
+        with pytest.raises(WeightsError):
+            arrival.result(20)
+        assert engine.get_version() == 0
+        for stub in made:
+            assert stub.version == "0"
+            assert stub.bodies[-2][0] == "/update_weight_version"
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"]
+            assert stub.calls["/update_weights_from_disk"] == 1, "the weights of before"

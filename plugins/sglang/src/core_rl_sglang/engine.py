@@ -165,8 +165,9 @@ class SglangEngine(InferenceEngine):
                     installing = installing or self._run(fleet.install(weights))
                     self._wait(weights.add(bucket))
                 check_shapes({}, missing, SENT)
-            except WeightsError as error:
-                self._wait(weights.finish(error))
+            except BaseException as error:
+                # Servers that have taken a part are paused in the middle of it.
+                self._wait(weights.finish(WeightsError(f"the update broke off: {error}")))
                 if installing is not None:
                     installing.exception()
                 raise
