@@ -162,7 +162,9 @@ def bench(session: nox.Session) -> None:
     if not chosen:
         session.error(f"no such benchmark; there are {', '.join(script.stem for script in scripts)}")
     for script in chosen:
-        session.run("python", str(script))
+        serves = script.stem.startswith("sglang")
+        env = {SERVER_PYTHON: _server_python(session)} if serves else None
+        session.run("python", str(script), env=env)
 
 
 @nox.session

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from concurrent.futures import wait
 from typing import Protocol
 
 from core_rl.engines.inference import InferenceEngine
@@ -9,6 +12,8 @@ from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.weight_stream import abandon
 
 __all__ = ["WeightSender", "sync_weights"]
+
+POLL_S = 0.1
 
 
 class WeightSender(Protocol):
@@ -35,6 +40,9 @@ def sync_weights(
         sender.upload_weights(meta)
     except BaseException:
         # It may have failed before it met the receiver, which would go on waiting.
-        abandon(meta)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not arrival.done() and time.monotonic() < deadline:
+            abandon(meta)
+            wait([arrival], POLL_S)
         raise
     arrival.result(timeout_s)
