@@ -69,20 +69,25 @@ def to_response(request: LLMRequest, answer: Any, eos: Collection[int], address:
 
 def _response(request: LLMRequest, answer: Any, eos: Collection[int], address: str) -> LLMResponse:
     meta, ids = answer["meta_info"], tuple(answer["output_ids"])
-    pairs = meta["output_token_logprobs"]
-    if [token for _, token, _ in pairs] != list(ids):
-        raise ValueError("its log-probs are of other tokens than its output_ids")
+    versions: tuple[int, ...] = ()
     finish = meta["finish_reason"]
-    if finish["type"] == "abort" and finish.get("status_code"):
+    aborted = finish["type"] == "abort"
+    if aborted and finish.get("status_code"):
         raise RolloutError(
             f"SGLang server {address} refused request {request.rid}: {finish.get('message', finish)}"
         )
-    versions = _versions(meta["weight_versions"], len(ids), address)
+    if aborted and "weight_versions" not in meta:
+        ids, pairs = (), []  # it was aborted before it began
+    else:
+        pairs = meta["output_token_logprobs"]
+        versions = _versions(meta["weight_versions"], len(ids), address)
+    if [token for _, token, _ in pairs] != list(ids):
+        raise ValueError("its log-probs are of other tokens than its output_ids")
     sampling = request.sampling
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
     # A server that ignores EOS ignores stop_token_ids too, and calls an answer whose last token ends it too long.
     end = next((place + 1 for place, token in enumerate(ids) if token in stops), None)
-    reason: StopReason = "abort" if finish["type"] == "abort" else "length"
+    reason: StopReason = "abort" if aborted else "length"
     return LLMResponse(
         rid=request.rid,
         input_ids=request.input_ids,

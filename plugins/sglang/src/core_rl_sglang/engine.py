@@ -70,10 +70,12 @@ class SglangEngine(InferenceEngine):
     def _started(self, model: ServedModel, port: int) -> Server:
         options = self.config.options
         device = pick_device(self.config.device, 0).type
-        arguments = arguments_of(self.config, port, device, model.limits.context_length)
+        arguments = arguments_of(self.config, model, port, device)
         key = None if options.api_key is None else options.api_key.get_secret_value()
         address = f"{options.host}:{port}"
         log = None if options.log_path is None else Path(options.log_path) / f"sglang-{port}.log"
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
         start: Callable[[], ServerProcess] = partial(
             ServerProcess, self.config.server_python, arguments, key, device, log
         )

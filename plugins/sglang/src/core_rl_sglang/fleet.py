@@ -215,8 +215,11 @@ class Fleet:
             results = await self._on_paused(present, weights)
             refused = [error for error in results if error is not None and not isinstance(error, Unreachable)]
             if refused:
-                await self._on_paused(present, before)
+                restored = await self._on_paused(present, before)
                 weights.discard()
+                for server, error in zip(present, restored, strict=True):
+                    if error is not None:
+                        self._lost(server, error)
                 raise WeightsError(
                     f"the weights of version {weights.version} were refused: {refused[0]}"
                 ) from refused[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.model import ServedModel
 
 __all__ = ["ServerProcess", "arguments_of", "free_port", "require_free"]
 
@@ -24,12 +26,21 @@ CONTEXT_MARGIN = 8
 GRACE_S = 10.0
 
 
-def arguments_of(config: SglangConfig, port: int, device: str, context_length: int | None) -> list[str]:
-    """The command-line arguments of a server for ``config``, without the API key."""
+def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: str) -> list[str]:
+    """The command-line arguments of a server of ``model`` for ``config``, without the API key.
+
+    Raises `ConfigError` for a model path that SGLang cannot read.
+    """
+    if glob.escape(str(model.path)) != str(model.path):
+        raise ConfigError(
+            f"model.path = {str(model.path)!r}: SGLang (0.5.23) takes it for a pattern; rename the directory, "
+            "or give it another name with a link"
+        )
+    context_length = model.limits.context_length
     options = config.options
     cache_tokens = options.max_total_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None)
     values = {
-        "--model-path": config.model.path,
+        "--model-path": model.path,
         "--host": options.host,
         "--port": port,
         "--device": device,
