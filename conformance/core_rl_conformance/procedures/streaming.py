@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,15 @@ from torch import Tensor
 
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_stream import receiving, send_tensors
+from core_rl.engines.weight_stream import abandon, receiving, send_tensors
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 
 __all__ = ["Caught", "caught", "sent", "tensors_of"]
+
+
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,14 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
     """What ``group`` uploads with ``meta``."""
     with ThreadPoolExecutor(1) as pool:
         future: Future[Caught] = pool.submit(_catch, meta)
-        group.upload_weights(meta)
-        return future.result(CALL_TIMEOUT_S)
+        try:
+            group.upload_weights(meta)
+        finally:
+            # Whoever failed before it met the receiver leaves it waiting.
+            while not future.done():
+                abandon(meta)
+                wait([future], POLL_S)
+        return future.result()
 
 
 def _catch(meta: WeightUpdateMeta) -> Caught:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -15,42 +17,45 @@ from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
 from core_rl_conformance.reference.sampling import Answer
 from mutants.zoo import C, Mutant
 
+Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
+
 SERVING = frozenset({C.PAUSE, C.LAUNCH_SERVER})
 
 
 class Served(ReferenceRolloutEngine):
-    """A correct engine with servers in this process, which finishes what it is at and then holds still for a pause."""
+    """A correct engine with servers in this process: one request after another, and none is begun during a pause."""
 
     def _launch_server(self, count: int) -> tuple[str, ...]:
         return tuple(f"in-process:{number}" for number in range(count))
 
     def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        self._working = threading.Lock()
+        self._working, self._may_begin = threading.Lock(), threading.Event()
+        self._may_begin.set()
         return super()._build((), ft_spec)
 
     def _teardown(self) -> None:
         if hasattr(self, "_worker"):
             super()._teardown()
 
-    def _drain(self) -> None:
-        with self._working:
-            super()._drain()
+    def _answer(self, entries: Entries) -> None:
+        for entry in entries:
+            self._may_begin.wait()
+            with self._working:
+                super()._answer([entry])
 
     def _pause(self) -> None:
-        self._working.acquire()
+        self._may_begin.clear()
+        with self._working:
+            """What was begun is done."""
 
     def _resume(self) -> None:
-        self._working.release()
+        self._may_begin.set()
 
 
 class DrawsOn(Served):
     """What is in flight is not interrupted by a pause."""
 
     def _pause(self) -> None:
-        self._working.acquire()
-        self._working.release()
-
-    def _resume(self) -> None:
         """Nothing to do."""
 
 
