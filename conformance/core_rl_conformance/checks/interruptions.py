@@ -18,7 +18,8 @@ FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 GREEDY = replace(PLAIN, temperature=0.0)
 LONG = replace(PLAIN, max_new_tokens=40)
-ON_THE_WAY_S = 0.2
+REPEATED = 3
+ON_THE_WAY_S = 0.1
 """So long an answer that was complete before the pause may take to arrive."""
 STILL_S = 0.5
 """Long enough for some tokens of a tiny model."""
@@ -36,7 +37,7 @@ def interrupted_answers_are_completed(subject: Subject) -> None:
     engine = subject.serve(model)
     requests = [
         LLMRequest(input_ids=request.input_ids[:20], sampling=LONG)
-        for request in requests_for(subject.data(), LONG)
+        for request in requests_for(subject.data(), LONG) * REPEATED
     ]
     during, found = asyncio.run(_interrupted(engine, requests))
     subject.require(
