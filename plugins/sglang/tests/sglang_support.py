@@ -79,6 +79,8 @@ class Stub:
             found = await found if asyncio.iscoroutine(found) else found
             if found is not None:
                 return found  # type: ignore[no-any-return]
+        if request.path == "/flush_cache":
+            return web.Response(text="Cache flushed.\n")
         return web.json_response(self._usual(request.path, body))
 
     def _usual(self, path: str, body: dict[str, Any]) -> Any:

@@ -58,8 +58,28 @@ class Api:
         """
         return await self._call("POST", path, body, timeout_s)
 
+    async def order(self, path: str, body: Mapping[str, Any], timeout_s: float) -> None:
+        """``POST path``, whose answer is some text that says nothing; see `post`."""
+        await self._content("POST", path, body, timeout_s)
+
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
-        what = f"SGLang server {self.address}: {method} {path}"
+        content = await self._content(method, path, body, timeout_s)
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise Refused(
+                f"{self._named(method, path)} was answered with something that is no JSON: {_shown(content)}"
+            ) from error
+
+    def _named(self, method: str, path: str) -> str:
+        return f"SGLang server {self.address}: {method} {path}"
+
+    async def _content(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> bytes:
+        what = self._named(method, path)
         try:
             async with asyncio.timeout(timeout_s):
                 call = self._session.request(method, self._url + path, json=body, headers=self._headers)
@@ -71,12 +91,7 @@ class Api:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
         if status != 200:
             raise Refused(f"{what} was answered with status {status}: {_reason(content)}", status)
-        if not content:
-            return None
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise Refused(f"{what} was answered with something that is no JSON: {_shown(content)}") from error
+        return content
 
 
 def _reason(content: bytes) -> str:

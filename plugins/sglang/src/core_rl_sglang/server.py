@@ -122,7 +122,7 @@ class Server:
 
     async def flush_cache(self, timeout_s: float) -> None:
         """Drop the keys and values of earlier weights."""
-        await self.control("/flush_cache", {}, timeout_s)
+        await self.api.order("/flush_cache", {}, timeout_s)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
         """``POST`` one step of a weight update."""
