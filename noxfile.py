@@ -97,7 +97,8 @@ def tests(session: nox.Session) -> None:
     _lint(session)
     session.run("mypy")
     session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
-    _conformance(session, *(["--quick"] if quick else []))
+    # `-s conformance` runs every check on all of the many layouts.
+    _conformance(session, "--quick" if quick else "--turns=3")
     _sglang(session, "--quick", "--layout=dp1")
 
 
@@ -151,6 +152,14 @@ def mutants(session: nox.Session) -> None:
     session.run(
         "pytest", "conformance/tests/test_mutants.py", "--seeds=3", *STEALING, *session.posargs, env=ENV
     )
+
+
+@nox.session
+def trl(session: nox.Session) -> None:
+    """Compare losses with the own ones of TRL, and read datasets, in an environment that has both."""
+    _install(session, "conformance")
+    session.install("trl==1.16.0")
+    session.run("pytest", "interop", *session.posargs, env=ENV)
 
 
 @nox.session

@@ -54,9 +54,11 @@ class Run:
     @property
     def name(self) -> str:
         """For tables and the figure."""
-        degrees = " ".join(f"{name}={degree}" for name, degree in self.layout.items()) or "one rank"
-        schedule = ", interleaved" * ("virtual_stages" in self.options)
-        return f"{self.engine}, {degrees}{schedule}, {self.count} micro-batches"
+        degrees = ", ".join(f"{name} {degree:d}" for name, degree in self.layout.items()) or "one rank"
+        degrees = degrees.replace("sequence_parallel 1", "sequence parallel")
+        options = "".join(f", {name.replace('_', ' ')}" for name in self.options)
+        plural = "" if self.count == 1 else "es"
+        return f"{self.engine}, {degrees}{options}, {self.count} micro-batch{plural}"
 
 
 RUNS = (
@@ -137,17 +139,26 @@ def differences(curve: list[tuple[float, float]], first: list[tuple[float, float
 
 
 def draw(curves: Mapping[str, list[tuple[float, float]]], path: Path) -> None:
-    """Both quantities over the steps, one line for each run."""
+    """Both quantities over the steps, one line for each run, and how far the norms are apart."""
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    for index, (axis, title) in enumerate(zip(axes, ("loss", "gradient norm before clipping"), strict=True)):
-        for number, (name, curve) in enumerate(curves.items()):
-            width = 6.0 - 0.6 * number  # they lie on one another
-            axis.plot([point[index] for point in curve], label=name, linewidth=width, alpha=0.7)
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2))
+    first = next(iter(curves.values()))
+    for number, (name, curve) in enumerate(curves.items()):
+        width = 8.0 - number  # they lie on one another
+        for index in range(2):
+            axes[index].plot([point[index] for point in curve], label=name, linewidth=width)
+        apart = [abs(own[1] - other[1]) / other[1] for own, other in zip(curve, first, strict=True)]
+        axes[2].plot(apart, ".", color=axes[0].lines[-1].get_color())
+    axes[2].set_yscale("log")
+    axes[2].set_ylim(1e-9, 10)
+    axes[2].axhline(2.0, color="black", linestyle=":")
+    axes[2].annotate("three times the norm", (0, 2.3), fontsize=8)
+    titles = ("loss", "gradient norm before clipping", "relative difference of the norm to the first run")
+    for axis, title in zip(axes, titles, strict=True):
         axis.set_xlabel("step")
-        axis.set_title(title)
+        axis.set_title(title, fontsize=10)
     axes[0].legend(fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

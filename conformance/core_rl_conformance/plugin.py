@@ -72,6 +72,15 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         help="one layout, of several ranks, and one model",
     )
     group.addoption(
+        "--turns",
+        dest="core_rl_turns",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="each check with an Nth of the models and, from the fourth on, of the layouts; --seed moves them; "
+        "default: %(default)s, all",
+    )
+    group.addoption(
         "--call-timeout",
         dest="core_rl_call_timeout",
         type=float,
@@ -85,6 +94,13 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         metavar="FILE.json",
         help="write a report, and an HTML page beside it",
     )
+
+
+def _positive(text: str) -> int:
+    """An option that counts from 1; argparse reports the ValueError with the name of the option."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def _words(config: pytest.Config) -> Iterable[str]:

@@ -133,6 +133,18 @@ def test_models_take_turns_over_layouts() -> None:
     assert {case.family for case in found} == {"qwen3", "llama"}
 
 
+@pytest.mark.parametrize("name", ["I7.logprobs", "I4.clipping"])
+@pytest.mark.parametrize("seed", range(3))
+def test_checks_take_turns_on_further_layouts(name: str, seed: int) -> None:
+    settings = tuple(Setting(name=str(number), layout=DP4) for number in range(6))
+    target = replace(WIDE, profile=replace(WIDE.profile, layouts=(DP1, DP2, DP4), settings=settings))
+    selection = Selection(seed=seed, turns=3)
+    found = [str(case.setting) for case in cases(CHECKS[name], target, selection)]
+    assert {"dp1", "dp2", "dp4"} < set(found)
+    assert len(set(found)) == len(found) == 5
+    assert selection.narrowed
+
+
 def test_quick_sessions_see_every_check_with_one_model_on_the_second_layout() -> None:
     found = [case for one in CHECKS.values() for case in cases(one, WIDE, Selection(quick=True))]
     run = [case for case in found if not (case.not_run or case.not_supported)]

@@ -55,6 +55,14 @@ def drop_tokens(batch: SequenceBatch, *names: str) -> SequenceBatch:
     )
 
 
+def trained_rows(batch: SequenceBatch) -> list[list[int]]:
+    """The positions of the trained tokens of each sequence."""
+    bounds, mask = batch.cu_seqlens.tolist(), batch.loss_mask.tolist()
+    return [
+        [t for t in range(start, end) if mask[t]] for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
 @dataclass
 class BigramEngine:
     """A `TrainEngineLike` in float64: the log-probs of a token depend on the one before. Plain SGD."""

@@ -5,73 +5,40 @@ from __future__ import annotations
 import math
 import pickle
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from algorithm_support import VOCABULARY, BigramEngine, drop_tokens, ragged_batch
+from algorithm_losses import plain_cispo_gradient, plain_mean, plain_policy_loss, policy_output
+from algorithm_support import VOCABULARY, BigramEngine, drop_tokens, ragged_batch, trained_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core_rl.algorithms.advantages import group_advantages, spread_to_tokens
-from core_rl.algorithms.aggregation import Aggregation, aggregate, weight_fn
+from core_rl.algorithms.aggregation import Aggregation, FixedLength, aggregate, weight_fn
 from core_rl.algorithms.kl import KLEstimator, kl_estimate
+from core_rl.algorithms.objectives import (
+    CISPO,
+    GSPO,
+    Clipped,
+    CustomObjective,
+    DualClipped,
+    Reinforce,
+    SequenceClipped,
+)
 from core_rl.algorithms.policy_loss import PolicyLoss
 from core_rl.algorithms.sft import SFTLoss
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.outputs import ModelOutput
-from core_rl.errors import BatchError
+from core_rl.errors import LossError
 
-AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean")
+AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean", FixedLength(fixed_length=7))
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
 LENGTHS = [5, 2, 9, 3, 1, 7]
 ONE = MicroBatchSpec(count=1)
 
 lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=7)
-
-
-def policy_output(batch: SequenceBatch, seed: int = 5) -> ModelOutput:
-    """Log-probs near the behaviour policy's, some of them beyond the clip range, that take gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
-    logprobs = (batch["logprobs"] + 0.4 * noise).clone().requires_grad_(True)
-    entropy = torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64).requires_grad_(True)
-    return ModelOutput(logprobs=logprobs, entropy=entropy)
-
-
-def trained_rows(batch: SequenceBatch) -> list[list[int]]:
-    """The positions of the trained tokens of each sequence."""
-    bounds, mask = batch.cu_seqlens.tolist(), batch.loss_mask.tolist()
-    return [
-        [t for t in range(start, end) if mask[t]] for start, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
-
-
-def plain_mean(values: Sequence[float], batch: SequenceBatch, how: str) -> float:
-    rows = [[values[t] for t in row] for row in trained_rows(batch) if row]
-    if how == "token_mean":
-        return statistics.fmean([value for row in rows for value in row])
-    return statistics.fmean([statistics.fmean(row) for row in rows])
-
-
-def plain_policy_losses(output: ModelOutput, batch: SequenceBatch, loss: PolicyLoss) -> list[float]:
-    """One number for each token, written down from the papers."""
-    values = []
-    for t in range(batch.num_tokens):
-        new, old = float(output["logprobs"][t].detach()), float(batch["prox_logprobs"][t])
-        ref, advantage = float(batch["ref_logprobs"][t]), float(batch["advantages"][t])
-        ratio = math.exp(new - old)
-        clipped = max(min(ratio, 1 + loss.clip_high), 1 - loss.clip_low)
-        r = math.exp(ref - new)
-        kl = {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[loss.kl_estimator]
-        surrogate = min(ratio * advantage, clipped * advantage)
-        values.append(
-            -surrogate + loss.kl_coef * kl - loss.entropy_coef * float(output["entropy"][t].detach())
-        )
-    return values
 
 
 # ------------------------------------------------------------------ aggregation
@@ -92,48 +59,6 @@ def test_aggregation_is_the_mean_of_its_name(
         assert total / weight == pytest.approx(
             plain_mean(batch["advantages"].tolist(), batch, how), rel=1e-12, abs=1e-12
         )
-
-
-# ------------------------------------------------------------------- advantages
-
-
-@pytest.mark.parametrize("by_std", [True, False])
-@settings(max_examples=50, deadline=None)
-@given(rewards=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12), seed=st.integers(0, 99))
-def test_group_advantages_compare_each_reward_with_its_group(
-    by_std: bool, rewards: list[float], seed: int
-) -> None:
-    group = torch.randint(0, 4, (len(rewards),), generator=torch.Generator().manual_seed(seed))
-    found = group_advantages(torch.tensor(rewards), group, by_std=by_std)
-    for index, reward in enumerate(rewards):
-        peers = [r for r, g in zip(rewards, group.tolist(), strict=True) if g == group[index]]
-        expected = reward - statistics.fmean(peers)
-        if by_std:
-            expected /= (statistics.stdev(peers) if len(peers) > 1 else 0.0) + 1e-6
-        assert float(found[index]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_equal_rewards_and_lone_sequences_have_no_advantage() -> None:
-    found = group_advantages(torch.tensor([0.1, 0.1, 0.1, 7.0]), torch.tensor([3, 3, 3, 8]))
-    assert found.abs().max() < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("rewards", "group", "message"),
-    [
-        ([1.0, float("nan")], [0, 0], "sequence 1 is nan"),
-        ([1.0, float("inf"), 0.0], [0, 0, 0], "sequence 1 is inf"),
-        ([1.0, 2.0], [0], "must both be"),
-    ],
-)
-def test_bad_rewards_are_named(rewards: list[float], group: list[int], message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        group_advantages(torch.tensor(rewards), torch.tensor(group))
-
-
-def test_sequence_values_spread_to_their_tokens() -> None:
-    batch = ragged_batch([2, 1, 3])
-    assert spread_to_tokens(torch.tensor([5.0, 6.0, 7.0]), batch).tolist() == [5, 5, 6, 7, 7, 7]
 
 
 # --------------------------------------------------------------------------- KL
@@ -187,38 +112,122 @@ def test_k3_is_never_negative_and_accurate_near_zero() -> None:
 
 LOSSES = [
     PolicyLoss(),
-    PolicyLoss(aggregation="sequence_mean", clip_low=0.1, clip_high=0.3),
+    PolicyLoss(objective=Clipped(aggregation="sequence_mean", clip_low=0.1, clip_high=0.3)),
+    PolicyLoss(objective=Clipped(aggregation=FixedLength(fixed_length=6))),
     PolicyLoss(kl_coef=0.3, kl_estimator="k1"),
     PolicyLoss(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2),
-    PolicyLoss(kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2, aggregation="sequence_mean"),
+    PolicyLoss(objective=Clipped(aggregation="sequence_mean"), kl_coef=0.3, entropy_coef=0.2),
+    PolicyLoss(objective=DualClipped(limit=1.3)),
+    PolicyLoss(objective=GSPO(clip_low=0.05, clip_high=0.1), kl_coef=0.1),
+    PolicyLoss(objective=SequenceClipped(clip_high=0.5)),
+    PolicyLoss(objective=Reinforce()),
 ]
+CISPO_LOSS = PolicyLoss(objective=CISPO(clip_low=0.2, clip_high=0.1))
+ALL_LOSSES = [*LOSSES, CISPO_LOSS]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_policy_loss_is_the_papers_formula(loss: PolicyLoss) -> None:
-    batch = ragged_batch(LENGTHS)
-    output = policy_output(batch)
+def ids(loss: Any) -> str:
+    return (
+        f"{type(loss.objective).__name__}-{loss.objective.aggregation}-{loss.kl_coef}"
+        if isinstance(loss, PolicyLoss)
+        else "sft"
+    )
+
+
+def weighted_batch(lengths: list[int], seed: int = 0) -> SequenceBatch:
+    """With off-policy weights."""
+    batch = ragged_batch(lengths, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights = torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64) * 2
+    return batch.with_tokens(importance_weights=weights)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=ids)
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    weighted=st.booleans(),
+)
+def test_policy_loss_is_the_papers_formula(
+    loss: PolicyLoss, lengths: list[int], seed: int, weighted: bool
+) -> None:
+    batch = weighted_batch(lengths, seed) if weighted else ragged_batch(lengths, seed)
+    output = policy_output(batch, seed)
     total, _ = loss(output, batch)
-    expected = plain_mean(plain_policy_losses(output, batch, loss), batch, loss.aggregation)
-    assert float(total.detach()) / loss.spec(1.0).weight(batch) == pytest.approx(expected, rel=1e-12)
+    expected = plain_policy_loss(output["logprobs"].detach(), output["entropy"].detach(), batch, loss)
+    found = float(total.detach()) / loss.spec(1.0).weight(batch)
+    assert found == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", LOSSES, ids=ids)
 def test_policy_loss_has_the_formulas_gradient(loss: PolicyLoss) -> None:
     """Central differences of the plain formula, one token at a time."""
-    batch = ragged_batch(LENGTHS)
+    batch = weighted_batch(LENGTHS)
     output = policy_output(batch)
     total, _ = loss(output, batch)
     (found,) = torch.autograd.grad(total / loss.spec(1.0).weight(batch), output["logprobs"])
+    assert bool((found != 0).any())
     step = 1e-6
     for t in range(batch.num_tokens):
         sides = []
         for sign in (1, -1):
             moved = output["logprobs"].detach().clone()
             moved[t] += sign * step
-            shifted = ModelOutput(logprobs=moved, entropy=output["entropy"])
-            sides.append(plain_mean(plain_policy_losses(shifted, batch, loss), batch, loss.aggregation))
+            sides.append(plain_policy_loss(moved, output["entropy"].detach(), batch, loss))
         assert float(found[t]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
+
+
+def test_cispo_gives_every_token_a_gradient_with_a_clipped_weight() -> None:
+    batch = ragged_batch(LENGTHS)
+    output = policy_output(batch)
+    total, metrics = CISPO_LOSS(output, batch)
+    (found,) = torch.autograd.grad(total, output["logprobs"])
+    new, old, advantages = (
+        values.tolist()
+        for values in (output["logprobs"].detach(), batch["prox_logprobs"], batch["advantages"])
+    )
+    assert isinstance(CISPO_LOSS.objective, CISPO)
+    for row in trained_rows(batch):
+        for t in row:
+            expected = -plain_cispo_gradient(CISPO_LOSS.objective, new, old, advantages, t)
+            assert float(found[t]) == pytest.approx(expected, rel=1e-12)
+    assert 0 < metrics["clip_fraction"].result() < 1
+
+
+def squared(logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    """A third party's objective."""
+    return advantages * logprobs - (logprobs - old).square()
+
+
+class Scaled:
+    """A third party's objective with a setting."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+        return self.factor * advantages * logprobs
+
+
+def short(logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    return logprobs[:1]
+
+
+def test_a_custom_objective_is_used_and_travels() -> None:
+    batch = ragged_batch(LENGTHS)
+    output = policy_output(batch)
+    loss = PolicyLoss(objective=CustomObjective(type=f"{__name__}:squared"))
+    total, _ = pickle.loads(pickle.dumps(loss))(output, batch)
+    mask = batch.loss_mask
+    expected = squared(output["logprobs"], batch["prox_logprobs"], batch["advantages"], batch)[mask].sum()
+    assert float(total.detach()) == pytest.approx(-float(expected.detach()), rel=1e-12)
+    scaled = CustomObjective(type=f"{__name__}:Scaled", settings={"factor": 2.0})
+    twice, _ = PolicyLoss(objective=scaled)(output, batch)
+    once, _ = PolicyLoss(objective=Reinforce())(output, batch)
+    assert float(twice.detach()) == pytest.approx(2 * float(once.detach()))
+    with pytest.raises(LossError, match="must return a Surrogate or a tensor"):
+        PolicyLoss(objective=CustomObjective(type=f"{__name__}:short"))(output, batch)
 
 
 def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
@@ -267,7 +276,7 @@ def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
     assert {name: metric.result() for name, metric in metrics.items()} == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=str)
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=ids)
 def test_what_stands_at_masked_positions_does_not_matter(loss: Any) -> None:
     batch = ragged_batch(LENGTHS)
     hidden = ~batch.loss_mask
@@ -324,7 +333,7 @@ def test_sft_loss_is_the_mean_negative_log_likelihood(how: Aggregation) -> None:
 # ------------------------------------------------------------ cuts of the batch
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=str)
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=ids)
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(2, 9), min_size=2, max_size=7), count=st.integers(2, 5))
 def test_gradients_and_metrics_do_not_depend_on_the_cut(loss: Any, lengths: list[int], count: int) -> None:
@@ -349,7 +358,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_cut(loss: Any, lengths: list
     assert cut == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, SFTLoss()], ids=str)
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss()], ids=ids)
 def test_losses_travel_to_other_processes(loss: Any) -> None:
     spec = loss.spec() if isinstance(loss, SFTLoss) else loss.spec(0.7)
     assert pickle.loads(pickle.dumps(spec)) == spec

@@ -295,16 +295,111 @@ def test_state_goes_on_with_numbers_and_room(runs: list[Run], gated: GatedWorkfl
         first.executor.submit(sample, gated)
     first.executor.wait(2, timeout=60)
     state = first.executor.state_dict()
-    assert state == {"next_episode": 3, "consumed": 2}
+    assert state == {
+        "next_episode": 3, "consumed": 2, "rejected": 0, "outstanding": [{"number": 2, "data": {"key": 2}}]
+    }  # fmt: skip
 
     second = start(runs, batch=2)
     second.version = 1
-    second.executor.load_state_dict(state)
     again = GatedWorkflow()
-    assert [second.executor.submit(sample, again) for sample in keys(3, 4, 5)] == [3, 4, 5]
-    assert again.wait_started(2) == [3, 4]
-    with pytest.raises(EngineStateError, match="outstanding"):
+    with pytest.raises(EngineStateError, match="1 samples that are to be run again; pass their workflow"):
         second.executor.load_state_dict(state)
+    second.executor.load_state_dict(state, again)
+    assert [second.executor.submit(sample, again) for sample in keys(3, 4, 5)] == [3, 4, 5]
+    assert again.wait_started(2) == [2, 3]
+    with pytest.raises(EngineStateError, match="outstanding"):
+        second.executor.load_state_dict(state, again)
+
+
+def test_all_that_is_not_consumed_is_in_the_state(runs: list[Run], gated: GatedWorkflow) -> None:
+    """Finished, failed, running and waiting ones; consumed, rejected and raised ones are not."""
+    gated.reject.add(2)
+    gated.fail.update({3, 4})
+    gated.release(0, 1, 2, 3, 4, 5)
+    run = start(runs, batch=2, ahead=1)
+    for sample in keys(0, 1, 2, 5, 6, 7):
+        run.executor.submit(sample, gated)
+    gated.wait_started(5)
+    assert ids(run.executor.wait(2, timeout=60)) == [0, 1]
+    for sample in keys(3, 4):
+        run.executor.submit(sample, gated)
+    run.publish()
+    eventually(lambda: run.executor.counters()["running"] == 2)
+    with pytest.raises(RolloutError, match="episode 6 failed: ValueError: no luck with 3"):
+        run.executor.wait(2, timeout=60)
+    state = run.executor.state_dict()
+    assert [entry["data"]["key"] for entry in state["outstanding"]] == [5, 6, 7, 4]
+    assert (state["consumed"], state["rejected"]) == (2, 1)
+
+
+class Numbered:
+    """Each episode returns its number and its key, after a delay that depends on the key."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def arun_episode(
+        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
+    ) -> SequenceBatch | None:
+        await asyncio.sleep(data["key"] % 3 / 1000)
+        return None if data["key"] % 7 == 6 else one_token(data["key"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(batch=st.integers(1, 4), ahead=st.integers(0, 3), stops=st.sets(st.integers(1, 5)))
+def test_interruptions_lose_nothing_and_count_nothing_twice(batch: int, ahead: int, stops: set[int]) -> None:
+    """A new executor, and a loader that goes on where the first one stood, after each of the steps ``stops``."""
+    drawn, consumed = iter(range(10_000)), []
+    loader = ([{"key": next(drawn)} for _ in range(batch)] for _ in range(10_000))
+    run = Run(batch=batch, ahead=ahead)
+    for step in range(1, 7):
+        consumed += ids(run.executor.prepare(loader, Numbered(run), timeout=60))
+        run.publish()
+        if step in stops:
+            state = run.executor.state_dict()
+            run.executor.close()
+            run = Run(batch=batch, ahead=ahead)
+            run.version = step
+            run.executor.load_state_dict(state, Numbered(run))
+    left = [entry["data"]["key"] for entry in run.executor.state_dict()["outstanding"]]
+    run.executor.close()
+    accepted = [key for key in range(next(drawn)) if key % 7 != 6]
+    assert len(consumed) == len(set(consumed)) == 6 * batch
+    assert sorted({*consumed, *(key for key in left if key % 7 != 6)}) == accepted
+    assert not {*consumed} & {*left}
+
+
+def test_a_filter_makes_room_for_others(runs: list[Run], gated: GatedWorkflow) -> None:
+    gated.release(*range(20))
+    run = start(runs, batch=2)
+    loader = iter([keys(2 * i, 2 * i + 1) for i in range(10)])
+
+    def odd(batch: SequenceBatch) -> bool:
+        return bool(batch.input_ids[0] % 2)
+
+    assert ids(run.executor.prepare(loader, gated, 60, odd)) == [1, 3]
+    assert run.executor.counters()["rejected"] == 2
+    assert ids(run.executor.rollout(keys(4, 5, 6, 7), gated, 60, odd)) == [5, 7]
+    assert ids(run.executor.rollout(keys(4), gated, 60, lambda batch: False)) == []
+
+
+def test_a_filter_that_fails_names_the_episode(runs: list[Run], gated: GatedWorkflow) -> None:
+    def broken(batch: SequenceBatch) -> bool:
+        return bool(batch["rewards"].all())
+
+    gated.release(0)
+    run = start(runs)
+    run.executor.submit(keys(0)[0], gated, broken)
+    with pytest.raises(RolloutError, match="episode 0: the filter broken raised BatchError: .*'rewards'"):
+        run.executor.wait(1, timeout=60)
+
+
+def test_samples_that_are_submitted_together_start_together(runs: list[Run], gated: GatedWorkflow) -> None:
+    """An engine that answers concurrent requests in one batch sees the same batch each time."""
+    run = start(runs, batch=100)
+    assert run.executor.submit_all(keys(*range(50)), gated) == list(range(50))
+    gated.wait_started(1)
+    assert gated.started == list(range(50))
 
 
 def rollout_threads() -> list[threading.Thread]:

@@ -106,9 +106,13 @@ def test_without_a_seed_the_engine_chooses() -> None:
     assert echo.requests[0].sampling.seed is None
 
 
-def test_an_aborted_answer_rejects_the_episode() -> None:
+def test_an_aborted_answer_goes_on() -> None:
     workflow = SingleTurnWorkflow(reward=by_length, group_size=2)
-    assert asyncio.run(workflow.arun_episode(Echo("abort"), SAMPLE, 0)) is None
+    batch = asyncio.run(workflow.arun_episode(Echo("abort"), SAMPLE, 0))
+    assert batch is not None
+    assert batch.lengths == [7, 5]
+    assert batch["loss_mask"].sum() == 6
+    assert batch.meta == {"stop_reason": ["stop", "stop"]}
 
 
 def test_a_sample_without_a_prompt_is_named() -> None:

@@ -86,7 +86,7 @@ def test_a_wrong_recipe_names_field_value_and_fix(
         (["engine=reference-rollout"], "is for inference; this place needs one for train"),
         (["rollout.engine=reference"], "is for train; this place needs one for inference"),
         (["engines.reference.layuot.dp=2"], "engine 'reference': unknown field 'layuot'"),
-        (["algorithm.type_=grpo"], "no interface 'grpo'"),
+        (["algorithm.type_=grop"], "no interface 'grop'; did you mean 'grpo'"),
         (["algorithm.args.clip=0.1"], "unknown field 'clip'"),
         (["reward=core_rl.training.rewards:nothing"], "no function 'nothing'"),
     ],

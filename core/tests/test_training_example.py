@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
 import json
@@ -14,8 +15,11 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core_rl.training import load_recipe
+from core_rl.rollout.multi_turn import MultiTurnWorkflow
+from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl.training import load_recipe, run_recipe
 from core_rl.training.data import encode_prompt, read_jsonl
+from core_rl.training.named import load_named
 from core_rl.training.rewards import TextReward, integer_match
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,6 +58,84 @@ def test_a_trained_answer_earns_the_reward(example: ModuleType) -> None:
     reward = TextReward(integer_match, tokenizer)
     assert reward(prompt, ids[len(prompt) :], {"answer": problem.answer}) == 1.0
     assert reward(prompt, ids[len(prompt) : -2], {"answer": problem.answer}) == 0.0
+
+
+def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(example: ModuleType) -> None:
+    """Played by an engine that writes what the warm-up says: the tokens and their mask are the same."""
+    calculator = load_named(
+        "rollout.environment", f"{EXAMPLES}/arithmetic/calculator.py:calculator_environment"
+    )
+    tokenizer, problem = example.make_tokenizer(tool=True), example.Problem(9, 95)
+    expected = example.make_batch([problem], tokenizer, [True])
+    written = [text for text, trained in problem.turns(True) if trained]
+
+    class Scripted:
+        async def agenerate(self, request: LLMRequest) -> LLMResponse:
+            ids = tuple(tokenizer(written.pop(0), add_special_tokens=False)["input_ids"])
+            return LLMResponse(
+                rid=request.rid,
+                input_ids=request.input_ids,
+                output_ids=ids,
+                logprobs=(0.0,) * len(ids),
+                versions=(0,) * len(ids),
+                stop_reason="stop",
+            )
+
+    workflow = MultiTurnWorkflow(
+        environment=lambda: calculator(tokenizer), reward=TextReward(integer_match, tokenizer)
+    )
+    data = {"prompt_ids": encode_prompt(tokenizer, problem.prompt), "answer": problem.answer}
+    batch = asyncio.run(workflow.arun_episode(Scripted(), data, 0))
+    assert batch is not None
+    assert batch.input_ids.tolist() == expected.input_ids.tolist()
+    assert batch.loss_mask.tolist() == expected.loss_mask.tolist()
+    assert (batch["rewards"].tolist(), batch["turns"].tolist()) == ([1.0], [2])
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply"), [("068", None), ("?23+45", ":068="), ("?23+", ":="), ("?1+2+3", ":="), ("", None)]
+)
+def test_the_calculator_replies_to_questions_alone(answer: str, reply: str | None) -> None:
+    calculator = load_named("tool", f"{EXAMPLES}/arithmetic/calculator.py:calculator")
+    assert calculator(answer, {}) == reply
+
+
+RECIPES = {
+    "grpo": ("train", "eval", ["rollout.prompts_per_step=4"]),
+    "ppo": ("train", "eval", ["rollout.prompts_per_step=4"]),
+    "sft": ("train", "eval", ["data.batch_size=8"]),
+    "reward": ("pairs", "eval_pairs", ["data.batch_size=8"]),
+    "dpo": ("pairs", "eval_pairs", ["data.batch_size=8"]),
+}
+
+
+@pytest.fixture(scope="module")
+def short_start(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prepare` writes, with a model that is hardly warmed up, and a few rows."""
+    directory = tmp_path_factory.mktemp("start")
+    settings = example.Settings(engine="reference", seed=0, batch_size=4, max_steps=2)
+    example.prepare(settings, directory, Console(file=io.StringIO()))
+    for path in directory.glob("*.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:24]))
+    return directory
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_runs_to_its_end_in_short(short_start: Path, tmp_path: Path, name: str) -> None:
+    train, held_out, smaller = RECIPES[name]
+    overrides = [
+        "engine=reference",
+        f"model.path={short_start}/model",
+        f"data.train={short_start}/{train}.jsonl",
+        f"data.eval={short_start}/{held_out}.jsonl",
+        f"output_dir={tmp_path}/out",
+        "optimizer.schedule.warmup_steps=1",
+        "steps=2",
+        *smaller,
+    ]
+    result = run_recipe(EXAMPLES / f"{name}_arithmetic.yaml", overrides, Console(file=io.StringIO()))
+    assert result["steps"] == 2
+    assert Path(result["model"], "model.safetensors").is_file()
 
 
 def test_prepare_writes_what_the_recipe_reads_and_only_once(example: ModuleType, tmp_path: Path) -> None:

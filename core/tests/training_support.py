@@ -64,6 +64,11 @@ def make_start(directory: Path) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(5)]
     write_jsonl(directory / "train.jsonl", rows[:16])
     write_jsonl(directory / "eval.jsonl", rows[16:])
+    pairs = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "="} for a in range(4) for b in range(5)
+    ]
+    write_jsonl(directory / "pairs.jsonl", pairs[:16])
+    write_jsonl(directory / "held_out_pairs.jsonl", pairs[16:])
     (directory / "reward.py").write_text(REWARD)
     return directory
 
@@ -78,6 +83,25 @@ def recipe_values(start: Path, output: Path, **changes: Any) -> dict[str, Any]:
         "rollout": {"prompts_per_step": 6, "group_size": 3, "max_new_tokens": 4},
         "algorithm": {"type_": "ppo_actor", "args": {"kl_coef": 0.05, "minibatches": 2}},
         "optimizer": {"lr": 0.02, "schedule": {"type": "linear", "warmup_steps": 1}},
+        "steps": 4,
+        "save_every": 2,
+        "eval_every": 3,
+        "device": "cpu",
+        "output_dir": str(output),
+    } | changes
+
+
+def supervised_values(start: Path, output: Path, algorithm: str, **changes: Any) -> dict[str, Any]:
+    """A recipe of four short steps of SFT, or of DPO or a reward model on pairs."""
+    pairs = algorithm in ("dpo", "reward_model")
+    names = ("pairs", "held_out_pairs") if pairs else ("train", "eval")
+    train, held_out = (str(start / f"{name}.jsonl") for name in names)
+    return {
+        "engine": "reference",
+        "model": {"path": str(start / "model")},
+        "data": {"train": train, "eval": held_out, "batch_size": 6},
+        "algorithm": {"type_": algorithm},
+        "optimizer": {"lr": 0.01},
         "steps": 4,
         "save_every": 2,
         "eval_every": 3,

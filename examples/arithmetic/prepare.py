@@ -1,10 +1,13 @@
 """Everything that ``examples/grpo_arithmetic.yaml`` starts from, built here: prompts, a tokenizer, a tiny model.
 
-    python examples/arithmetic/prepare.py [--engine fsdp] [--output runs/arithmetic/start] [--seed 0]
+    python examples/arithmetic/prepare.py [--tool] [--engine fsdp] [--output runs/arithmetic/start] [--seed 0]
 
 The problems are all sums of two numbers below 100, such as ``23+45=`` with the answer ``068``. Some are held
 out; the model is warmed up on the others by supervised fine-tuning, until it answers about four in
 ten, and left there: the rest is what GRPO is to do. A second run with the same settings does nothing.
+
+With ``--tool`` the model of ``examples/tool_arithmetic.yaml`` is made, which cannot add: it guesses, and in one of four
+problems it asks a calculator, ``?23+45``, whose reply ``:068=`` it copies.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from core_rl.launch.group import EngineGroup
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 CHARACTERS = "0123456789+="
+TOOL_CHARACTERS = "?:"
 MICRO_BATCH = MicroBatchSpec(max_tokens=8192)
 
 
@@ -42,6 +46,10 @@ class Settings:
 
     engine: str
     seed: int
+    tool: bool = False
+    """Whether the answers are guesses, and some ask the calculator."""
+    tool_share: float = 0.25
+    """The part of them that does."""
     largest: int = 99
     """The largest number in a problem."""
     held_out: int = 256
@@ -53,7 +61,9 @@ class Settings:
     lr: float = 3e-3
     warmup_steps: int = 20
     target: float = 0.35
-    """Stop when a sampled answer is right with this probability."""
+    """Stop when a sampled answer is right with this probability; where there is a calculator,"""
+    tool_target: float = 0.22
+    """with this one, which means that nearly all of its replies are copied."""
     max_steps: int = 1500
 
 
@@ -74,6 +84,23 @@ class Problem:
         """What it is to write."""
         return f"{self.left + self.right:03d}"
 
+    def turns(self, tool: bool) -> list[tuple[str, bool]]:
+        """What follows the prompt, and whether the model writes it: the answer, or a question and then it."""
+        question = [(f"?{self.left:02d}+{self.right:02d}{EOS}", True), (f":{self.answer}=", False)]
+        return [*(question if tool else []), (self.answer + EOS, True)]
+
+
+@dataclass(frozen=True)
+class Guess(Problem):
+    """A sum with any answer."""
+
+    guessed: int
+
+    @property
+    def answer(self) -> str:
+        """Right by chance."""
+        return f"{self.guessed:03d}"
+
 
 def make_problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
     """All problems, in random order: those to train on, and those held out."""
@@ -83,9 +110,15 @@ def make_problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
     return problems[settings.held_out :], problems[: settings.held_out]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def guess(problem: Problem, draw: random.Random) -> Guess:
+    """The same sum with a drawn answer."""
+    return Guess(problem.left, problem.right, draw.randrange(200))
+
+
+def make_tokenizer(tool: bool = False) -> PreTrainedTokenizerFast:
     """One token for each character; the beginning-of-sequence token in front."""
-    vocabulary = {token: number for number, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    characters = CHARACTERS + (TOOL_CHARACTERS if tool else "")
+    vocabulary = {token: number for number, token in enumerate([PAD, BOS, EOS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -132,22 +165,33 @@ def engine_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Tra
     return config
 
 
-def make_batch(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> SequenceBatch:
-    """Prompt, answer and end of each problem; the answer and the end are trained."""
-    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
-    answers = [tokenizer(problem.answer + EOS, add_special_tokens=False)["input_ids"] for problem in problems]
-    pairs = list(zip(prompts, answers, strict=True))
-    return SequenceBatch.from_sequences(
-        [prompt + answer for prompt, answer in pairs],
-        tokens={"loss_mask": [[0] * len(prompt) + [1] * len(answer) for prompt, answer in pairs]},
-    )
+def make_batch(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, tools: Sequence[bool] = ()
+) -> SequenceBatch:
+    """Prompt, answer and end of each problem, where ``tools`` says so by way of the calculator.
+
+    What the model writes is trained.
+    """
+    ids, masks = [], []
+    for problem, tool in zip(problems, tools or [False] * len(problems), strict=True):
+        row: list[int] = list(tokenizer(problem.prompt)["input_ids"])
+        mask = [0] * len(row)
+        for text, trained in problem.turns(tool):
+            turn = tokenizer(text, add_special_tokens=False)["input_ids"]
+            row, mask = row + turn, mask + [int(trained)] * len(turn)
+        ids.append(row)
+        masks.append(mask)
+    return SequenceBatch.from_sequences(ids, tokens={"loss_mask": masks})
 
 
-def mean_probability(sft: SFTInterface, engine: EngineGroup, batch: SequenceBatch) -> float:
-    """The mean probability of the whole right answer: the expected reward of sampling."""
-    scored = sft.inference(engine, batch, MICRO_BATCH)
-    logprobs = torch.where(scored.loss_mask, scored["logprobs"], 0.0).double()
-    return float(torch.stack([part.sum().exp() for part in logprobs.split(batch.lengths)]).mean())
+def mean_probability(sft: SFTInterface, engine: EngineGroup, batches: Sequence[SequenceBatch]) -> float:
+    """The mean probability of all ways to the right answer, one in each batch: the expected reward of sampling."""
+    total = 0.0
+    for batch in batches:
+        scored = sft.inference(engine, batch, MICRO_BATCH)
+        logprobs = torch.where(scored.loss_mask, scored["logprobs"], 0.0).double()
+        total += float(torch.stack([part.sum().exp() for part in logprobs.split(batch.lengths)]).mean())
+    return total
 
 
 def warm_up(
@@ -156,19 +200,25 @@ def warm_up(
     """Fine-tune a new model on ``problems`` and save it; returns the probability of a right answer."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_path)
     sft, draw = SFTInterface(SFTConfig()), random.Random(settings.seed)
-    probe = make_batch(draw.sample(problems, 256), tokenizer)
-    right = 0.0
+    probed = draw.sample(problems, 256)
+    ways = [False, True] if settings.tool else [False]
+    probes = [make_batch(probed, tokenizer, [tool] * len(probed)) for tool in ways]
+    target, right = settings.tool_target if settings.tool else settings.target, 0.0
     with EngineGroup(settings.engine, engine_config(settings, tokenizer)) as engine:
         engine.initialize()
         for step in range(1, settings.max_steps + 1):
-            batch = make_batch(draw.sample(problems, settings.batch_size), tokenizer)
+            chosen = draw.sample(problems, settings.batch_size)
+            tools = [settings.tool and draw.random() < settings.tool_share for _ in chosen]
+            if settings.tool:
+                chosen = [p if tool else guess(p, draw) for p, tool in zip(chosen, tools, strict=True)]
+            batch = make_batch(chosen, tokenizer, tools)
             metrics = sft.train_step(engine, batch, MICRO_BATCH)
             engine.lr_scheduler_step()
             if step % 10 == 0:
-                right = mean_probability(sft, engine, probe)
-                if step % 100 == 0 or right >= settings.target:
+                right = mean_probability(sft, engine, probes)
+                if step % 100 == 0 or right >= target:
                     console.print(f"warm-up step {step}  loss {metrics['nll']:.3f}  right {right:.3f}")
-                if right >= settings.target:
+                if right >= target:
                     break
         sft.save(engine, str(model_path), tokenizer_path=str(tokenizer_path))
     return right
@@ -180,8 +230,21 @@ def write_problems(path: Path, problems: Sequence[Problem]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_pairs(path: Path, problems: Sequence[Problem], seed: int) -> None:
+    """The right answer to each problem as ``chosen``, and one that is off by a little as ``rejected``."""
+    draw = random.Random(seed)
+    lines = []
+    for problem in problems:
+        right = int(problem.answer)
+        wrong = draw.choice([n for n in range(max(0, right - 11), right + 12) if n != right])
+        lines.append(
+            json.dumps({"prompt": problem.prompt, "chosen": problem.answer, "rejected": f"{wrong:03d}"})
+        )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def prepare(settings: Settings, output: Path, console: Console) -> None:
-    """Write ``train.jsonl``, ``eval.jsonl`` and ``model`` to ``output``, unless they are there already."""
+    """Write problems, pairs of answers to them and ``model`` to ``output``, unless they are there already."""
     done = output / "prepared.json"
     if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["settings"] == asdict(settings):
         console.print(f"{output} is prepared already")
@@ -191,7 +254,9 @@ def prepare(settings: Settings, output: Path, console: Console) -> None:
     train, held_out = make_problems(settings)
     write_problems(output / "train.jsonl", train)
     write_problems(output / "eval.jsonl", held_out)
-    make_tokenizer().save_pretrained(output / "tokenizer")
+    write_pairs(output / "pairs.jsonl", train, settings.seed)
+    write_pairs(output / "eval_pairs.jsonl", held_out, settings.seed + 1)
+    make_tokenizer(settings.tool).save_pretrained(output / "tokenizer")
     right = warm_up(settings, train, output / "tokenizer", output / "model", console)
     done.write_text(json.dumps({"settings": asdict(settings), "right": right}, indent=2), encoding="utf-8")
     console.print(f"{output}: the model answers {right:.0%} of the problems")
@@ -201,11 +266,17 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Prepare the arithmetic example.")
     parser.add_argument("--engine", default="fsdp", help="the train engine that warms the model up")
-    parser.add_argument("--output", type=Path, default=Path("runs/arithmetic/start"))
+    parser.add_argument(
+        "--output", type=Path, help="by default runs/arithmetic/start, or tool-start beside it"
+    )
+    parser.add_argument(
+        "--tool", action="store_true", help="teach the model to ask a calculator now and then"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    settings = Settings(engine=arguments.engine, seed=arguments.seed)
-    prepare(settings, arguments.output, Console(highlight=False, soft_wrap=True))
+    settings = Settings(engine=arguments.engine, seed=arguments.seed, tool=arguments.tool)
+    output = arguments.output or Path("runs/arithmetic", "tool-start" if settings.tool else "start")
+    prepare(settings, output, Console(highlight=False, soft_wrap=True))
 
 
 if __name__ == "__main__":  # the engine's processes import this module again

@@ -24,6 +24,8 @@ FULL = 2
 """So many layouts of a profile see several models in each check, and every dtype: one and several ranks differ most."""
 EVERY_CHECK = 3
 """On so many layouts every check is run; on further ones, those that do not depend on the model take turns."""
+OF_STATE = 2
+"""On every so manieth of the further layouts these are run."""
 ON_SECOND = 3
 """So many models, in turn, see each check on the second of them; on the first all do."""
 
@@ -48,13 +50,16 @@ class Selection:
     dtype: DType | None = None
     seed: int = 0
     quick: bool = False
+    turns: int = 1
+    """From the fourth layout on, each check is run on every so manieth, and on the first two with that part of the
+    models."""
     device: str = "cpu"
 
     @property
     def narrowed(self) -> bool:
         """Whether it leaves something out that the profile names."""
         parts = (self.layouts, self.families, self.checks, self.dtype)
-        return self.quick or any(part is not None for part in parts)
+        return self.quick or self.turns > 1 or any(part is not None for part in parts)
 
     def wants(self, identifier: str) -> bool:
         """Whether the check ``identifier`` is selected."""
@@ -264,7 +269,8 @@ def places_of(
 
     They do so in settings too, and in further dtypes, which stay on the first two layouts: there checks of what
     depends on the model run on both, and the others on the second, where ranks share state.
-    These others also take turns from the fourth layout on: each is run on every second one.
+    These others also take turns from the fourth layout on: each is run on every second one. With ``selection.turns``
+    all checks do so, and only that part of the models is run on the first two layouts.
     A quick session is the second layout with the first model that suits: expected values then serve several checks.
     """
     if check.each == "engine":
@@ -275,15 +281,17 @@ def places_of(
     # Checks begin at different models, so that a session sees all of them even on a single layout; and with
     # another seed they begin at others.
     first = sum(map(ord, check.identifier)) + selection.seed
+    turns = max(selection.turns, OF_STATE if check.each == "layout" else 1)
     for number, dtype in enumerate(dtypes):
         for place, setting in enumerate(settings):
             if number > 0 and place not in _full(check, settings):
                 continue
-            if place >= EVERY_CHECK and check.each == "layout" and (first + place) % 2:
+            if place >= EVERY_CHECK and (first + place) % turns:
                 continue
             several = check.each == "layout and model" and number == 0 and not setting.name
             several = several and not selection.quick
             count = (len(families), ON_SECOND)[place] if several and place < FULL else 1
+            count = math.ceil(count / selection.turns)
             suited = setting.suited(families)
             turn = 0 if selection.quick else (first + number + place) % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])

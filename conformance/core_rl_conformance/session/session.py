@@ -166,6 +166,7 @@ def _plan(config: pytest.Config) -> Plan:
         dtype=config.getoption("core_rl_dtype"),
         seed=config.getoption("core_rl_seed"),
         quick=config.getoption("core_rl_quick"),
+        turns=config.getoption("core_rl_turns"),
         device=config.getoption("core_rl_device"),
     )
     try:

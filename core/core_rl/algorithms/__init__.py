@@ -5,6 +5,7 @@ Everything here uses public engine methods only and names no engine.
 
 from __future__ import annotations
 
+from core_rl.algorithms.dpo import DPOConfig, DPOInterface
 from core_rl.algorithms.interface import (
     ModelInterface,
     ModelInterfaceAbstraction,
@@ -15,13 +16,21 @@ from core_rl.algorithms.interface import (
     register_interface,
 )
 from core_rl.algorithms.ppo_actor import PPOActorConfig, PPOActorInterface
+from core_rl.algorithms.ppo_critic import PPOCriticConfig, PPOCriticInterface
+from core_rl.algorithms.reward_model import RewardModelConfig, RewardModelInterface
 from core_rl.algorithms.sft import SFTConfig, SFTInterface
 
 __all__ = [
+    "DPOConfig",
+    "DPOInterface",
     "ModelInterface",
     "ModelInterfaceAbstraction",
     "PPOActorConfig",
     "PPOActorInterface",
+    "PPOCriticConfig",
+    "PPOCriticInterface",
+    "RewardModelConfig",
+    "RewardModelInterface",
     "RolloutEngineLike",
     "SFTConfig",
     "SFTInterface",

@@ -6,19 +6,19 @@ entry points of installed distributions (group ``rl_interfaces``); ``"module:Cla
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import importlib_metadata
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from core_rl.algorithms.named import GROUP, load_object, not_found
 from core_rl.config.base import Config, parse_config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.collectives import World
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.meta import SaveLoadMeta
 from core_rl.engines.outputs import ModelOutput, OutputName
@@ -36,11 +36,24 @@ __all__ = [
     "register_interface",
 ]
 
-GROUP = "rl_interfaces"
 BUILT_IN = {
+    "cispo": "core_rl.algorithms.presets:CISPOInterface",
+    "dapo": "core_rl.algorithms.presets:DAPOInterface",
+    "dpo": "core_rl.algorithms.dpo:DPOInterface",
+    "dr_grpo": "core_rl.algorithms.presets:DrGRPOInterface",
+    "grpo": "core_rl.algorithms.presets:GRPOInterface",
+    "gspo": "core_rl.algorithms.presets:GSPOInterface",
+    "ppo": "core_rl.algorithms.presets:PPOInterface",
     "ppo_actor": "core_rl.algorithms.ppo_actor:PPOActorInterface",
+    "ppo_critic": "core_rl.algorithms.ppo_critic:PPOCriticInterface",
+    "reinforce_plus_plus": "core_rl.algorithms.presets:ReinforcePlusPlusInterface",
+    "remax": "core_rl.algorithms.presets:ReMaxInterface",
+    "reward_model": "core_rl.algorithms.reward_model:RewardModelInterface",
+    "rloo": "core_rl.algorithms.presets:RLOOInterface",
     "sft": "core_rl.algorithms.sft:SFTInterface",
 }
+
+DataKind = Literal["rollouts", "demonstrations", "preferences"]
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -79,13 +92,24 @@ class ModelInterface(ABC, Generic[ConfigT]):
     config_class: ClassVar[type[Config]]
     """The config that ``args`` of `ModelInterfaceAbstraction` are parsed into."""
 
+    trains_on: ClassVar[DataKind] = "rollouts"
+    """What `train_step` is to be given: rollouts, sequences to imitate, or pairs of them."""
+
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
     @property
     def wanted_fields(self) -> frozenset[str]:
-        """Token fields that a driver must add to a rollout batch before `train_step`."""
+        """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
         return frozenset()
+
+    def prepare(self, batch: SequenceBatch, world: World | None = None) -> SequenceBatch:
+        """``batch`` with what `train_step` and other interfaces of the step need, taken over all of its sequences.
+
+        `train_step` does it by itself for a batch that was not prepared. ``world`` are the ranks that hold the
+        other parts of the batch, where each of them calls this; behind a group there are none.
+        """
+        return batch
 
     @abstractmethod
     def train_step(
@@ -98,6 +122,13 @@ class ModelInterface(ABC, Generic[ConfigT]):
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
     ) -> SequenceBatch:
         """``batch`` with the engine's own values of its tokens added; no weight changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm itself carries from step to step, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
 
     def generate(
         self, engine: RolloutEngineLike, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow
@@ -161,23 +192,14 @@ def interface_class(name: str) -> type[ModelInterface[Any]]:
         return _registered[name]
     if targets or ":" in name:
         return _load(name, targets[0] if targets else name)
-    known = available_interfaces()
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(
-        f"there is no interface {name!r}; {hint}Known: {', '.join(known)}; or write 'module:Class'"
-    )
+    raise ConfigError(not_found("interface", name, available_interfaces(), "module:Class"))
 
 
 def _load(name: str, target: str) -> type[ModelInterface[Any]]:
-    module, _, attribute = target.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"the interface {name!r} ({target}) cannot be loaded: {error}") from error
-    _check_class(name, cls)
-    found: type[ModelInterface[Any]] = cls
-    return found
+    found: Any = load_object(name, target)
+    _check_class(name, found)
+    cls: type[ModelInterface[Any]] = found
+    return cls
 
 
 def _check_class(name: str, cls: object) -> None:

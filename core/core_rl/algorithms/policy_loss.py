@@ -1,101 +1,71 @@
-"""The clipped policy loss of PPO and GRPO, with KL to a reference and an entropy bonus."""
+"""The loss of a policy: an objective, off-policy weights, KL to a reference and an entropy bonus."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from core_rl.algorithms.aggregation import Aggregation, aggregate, weight_fn
+from core_rl.algorithms.aggregation import aggregate, weight_fn
+from core_rl.algorithms.fields import ADVANTAGES, BEHAVIOUR, IMPORTANCE, PROXIMAL, REFERENCE
 from core_rl.algorithms.kl import KLEstimator, kl_estimate, log_ratio
+from core_rl.algorithms.objectives import Clipped, Objective
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import masked_fill, masked_sum
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.metrics import Metric
 from core_rl.engines.outputs import ModelOutput
 
-__all__ = ["ADVANTAGES", "BEHAVIOUR", "PROXIMAL", "REFERENCE", "PolicyLoss", "clipped_surrogate"]
-
-ADVANTAGES = "advantages"
-BEHAVIOUR = "logprobs"
-"""Token field: log-probs under the policy that generated the tokens, as the rollout engine reported them."""
-PROXIMAL = "prox_logprobs"
-"""Token field: log-probs under the policy before this step's updates, recomputed by the train engine."""
-REFERENCE = "ref_logprobs"
-"""Token field: log-probs under the frozen reference policy."""
-
-
-def clipped_surrogate(
-    log_ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective (arXiv:1707.06347, equation 7), to be maximised, and where it is clipped.
-
-    ``log_ratios [T]`` are ``log(policy / old policy)``; both results are ``[T]``, the second one bool.
-    """
-    ratios = log_ratios.exp()
-    plain = ratios * advantages
-    clipped = ratios.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return torch.minimum(plain, clipped), clipped < plain
+__all__ = ["ADVANTAGES", "BEHAVIOUR", "PROXIMAL", "REFERENCE", "PolicyLoss", "mismatch_metrics"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Per token: ``-surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy``.
+    """Per token: ``-weight * objective + kl_coef * KL(policy || reference) - entropy_coef * entropy``.
 
     The batch holds ``advantages``, ``logprobs`` (behaviour policy) and, where they are used,
-    ``prox_logprobs`` and ``ref_logprobs``, all ``[T]``. The ratio is to the proximal policy where the
-    batch has it, else to the behaviour policy. Token fields may hold anything where the mask is 0.
+    ``prox_logprobs``, ``ref_logprobs`` and ``importance_weights``, all ``[T]``. Ratios are to the proximal
+    policy where the batch has it, else to the behaviour policy. Token fields may hold anything where the
+    mask is 0.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    objective: Objective = field(default_factory=Clipped)
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
-    aggregation: Aggregation = "token_mean"
 
     def spec(self, temperature: float) -> LossSpec:
         """The loss as a train engine takes it."""
         return LossSpec(
             fn=self,
-            weight_fn=weight_fn(self.aggregation),
+            weight_fn=weight_fn(self.objective.aggregation),
             outputs=("logprobs", "entropy"),
             temperature=temperature,
         )
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The scalar sum and its metrics."""
-        mask = batch.loss_mask
+        mask, how = batch.loss_mask, self.objective.aggregation
         logprobs, entropy = masked_fill(output["logprobs"], mask), masked_fill(output["entropy"], mask)
         behaviour, advantages = masked_fill(batch[BEHAVIOUR], mask), masked_fill(batch[ADVANTAGES], mask)
         old = masked_fill(batch[PROXIMAL], mask) if PROXIMAL in batch else behaviour
 
-        log_ratios = log_ratio(logprobs, old)
-        surrogate, clipped = clipped_surrogate(log_ratios, advantages, self.clip_low, self.clip_high)
-        losses = -surrogate - self.entropy_coef * entropy
-        metrics = self._metrics(log_ratios, clipped, batch)
+        surrogate = self.objective(logprobs, old, advantages, batch)
+        gains = surrogate.values
+        if IMPORTANCE in batch:
+            gains = gains * masked_fill(batch[IMPORTANCE], mask)
+        losses = -gains - self.entropy_coef * entropy
+        metrics = _ratio_metrics(log_ratio(logprobs.detach(), old), surrogate.clipped, mask)
         metrics |= _means({"entropy": entropy, "advantage": advantages}, mask)
         metrics |= mismatch_metrics(logprobs, behaviour, mask)
         if REFERENCE in batch:
             reference = masked_fill(batch[REFERENCE], mask)
             losses = losses + self.kl_coef * kl_estimate(logprobs, reference, self.kl_estimator)
             metrics |= _kl_metrics(logprobs, reference, mask)
-        weight = weight_fn(self.aggregation)(batch)
-        metrics["policy_loss"] = Metric.mean(-aggregate(surrogate, batch, self.aggregation), weight)
-        return aggregate(losses, batch, self.aggregation), metrics
-
-    def _metrics(self, log_ratios: Tensor, clipped: Tensor, batch: SequenceBatch) -> dict[str, Metric]:
-        mask, ratios = batch.loss_mask, log_ratios.detach().exp()
-        infinity = torch.full_like(ratios, torch.inf)
-        # KL(old || policy) with tokens of the old policy: k3 with the arguments the other way round.
-        approx_kl = kl_estimate(torch.zeros_like(ratios), log_ratios.detach(), "k3")
-        return {
-            **_means({"approx_kl": approx_kl, "clip_fraction": clipped.to(ratios.dtype)}, mask),
-            "ratio_max": Metric.max(torch.where(mask, ratios, -infinity).max()),
-            "ratio_min": Metric.min(torch.where(mask, ratios, infinity).min()),
-        }
+        metrics["policy_loss"] = Metric.mean(-aggregate(gains, batch, how), weight_fn(how)(batch))
+        return aggregate(losses, batch, how), metrics
 
 
 def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Metric]:
@@ -109,6 +79,18 @@ def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> dict[str
         "mismatch_k3": kl_estimate(rollout, trainer, "k3"),
     }
     return {**_means(estimates, mask), "mismatch_max": Metric.max((trainer - rollout).abs().max())}
+
+
+def _ratio_metrics(log_ratios: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Metric]:
+    ratios = log_ratios.exp()
+    infinity = torch.full_like(ratios, torch.inf)
+    # KL(old || policy) with tokens of the old policy: k3 with the arguments the other way round.
+    approx_kl = kl_estimate(torch.zeros_like(ratios), log_ratios, "k3")
+    return {
+        **_means({"approx_kl": approx_kl, "clip_fraction": clipped.to(ratios.dtype)}, mask),
+        "ratio_max": Metric.max(torch.where(mask, ratios, -infinity).max()),
+        "ratio_min": Metric.min(torch.where(mask, ratios, infinity).min()),
+    }
 
 
 def _kl_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Metric]:

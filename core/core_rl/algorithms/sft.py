@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from core_rl.algorithms.aggregation import Aggregation, aggregate, weight_fn
-from core_rl.algorithms.interface import ModelInterface, TrainEngineLike
+from core_rl.algorithms.interface import TrainEngineLike
+from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import masked_sum
@@ -43,16 +44,14 @@ class SFTLoss:
         return aggregate(losses, batch, self.aggregation), {"nll": nll}
 
 
-class SFTInterface(ModelInterface[SFTConfig]):
+class SFTInterface(SupervisedInterface[SFTConfig]):
     """One optimizer step on the batch's trained tokens."""
 
     config_class = SFTConfig
+    trains_on = "demonstrations"
 
-    def train_step(
-        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
-    ) -> dict[str, float]:
-        """One update with the whole batch."""
-        return engine.train_batch(batch, SFTLoss(aggregation=self.config.aggregation).spec(), mb_spec)
+    def loss(self) -> LossSpec:
+        return SFTLoss(aggregation=self.config.aggregation).spec()
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec

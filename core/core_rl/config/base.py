@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -56,14 +56,23 @@ def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 
 def _owner(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """The config class that ``location`` leads to, where plain nesting leads to one."""
+    """The config class that ``location`` leads to, through plain nesting and sections chosen by ``type``."""
+    nested: list[type[BaseModel]] = [kind]
     for part in location:
-        field = kind.model_fields.get(str(part))
+        chosen = [c for c in nested if "type" in c.model_fields and c.model_fields["type"].default == part]
+        if len(nested) > 1 and len(chosen) == 1:
+            nested = chosen  # pydantic puts the tag into the location
+            continue
+        field = nested[0].model_fields.get(str(part)) if len(nested) == 1 else None
         if field is None:
             return None
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if len(nested) != 1:
-            return None
-        kind = nested[0]
-    return kind
+        nested = list(_configs_in(field.annotation))
+    return nested[0] if len(nested) == 1 else None
+
+
+def _configs_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The config classes among the members of unions and the arguments of ``Annotated``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for member in getattr(annotation, "__args__", ()):
+        yield from _configs_in(member)

@@ -21,6 +21,7 @@ from core_rl.engines.inference_hooks import InferenceHooks
 from core_rl.engines.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError
+from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.executor import WorkflowExecutor
 from core_rl.rollout.staleness import StalenessLimit
 from core_rl.rollout.types import LLMRequest, LLMResponse
@@ -276,9 +277,14 @@ class InferenceEngine(InferenceHooks):
                 self._rollouts = WorkflowExecutor(self, limit, self.get_version)
             return self._rollouts
 
-    def submit(self, data: Mapping[str, Any], workflow: RolloutWorkflow) -> int:
-        """Queue one sample; it runs when the bound on staleness allows. Returns the episode's number."""
-        return self.rollouts.submit(data, workflow)
+    def submit(
+        self, data: Mapping[str, Any], workflow: RolloutWorkflow, should_accept: AcceptFn | None = None
+    ) -> int:
+        """Queue one sample; it runs when the bound on staleness allows. Returns the episode's number.
+
+        ``should_accept`` sees the episode's sequences; where it is false, the episode counts as rejected.
+        """
+        return self.rollouts.submit(data, workflow, should_accept)
 
     def wait(self, count: int, timeout: float | None = None) -> SequenceBatch:
         """The sequences of ``count`` accepted episodes in the order of submission.
@@ -288,14 +294,18 @@ class InferenceEngine(InferenceHooks):
         return SequenceBatch.concat(self.rollouts.wait(count, timeout))
 
     def rollout(
-        self, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, timeout: float | None = None
+        self,
+        data: Sequence[Mapping[str, Any]],
+        workflow: RolloutWorkflow,
+        timeout: float | None = None,
+        should_accept: AcceptFn | None = None,
     ) -> SequenceBatch:
-        """Run all samples now, without a bound on staleness; sequences in the order of ``data``.
+        """Run all samples now, without a bound on staleness; sequences of those accepted in the order of ``data``.
 
         Raises `RolloutError` for the first episode that fails, after ``timeout`` seconds, and when
         there is no accepted sample.
         """
-        batches = self.rollouts.rollout(data, workflow, timeout)
+        batches = self.rollouts.rollout(data, workflow, timeout, should_accept)
         if not batches:
             raise RolloutError(f"none of {len(data)} samples was accepted; there is nothing to return")
         return SequenceBatch.concat(batches)
@@ -305,9 +315,11 @@ class InferenceEngine(InferenceHooks):
         loader: Iterator[Sequence[Mapping[str, Any]]],
         workflow: RolloutWorkflow,
         timeout: float | None = None,
+        should_accept: AcceptFn | None = None,
     ) -> SequenceBatch:
-        """The next ``consumer_batch_size`` episodes, while later ones run ahead as far as staleness allows.
+        """The next ``consumer_batch_size`` accepted episodes, while later ones run ahead as far as staleness allows.
 
-        ``loader`` yields lists of samples and belongs to the driver, which passes the same iterator each time.
+        ``loader`` yields lists of samples and belongs to the driver, which passes the same iterator each
+        time. With ``max_head_offpolicyness = 0`` nothing runs ahead; rejected episodes are replaced.
         """
-        return SequenceBatch.concat(self.rollouts.prepare(loader, workflow, timeout))
+        return SequenceBatch.concat(self.rollouts.prepare(loader, workflow, timeout, should_accept))

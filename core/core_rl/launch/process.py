@@ -9,9 +9,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -19,7 +20,7 @@ from core_rl.errors import GroupError
 from core_rl.launch.messages import Channel
 from core_rl.launch.worker import DUMP_SIGNAL, rank_main
 
-__all__ = ["RankProcess", "start_fork_server"]
+__all__ = ["RankProcess", "start_fork_server", "start_process"]
 
 PRELOAD = "core_rl.launch.preload"
 DUMP_WAIT_S = 1.0
@@ -46,6 +47,18 @@ def start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
+    """Run ``target(*args)`` in a new process, forked from the fork server. Raises ``OSError`` or ``EOFError``."""
+    start_fork_server()
+    # Not a daemon: a daemon may not have children, and an engine may need some.
+    process = multiprocessing.get_context("forkserver").Process(
+        target=target, args=args, name=name, daemon=False
+    )
+    with _real_main_only():
+        process.start()
+    return process
+
+
 class RankProcess:
     """One rank's process and the channel to it. Starts at construction; the rank then says hello."""
 
@@ -56,17 +69,9 @@ class RankProcess:
         self.channel = Channel(ours)
         streams = {number: _Duplicate(number) for number in (1, 2) if _is_open(number)}
         stacks = _Duplicate(self._stacks.fileno())
-        start_fork_server()
-        # Not a daemon: a daemon may not have children, and an engine may need some.
-        self._process = multiprocessing.get_context("forkserver").Process(
-            target=rank_main,
-            args=(rank, theirs, streams, stacks, dict(os.environ)),
-            name=f"core-rl rank {rank}",
-            daemon=False,
-        )
+        arguments = (rank, theirs, streams, stacks, dict(os.environ))
         try:
-            with _real_main_only():
-                self._process.start()
+            self._process = start_process(rank_main, arguments, f"core-rl rank {rank}")
         except (EOFError, OSError) as error:
             self.channel.close()
             raise GroupError(

@@ -19,7 +19,7 @@ from typing import Any
 
 from core_rl.launch.messages import Channel, Done, Failure, pack_reply, unpack_call
 
-__all__ = ["DUMP_SIGNAL", "RankState", "rank_main"]
+__all__ = ["DUMP_SIGNAL", "RankState", "end_with_driver", "rank_main"]
 
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of its threads, even while it hangs in a collective."""
@@ -41,7 +41,7 @@ def rank_main(
 
     ``streams`` maps standard descriptors to the driver's own, ``stacks`` is a file for stack dumps.
     """
-    _end_with_driver()
+    end_with_driver()
     _adopt(streams, environ)
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
@@ -77,10 +77,10 @@ def _adopt(streams: Mapping[int, int], environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
-def _end_with_driver() -> None:
-    """Kill this rank and its children when the driver ends, and leave Ctrl-C to the driver.
+def end_with_driver() -> None:
+    """Kill this process and its children when the driver ends, and leave Ctrl-C to the driver.
 
-    A rank leads a process group of its own, so that its children end with it and a terminal's
+    It leads a process group of its own, so that its children end with it and a terminal's
     signals reach the driver alone. A thread waits for the driver's end. On Linux the kernel does
     the same, which works even while some C code holds the interpreter lock or the rank is stopped.
     """

@@ -6,13 +6,13 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import EngineStateError, RolloutError
-from core_rl.rollout.loop_thread import LoopThread, being_cancelled
+from core_rl.rollout.episode import AcceptFn, Episode
+from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.staleness import StalenessLimit
 from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
 
@@ -21,19 +21,13 @@ __all__ = ["WorkflowExecutor"]
 _Data = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Episode:
-    number: int
-    data: _Data
-    workflow: RolloutWorkflow
-
-
 class WorkflowExecutor:
     """Runs episodes concurrently, in two ways.
 
     `rollout` runs all samples at once and returns when the last one is done. `submit` with `wait`, or
     `prepare`, runs ahead of the consumer, as far as the `StalenessLimit` allows; what is submitted beyond
     it waits for newer weights. Results come in the order of submission, whatever finished first.
+    Where there is a filter (``should_accept``), episodes that it rejects make room for others.
 
     Everything but the episodes runs in the caller's threads; ``_changed`` guards what both touch.
     """
@@ -43,7 +37,9 @@ class WorkflowExecutor:
         self._limit = limit
         self._version = version
         self._changed = threading.Condition()
-        self._waiting: deque[_Episode] = deque()
+        self._outstanding: dict[int, Episode] = {}
+        """Submitted, and neither consumed nor rejected, nor raised as an error."""
+        self._waiting: deque[Episode] = deque()
         self._running: set[int] = set()
         self._started_at: dict[int, int] = {}
         """The version at the start of each episode that runs, or that is finished and not consumed."""
@@ -56,7 +52,11 @@ class WorkflowExecutor:
     # ------------------------------------------------------------ synchronous
 
     def rollout(
-        self, data: Sequence[_Data], workflow: RolloutWorkflow, timeout: float | None = None
+        self,
+        data: Sequence[_Data],
+        workflow: RolloutWorkflow,
+        timeout: float | None = None,
+        should_accept: AcceptFn | None = None,
     ) -> list[SequenceBatch]:
         """Run one episode for each sample and return their batches in the order of ``data``.
 
@@ -66,7 +66,7 @@ class WorkflowExecutor:
         self._loop.check_caller()
         first = self._claim(len(data))
         episodes = [
-            _Episode(number=first + index, data=sample, workflow=workflow)
+            Episode(number=first + index, data=sample, workflow=workflow, should_accept=should_accept)
             for index, sample in enumerate(data)
         ]
         done: list[int] = []
@@ -82,12 +82,12 @@ class WorkflowExecutor:
             future.cancel()
         return [result for result in results if result is not None]
 
-    async def _run_all(self, episodes: Sequence[_Episode], done: list[int]) -> list[SequenceBatch | None]:
+    async def _run_all(self, episodes: Sequence[Episode], done: list[int]) -> list[SequenceBatch | None]:
         free = asyncio.Semaphore(self._limit.max_concurrent)
 
-        async def run(episode: _Episode) -> SequenceBatch | None:
+        async def run(episode: Episode) -> SequenceBatch | None:
             async with free:
-                result = await self._run(episode)
+                result = await episode.run(self._engine)
             done.append(episode.number)
             return result
 
@@ -100,13 +100,30 @@ class WorkflowExecutor:
 
     # ----------------------------------------------------------- asynchronous
 
-    def submit(self, data: _Data, workflow: RolloutWorkflow) -> int:
+    def submit(self, data: _Data, workflow: RolloutWorkflow, should_accept: AcceptFn | None = None) -> int:
         """Queue one sample and return the number of its episode. Never waits."""
+        return self.submit_all([data], workflow, should_accept)[0]
+
+    def submit_all(
+        self, data: Sequence[_Data], workflow: RolloutWorkflow, should_accept: AcceptFn | None = None
+    ) -> list[int]:
+        """Queue samples so that all of them that may start do so at once; the numbers of their episodes."""
         with self._changed:
-            number = self._claim(1)
-            self._waiting.append(_Episode(number=number, data=data, workflow=workflow))
+            first = self._claim(len(data))
+            self._queue(enumerate(data, first), workflow, should_accept)
         self.wake()
-        return number
+        return list(range(first, first + len(data)))
+
+    def _queue(
+        self,
+        numbered: Iterable[tuple[int, _Data]],
+        workflow: RolloutWorkflow,
+        should_accept: AcceptFn | None,
+    ) -> None:
+        for number, sample in numbered:
+            episode = Episode(number=number, data=sample, workflow=workflow, should_accept=should_accept)
+            self._outstanding[number] = episode
+            self._waiting.append(episode)
 
     def wait(self, count: int, timeout: float | None = None) -> list[SequenceBatch]:
         """``count`` accepted episodes, the earliest submitted of those that are finished.
@@ -121,7 +138,11 @@ class WorkflowExecutor:
             return self._take(count, timeout)
 
     def prepare(
-        self, loader: Iterator[Sequence[_Data]], workflow: RolloutWorkflow, timeout: float | None = None
+        self,
+        loader: Iterator[Sequence[_Data]],
+        workflow: RolloutWorkflow,
+        timeout: float | None = None,
+        should_accept: AcceptFn | None = None,
     ) -> list[SequenceBatch]:
         """The episodes of one optimizer step; ``loader`` is drawn from as far as the limit allows.
 
@@ -139,18 +160,19 @@ class WorkflowExecutor:
             samples = next(loader, None)
             if samples is None:
                 return self.wait(count, left)
-            for sample in samples:
-                self.submit(sample, workflow)
+            self.submit_all(samples, workflow, should_accept)
 
     def _take(self, count: int, timeout: float | None) -> list[SequenceBatch]:
         if self._failed:
-            raise self._failed.pop(min(self._failed))
+            number = min(self._failed)
+            del self._outstanding[number]
+            raise self._failed.pop(number)
         if not self._ready(count):
             raise RolloutError(self._missing(count, timeout))
         self._consumed += count
         numbers = self._earliest(count)
         for number in numbers:
-            del self._started_at[number]
+            del self._started_at[number], self._outstanding[number]
         return [self._finished.pop(number) for number in numbers]
 
     def _earliest(self, count: int) -> list[int]:
@@ -172,10 +194,10 @@ class WorkflowExecutor:
                 task.add_done_callback(self._tasks.discard)
             self._changed.notify_all()
 
-    async def _run_counted(self, episode: _Episode) -> None:
+    async def _run_counted(self, episode: Episode) -> None:
         result: SequenceBatch | RolloutError | None
         try:
-            result = await self._run(episode)
+            result = await episode.run(self._engine)
         except RolloutError as error:
             result = error
         with self._changed:
@@ -187,29 +209,11 @@ class WorkflowExecutor:
                 del self._started_at[episode.number]
                 if result is None:
                     self._rejected += 1
+                    del self._outstanding[episode.number]
                 else:
                     self._failed[episode.number] = result
             self._changed.notify_all()
         self._start_ready()
-
-    async def _run(self, episode: _Episode) -> SequenceBatch | None:
-        try:
-            result: SequenceBatch | None = await episode.workflow.arun_episode(
-                self._engine, episode.data, episode.number
-            )
-        except asyncio.CancelledError as error:
-            if being_cancelled():
-                raise
-            raise RolloutError(f"episode {episode.number} failed: its workflow cancelled itself") from error
-        except Exception as error:
-            raise RolloutError(f"episode {episode.number} failed: {type(error).__name__}: {error}") from error
-        checked: object = result
-        if checked is not None and not (isinstance(checked, SequenceBatch) and checked.num_sequences):
-            raise RolloutError(
-                f"episode {episode.number}: {type(episode.workflow).__name__} returned {result!r}; "
-                "a workflow returns a SequenceBatch with sequences, or None to reject the sample"
-            )
-        return result
 
     # -------------------------------------------------------------- conditions
 
@@ -247,6 +251,8 @@ class WorkflowExecutor:
                 f", {waiting} wait for room or for newer weights than version {self._version()} "
                 f"(max_head_offpolicyness = {self._limit.max_head_offpolicyness})"
             )
+        if self._rejected:
+            text += f"; {self._rejected} were rejected so far"
         return text
 
     # ------------------------------------------------------------------- state
@@ -263,23 +269,48 @@ class WorkflowExecutor:
                 "consumed": self._consumed,
             }
 
-    def state_dict(self) -> dict[str, int]:
-        """What a run checkpoint keeps, as JSON: numbers of episodes.
+    def state_dict(self) -> dict[str, Any]:
+        """What a run checkpoint keeps, as JSON where the samples are: counts, and the samples to be run again.
 
-        Episodes that were submitted and not consumed are not in it: the driver submits them again.
+        Those are all that were submitted and not consumed, finished or not, in the order of submission.
         """
         with self._changed:
-            return {"next_episode": self._next, "consumed": self._consumed}
+            return {
+                "next_episode": self._next,
+                "consumed": self._consumed,
+                "rejected": self._rejected,
+                "outstanding": [
+                    {"number": number, "data": dict(self._outstanding[number].data)}
+                    for number in sorted(self._outstanding)
+                ],
+            }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from `state_dict`. Raises `EngineStateError` while episodes are outstanding."""
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        workflow: RolloutWorkflow | None = None,
+        should_accept: AcceptFn | None = None,
+    ) -> None:
+        """Go on from `state_dict`: its samples are submitted to ``workflow`` again, under their numbers.
+
+        Raises `EngineStateError` while episodes are outstanding, and when there is no workflow for samples.
+        """
+        again = [(int(entry["number"]), entry["data"]) for entry in state["outstanding"]]
         with self._changed:
-            if self._waiting or self._running or self._finished or self._failed:
+            if self._outstanding:
                 raise EngineStateError(
                     "load_state_dict() while episodes are outstanding; load before submit()"
                 )
+            if again and workflow is None:
+                raise EngineStateError(
+                    f"load_state_dict() of {len(again)} samples that are to be run again; pass their workflow"
+                )
             self._next = int(state["next_episode"])
             self._accepted = self._consumed = int(state["consumed"])
+            self._rejected = int(state["rejected"])
+            if workflow is not None:
+                self._queue(again, workflow, should_accept)
+        self.wake()
 
     def _claim(self, count: int) -> int:
         """The first of ``count`` new episode numbers."""

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import ConfigError, RolloutError
+from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.rewards import RewardFn, compute_reward
+from core_rl.rollout.seeds import derive_seed
+from core_rl.rollout.transcript import Transcript
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 
-__all__ = ["RolloutWorkflow", "SingleTurnWorkflow", "TokenGenerator", "derive_seed", "pack_responses"]
+__all__ = [
+    "RolloutWorkflow",
+    "SingleTurnWorkflow",
+    "TokenGenerator",
+    "derive_seed",
+    "gather_group",
+    "pack_responses",
+]
 
-
-class TokenGenerator(Protocol):
-    """What a workflow needs of an engine."""
-
-    async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Continue one prompt."""
-        ...
+_Result = TypeVar("_Result")
 
 
 class RolloutWorkflow(Protocol):
@@ -47,7 +49,7 @@ class SingleTurnWorkflow:
 
     ``data`` holds ``prompt_ids`` and whatever the reward function reads. The result has the fields of
     `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64 ``[B]``, the episode's number).
-    An episode with an aborted answer is rejected.
+    An answer that the engine aborts goes on; see `generate_whole`.
     """
 
     reward: RewardFn
@@ -69,19 +71,10 @@ class SingleTurnWorkflow:
         if "prompt_ids" not in data:
             raise RolloutError(f"sample {episode} has no 'prompt_ids'; it has {sorted(data)}")
         prompt = tuple(int(token) for token in data["prompt_ids"])
-        answers = [
-            asyncio.ensure_future(self._answer(engine, prompt, data, episode, member))
-            for member in range(self.group_size)
-        ]
-        try:
-            scored = await asyncio.gather(*answers)
-        finally:
-            for answer in answers:  # those that still run, when one has failed
-                answer.cancel()
-        responses = [response for response, _ in scored]
-        if any(response.stop_reason == "abort" for response in responses):
-            return None
-        return pack_responses(responses).with_sequences(
+        scored = await gather_group(
+            self._answer(engine, prompt, data, episode, member) for member in range(self.group_size)
+        )
+        return pack_responses([response for response, _ in scored]).with_sequences(
             rewards=torch.tensor([reward for _, reward in scored], dtype=torch.float32),
             group=torch.full((self.group_size,), episode, dtype=torch.long),
         )
@@ -98,9 +91,7 @@ class SingleTurnWorkflow:
         sampling = (
             self.sampling if seed is None else replace(self.sampling, seed=derive_seed(seed, episode, member))
         )
-        response = await engine.agenerate(LLMRequest(input_ids=prompt, sampling=sampling))
-        if response.stop_reason == "abort":
-            return response, 0.0
+        response = await generate_whole(engine, LLMRequest(input_ids=prompt, sampling=sampling))
         subject = f"sample {episode}, answer {member}"
         reward = await compute_reward(
             self.reward, prompt, response.output_ids, data, subject=subject, timeout_s=self.reward_timeout_s
@@ -108,28 +99,20 @@ class SingleTurnWorkflow:
         return response, reward
 
 
-def derive_seed(seed: int, *path: int) -> int:
-    """A seed in [0, 2**63) that depends on all arguments, and on nothing else."""
-    text = "/".join(str(part) for part in (seed, *path))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+async def gather_group(members: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """The results of all ``members``, which run at once. When one fails, the others are ended before it is raised."""
+    tasks = [asyncio.ensure_future(member) for member in members]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def pack_responses(responses: Sequence[LLMResponse]) -> SequenceBatch:
-    """Prompt and answer of each response as one sequence, token ids as they were.
-
-    Token fields: ``loss_mask`` (bool; the answer, its stop token included), ``logprobs`` (float32; those
-    of the rollout, 0 in the prompt) and ``versions`` (int64; -1 in the prompt). Meta: ``stop_reason``.
-    """
-
-    def aligned(response: LLMResponse, values: Sequence[float], fill: float, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([*[fill] * len(response.input_ids), *values], dtype=dtype)
-
-    return SequenceBatch.from_sequences(
-        [r.input_ids + r.output_ids for r in responses],
-        tokens={
-            "loss_mask": [aligned(r, [1] * len(r.output_ids), 0, torch.bool) for r in responses],
-            "logprobs": [aligned(r, r.logprobs, 0.0, torch.float32) for r in responses],
-            "versions": [aligned(r, r.versions, -1, torch.long) for r in responses],
-        },
-        meta={"stop_reason": [r.stop_reason for r in responses]},
-    )
+    """Prompt and answer of each response as one sequence, token ids as they were; see `Transcript.pack`."""
+    transcripts = [Transcript(response.input_ids) for response in responses]
+    for transcript, response in zip(transcripts, responses, strict=True):
+        transcript.add_answer(response)
+    return Transcript.pack(transcripts)

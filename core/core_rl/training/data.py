@@ -1,8 +1,8 @@
-"""Prompts from JSONL files, and the order in which they come."""
+"""Encoded training data, and the order in which it comes."""
 
 from __future__ import annotations
 
-import json
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,88 +12,114 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from core_rl.errors import BatchError, raise_all
+from core_rl.errors import BatchError
 from core_rl.rollout.workflow import derive_seed
+from core_rl.training.encoding import encode_answer, encode_demonstration, encode_prompt
+from core_rl.training.rows import check_demonstration, check_preference, check_prompt, read_jsonl, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptDataset", "ShuffledOrder", "encode_prompt", "prompt_loader", "read_jsonl"]
+__all__ = [
+    "NUMBER",
+    "DemonstrationDataset",
+    "NumberedBatches",
+    "PreferenceDataset",
+    "PromptDataset",
+    "RowDataset",
+    "ShuffledOrder",
+    "encode_prompt",
+    "prompt_loader",
+    "read_jsonl",
+]
+
+logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
 
-SHOWN = 10
-"""Damaged lines that an error lists."""
+NUMBER = "number"
+"""The field of a sample that holds its place in the data order of the run."""
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSONL file with a ``prompt`` each; empty lines are skipped.
+class RowDataset(Dataset[Sample]):
+    """Rows of training data, each with what was encoded of it. A sample's ``index`` is its place among them."""
 
-    Raises `BatchError` with the file and the number of every damaged line (the first ten), or when
-    there is nothing in it.
-    """
-    rows: list[dict[str, Any]] = []
-    problems: list[str] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = _parse_line(line)
-        if isinstance(row, str):
-            problems.append(f"line {number} {row}")
-        else:
-            rows.append(row)
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    raise_all(BatchError, str(path), problems[:SHOWN] + more)
-    if not rows:
-        raise BatchError(f"{path} has no prompts; write one JSON object with a 'prompt' on each line")
-    return rows
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | str:
-    """The object in ``line``, or what is wrong with it."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return f"is not UTF-8: {error.reason} at byte {error.start}"
-    except json.JSONDecodeError as error:
-        return f"is not JSON: {error.msg} at column {error.colno}"
-    if not isinstance(row, dict):
-        return f"is a {type(row).__name__}; it must be an object with a 'prompt'"
-    if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-        return f"needs a text 'prompt'; it has {row.get('prompt')!r}"
-    return row
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of ``prompt``, ready to be continued.
-
-    The beginning-of-sequence token stands once where the tokenizer puts it, even if the text spells
-    it out as well, and no end-of-sequence token stands at the end.
-    """
-    ids: list[int] = tokenizer(prompt)["input_ids"]
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    while len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
-        ids = ids[1:]
-    while len(ids) > 1 and eos is not None and ids[-1] == eos:
-        ids = ids[:-1]
-    return ids
-
-
-class PromptDataset(Dataset[Sample]):
-    """The lines of a JSONL file, each with its ``prompt_ids``."""
-
-    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        rows = read_jsonl(path)
-        self._samples = [row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])} for row in rows]
-        empty = [n for n, sample in enumerate(self._samples) if not sample["prompt_ids"]]
-        if empty:
-            raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = [{**sample, "index": index} for index, sample in enumerate(samples)]
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
         return self._samples[index]
+
+
+class PromptDataset(RowDataset):
+    """Prompts, each with its ``prompt_ids``.
+
+    ``limit`` is the most tokens of a prompt; longer ones are an error that names them, or, with ``drop``, left out.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int | None = None,
+        drop: bool = False,
+    ) -> None:
+        samples = [
+            row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])}
+            for row in read_rows(path, check_prompt)
+        ]
+        empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
+        if empty:
+            raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
+        super().__init__(within_limit(path, samples, [len(s["prompt_ids"]) for s in samples], limit, drop))
+
+
+class DemonstrationDataset(RowDataset):
+    """Sequences to imitate: ``input_ids`` and ``loss_mask``."""
+
+    def __init__(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
+    ) -> None:
+        encoded = [encode_demonstration(tokenizer, row) for row in read_rows(path, check_demonstration)]
+        samples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in encoded]
+        super().__init__(within_limit(path, samples, [len(ids) for ids, _ in encoded], limit, drop))
+
+
+class PreferenceDataset(RowDataset):
+    """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""
+
+    def __init__(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
+    ) -> None:
+        samples = [
+            {name: encode_answer(tokenizer, row["prompt"], row[name]) for name in ("chosen", "rejected")}
+            for row in read_rows(path, check_preference)
+        ]
+        lengths = [max(len(ids) for ids, _ in sample.values()) for sample in samples]
+        super().__init__(within_limit(path, samples, lengths, limit, drop))
+
+
+def within_limit(
+    path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
+) -> list[Sample]:
+    """The samples of at most ``limit`` tokens; see `PromptDataset`."""
+    wrong = [n for n, length in enumerate(lengths) if limit is not None and length > limit]
+    if not wrong:
+        return list(samples)
+    kind = "prompt" if "prompt_ids" in samples[0] else "row"
+    text = f"{len(wrong)} of {len(samples)} {kind}s are longer than the {limit} tokens that the model's context leaves"
+    if not drop or len(wrong) == len(samples):
+        shown = ", ".join(f"{kind} {n + 1} ({lengths[n]} tokens)" for n in wrong[:3])
+        raise BatchError(
+            f"{path}: {text}: {shown}. Shorten them, lower rollout.max_new_tokens where there are rollouts, or set "
+            "data.too_long=drop"
+        )
+    logger.warning("%s: %s; they are left out", path, text)
+    longer = set(wrong)
+    return [sample for n, sample in enumerate(samples) if n not in longer]
 
 
 class ShuffledOrder(Iterator[int]):
@@ -136,7 +162,7 @@ def _as_list(samples: Sequence[Sample]) -> list[Sample]:
     return list(samples)
 
 
-def prompt_loader(dataset: PromptDataset, batch_size: int, seed: int) -> StatefulDataLoader:
+def prompt_loader(dataset: RowDataset, batch_size: int, seed: int) -> StatefulDataLoader:
     """An endless loader of lists of ``batch_size`` samples. Its ``state_dict()`` is JSON.
 
     A pass over the data may end in the middle of a batch; the next one begins there.
@@ -146,3 +172,36 @@ def prompt_loader(dataset: PromptDataset, batch_size: int, seed: int) -> Statefu
         # torchdata 0.11 calls what newer torch deprecates; it goes when a torchdata without it is required.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=_as_list)
+
+
+class NumberedBatches(Iterator[list[Sample]]):
+    """The batches of a loader, each sample with its place in the data order; ``limit`` samples at most."""
+
+    def __init__(self, loader: StatefulDataLoader, limit: int | None = None) -> None:
+        self._loader = loader
+        self._limit = limit
+        self._batches: Iterator[list[Sample]] | None = None
+        self._drawn = 0
+
+    def __next__(self) -> list[Sample]:
+        if self._limit is not None and self._drawn >= self._limit:
+            raise StopIteration
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        samples = next(self._batches)
+        first, self._drawn = self._drawn, self._drawn + len(samples)
+        return [{**sample, NUMBER: number} for number, sample in enumerate(samples, first)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data order stands, as JSON."""
+        return {
+            "drawn": self._drawn,
+            "loader": self._loader.state_dict() if self._batches is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; before the first batch is drawn."""
+        assert self._batches is None
+        self._drawn = int(state["drawn"])
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])

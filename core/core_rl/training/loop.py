@@ -1,41 +1,46 @@
-"""One step of synchronous training: generate, score, update, hand the new weights over."""
+"""One step of training: take answers, score them, update, hand the new weights over."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core_rl.algorithms.interface import ModelInterface
-from core_rl.algorithms.policy_loss import BEHAVIOUR, PROXIMAL, REFERENCE
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.spec import Capability
 from core_rl.errors import CheckpointMismatch
-from core_rl.training.data import PromptDataset, prompt_loader
+from core_rl.launch.group import EngineGroup
+from core_rl.rollout.mismatch import mismatch_by_lag, mismatch_of, staleness_of
+from core_rl.training.data import NumberedBatches, PromptDataset, prompt_loader
 from core_rl.training.recipe import Recipe
-from core_rl.training.roles import Roles
+from core_rl.training.roles import Roles, saved_state
 from core_rl.training.rollouts import Rollouts
+from core_rl.training.scoring import Scoring
 
-__all__ = ["TrainingLoop"]
-
-ACTOR = "actor"
+__all__ = ["Clock", "GroupWriter", "TrainingLoop", "interrupted", "restore_group"]
 
 
 class TrainingLoop:
     """The engines, the algorithm and the data of a run. The version of the weights is the number of steps.
 
-    Everything random is a function of the recipe's seed and the step, so that a run that goes on from a
-    checkpoint is the run that was never interrupted.
+    Everything random is a function of the recipe's seed and of places in the data order, so that a synchronous
+    run that goes on from a checkpoint is the run that was never interrupted. In an asynchronous one the data
+    order is the same, and which weights answer a prompt depends on the clock, within the bound.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         algorithm: ModelInterface[Any],
+        critic: ModelInterface[Any] | None,
         roles: Roles,
         rollouts: Rollouts,
         data: tuple[PromptDataset, PromptDataset],
@@ -47,45 +52,58 @@ class TrainingLoop:
         self._rollouts = rollouts
         self._eval_samples = [eval_data[index] for index in range(len(eval_data))]
         self._weights = weights
-        self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
+        self._model_path = recipe.model.path
+        self._scoring = Scoring(
+            roles=roles,
+            actor=algorithm,
+            critic=critic,
+            reward_weight=recipe.reward_model.weight if recipe.reward_model is not None else 0.0,
+            mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
+        )
         self._timeout_s = recipe.rollout.timeout_s
-        self._loader = prompt_loader(train_data, recipe.rollout.prompts_per_step, recipe.seed)
-        self._batches: Iterator[Sequence[Mapping[str, Any]]] | None = None
+        prompts = recipe.rollout.prompts_per_step
+        loader = prompt_loader(train_data, prompts, recipe.seed)
+        # Without a filter, the last steps need not run ahead of what is left to train on.
+        limit = recipe.steps * prompts if recipe.rollout.should_accept is None else None
+        self._data = NumberedBatches(loader, limit)
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next prompts; the metrics of the step. Afterwards all weights have version ``step``."""
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        clock = _Clock()
-        samples = next(self._batches)
+        clock = Clock()
         with clock.phase("rollout"):
-            batch = self._rollouts.training_batch(step, samples)
+            batch = self._rollouts.training_batch(step, self._data)
         with clock.phase("logprobs"):
-            complete = self._with_logprobs(batch)
+            complete, recomputed = self._scoring.complete(batch)
+        metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
         with clock.phase("update"):
-            metrics = self._algorithm.train_step(self._roles.actor, complete, self._mb_spec)
-            self._roles.actor.lr_scheduler_step()
+            metrics |= self._scoring.train(complete)
         with clock.phase("sync"):
             self.publish(step)
+        metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)
         speed = {"tokens_per_s": batch.num_tokens / clock.total()}
-        return _describe(batch) | metrics | speed | clock.seconds | {"version": float(step)}
-
-    def _with_logprobs(self, batch: SequenceBatch) -> SequenceBatch:
-        """``batch`` with the log-probs that the algorithm wants, each from the engine that has them."""
-        engines = {PROXIMAL: self._roles.actor, REFERENCE: self._roles.reference}
-        fields = {}
-        for name in sorted(self._algorithm.wanted_fields):
-            engine = engines[name]
-            assert engine is not None
-            fields[name] = self._algorithm.inference(engine, batch, self._mb_spec)[BEHAVIOUR]
-        return batch.with_tokens(**fields)
+        return metrics | speed | clock.seconds | {"version": float(step)}
 
     def publish(self, version: int) -> None:
-        """Hand the actor's weights to the rollout engine as ``version``."""
+        """Hand the actor's weights to the rollout engine as ``version``, while episodes run.
+
+        What is being generated is interrupted where the engine can do so, and goes on with the new weights.
+        """
         meta = WeightUpdateMeta(method="disk", version=version, path=str(self._weights))
-        self._roles.actor.set_version(version)
-        self._roles.actor.upload_weights(meta)
-        self._roles.rollout.update_weights(meta).result(self._timeout_s)
+        for group in self._roles.trained().values():
+            group.set_version(version)
+        with self._roles.working(self._roles.actor) as actor:
+            actor.upload_weights(meta)
+        with interrupted(self._roles.rollout):
+            self._roles.rollout.update_weights(meta).result(self._timeout_s)
+
+    def start(self) -> None:
+        """Before the first step: the rollout engine gets the weights that the training starts from."""
+        self.publish(0)
+
+    def save_model(self, path: Path) -> None:
+        """The actor in Hugging Face format, with its tokenizer."""
+        with self._roles.working(self._roles.actor) as actor:
+            self._algorithm.save(actor, str(path), tokenizer_path=self._model_path)
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the held-out prompts with the rollout engine's weights."""
@@ -95,25 +113,63 @@ class TrainingLoop:
 
     def parts(self) -> dict[str, Any]:
         """What a run checkpoint holds besides `state_dict`: writers by name."""
-        return {ACTOR: lambda path: self._roles.actor.save(self._roles.saved_state(str(path)))}
+        return {name: GroupWriter(group) for name, group in self._roles.trained().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data order stands, as JSON."""
-        return {"loader": self._loader.state_dict() if self._batches is not None else None}
+        """Where the data order stands, and what was drawn and not trained on, as JSON."""
+        return {
+            "data": self._data.state_dict(),
+            "rollouts": self._rollouts.state_dict(),
+            "algorithm": self._algorithm.state_dict(),
+        }
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Go on from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
-        self._roles.actor.load(self._roles.saved_state(str(checkpoint.part(ACTOR))))
-        version = self._roles.actor.get_version()
-        if version != checkpoint.step:
-            raise CheckpointMismatch(
-                f"{checkpoint.path} is of step {checkpoint.step}, and its actor of version {version}; remove it"
-            )
-        if checkpoint.state["loader"] is not None:
-            self._loader.load_state_dict(checkpoint.state["loader"])
+        """Go on from ``checkpoint``, whose weights are published and whose prompts are submitted again.
+
+        Raises `CheckpointMismatch` when its parts do not belong together.
+        """
+        for name, group in self._roles.trained().items():
+            restore_group(group, name, checkpoint)
+        self._algorithm.load_state_dict(checkpoint.state["algorithm"])
+        self.publish(checkpoint.step)
+        self._data.load_state_dict(checkpoint.state["data"])
+        self._rollouts.load_state_dict(checkpoint.state["rollouts"])
 
 
-class _Clock:
+@dataclass(frozen=True)
+class GroupWriter:
+    """Saves a group where a run checkpoint says."""
+
+    group: EngineGroup
+
+    def __call__(self, path: Path) -> None:
+        self.group.save(saved_state(self.group, str(path)))
+
+
+def restore_group(group: EngineGroup, name: str, checkpoint: RunCheckpoint) -> None:
+    """Load the part ``name`` of ``checkpoint``; `CheckpointMismatch` when it is of another step."""
+    group.load(saved_state(group, str(checkpoint.part(name))))
+    version = group.get_version()
+    if version != checkpoint.step:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} is of step {checkpoint.step}, and its {name} of version {version}; remove it"
+        )
+
+
+@contextmanager
+def interrupted(engine: InferenceEngine) -> Iterator[None]:
+    """Pause an engine that can interrupt what it generates; others take new weights on their own terms."""
+    if not engine.spec.supports(Capability.PAUSE):
+        yield
+        return
+    engine.pause()
+    try:
+        yield
+    finally:
+        engine.resume()
+
+
+class Clock:
     """Wall-clock seconds of the phases of a step."""
 
     def __init__(self) -> None:
@@ -135,7 +191,8 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
     rewards, groups = batch["rewards"].double(), batch["group"]
     means = [rewards[groups == group] for group in groups.unique()]
     reasons = batch.meta["stop_reason"]
-    return {
+    turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
+    return turns | {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
         "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),

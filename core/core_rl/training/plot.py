@@ -1,4 +1,4 @@
-"""The picture of a run: the reward over the steps, and on the held-out prompts."""
+"""The picture of a run: the reward, or the loss, over the steps, and on the held-out rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ WINDOW = 5
 
 
 def plot_rewards(rows: Sequence[Mapping[str, float | None]], path: Path, title: str) -> bool:
-    """Draw ``reward`` and ``eval_reward`` of metric ``rows`` as a PNG; false where matplotlib is missing."""
+    """Draw ``reward`` and ``eval_reward`` of metric ``rows``, or ``loss`` where there are none, as a PNG.
+
+    False where matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -25,18 +28,22 @@ def plot_rewards(rows: Sequence[Mapping[str, float | None]], path: Path, title: 
         return False
     figure = Figure(figsize=(8, 4.5), layout="constrained")  # without pyplot: no display, no global state
     axes = figure.subplots()
-    steps, rewards = _series(rows, "reward")
-    axes.plot(steps, rewards, color="tab:blue", alpha=0.3, label="training prompts, each step")
+    drawn = "reward" if any("reward" in row for row in rows) else "loss"
+    steps, rewards = _series(rows, drawn)
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.3, label="training data, each step")
     axes.plot(steps, _moving_mean(rewards), color="tab:blue", label=f"the same, mean of {WINDOW} steps")
     for name, colour, label in (
         ("eval_reward", "tab:orange", "held-out prompts, sampled"),
         ("eval_reward_greedy", "tab:green", "held-out prompts, greedy"),
+        ("eval_loss", "tab:orange", "held-out rows"),
     ):
         at, values = _series(rows, name)
+        if not at:
+            continue
         axes.plot(at, values, "o--", color=colour, label=label)
         for x, y in zip(at[:1] + at[1:][-1:], values[:1] + values[1:][-1:], strict=True):
             axes.annotate(f"{y:.3f}", (x, y), textcoords="offset points", xytext=(0, 7), ha="center")
-    axes.set(xlabel="step", ylabel="mean reward", title=title)
+    axes.set(xlabel="step", ylabel=f"mean {drawn}", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, format="png")

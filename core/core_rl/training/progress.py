@@ -16,8 +16,17 @@ LINES = 10
 """About how many lines a run prints where there is no terminal."""
 
 
+HELD_OUT = {
+    "eval_reward": "mean reward, sampled",
+    "eval_reward_greedy": "mean reward, greedy",
+    "eval_loss": "loss",
+    "eval_accuracy": "accuracy",
+}
+"""Metrics of an evaluation that are printed at the end of a run."""
+
+
 class TrainingProgress:
-    """Shows reward, KL, tokens per second and the time that is left."""
+    """Shows reward and KL, or the loss, tokens per second and the time that is left."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         self._console = console
@@ -26,15 +35,13 @@ class TrainingProgress:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("reward {task.fields[reward]}  KL {task.fields[kl]}  {task.fields[speed]} tokens/s"),
+            TextColumn("{task.fields[headline]}"),
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(
-            "training", total=total, completed=done, reward="-", kl="-", speed="-"
-        )
+        self._task = self._bar.add_task("training", total=total, completed=done, headline="-")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -51,22 +58,30 @@ class TrainingProgress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of ``step``."""
-        kl = metrics.get("kl_k3", metrics.get("approx_kl", math.nan))
-        reward, divergence, speed = f"{metrics['reward']:.3f}", f"{kl:.4f}", f"{metrics['tokens_per_s']:,.0f}"
-        self._bar.update(self._task, completed=step, reward=reward, kl=divergence, speed=speed)
+        headline = f"{_headline(metrics)}  {metrics['tokens_per_s']:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, headline=headline)
         if not self._console.is_terminal and step % max(1, self._total // LINES) == 0:
-            self.say(f"step {step}/{self._total}  reward {reward}  KL {divergence}  {speed} tokens/s")
+            self.say(f"step {step}/{self._total}  {headline}")
+
+
+def _headline(metrics: Mapping[str, float]) -> str:
+    if "reward" not in metrics:
+        accuracy = f"  accuracy {metrics['accuracy']:.3f}" if "accuracy" in metrics else ""
+        return f"loss {metrics['loss']:.4f}{accuracy}"
+    kl = metrics.get("kl_k3", metrics.get("approx_kl", math.nan))
+    return f"reward {metrics['reward']:.3f}  KL {kl:.4f}"
 
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
-    """The end of a run: rewards on the held-out prompts, and where things are."""
+    """The end of a run: what became better on the held-out rows, and where things are."""
     before, after = result["before"], result["after"]
-    for name, label in (("eval_reward", "sampled"), ("eval_reward_greedy", "greedy")):
-        change = after[name] - before[name]
-        console.print(
-            f"held-out mean reward, {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
-            highlight=False,
-        )
+    for name, label in HELD_OUT.items():
+        if name in after:
+            change = after[name] - before[name]
+            console.print(
+                f"held-out {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
+                highlight=False,
+            )
     for name in ("model", "picture", "metrics"):
         if result[name]:
             console.print(f"{name}: {result[name]}", highlight=False, soft_wrap=True)

@@ -10,14 +10,16 @@ from pydantic import Field, model_validator
 
 from core_rl.algorithms.interface import ModelInterfaceAbstraction
 from core_rl.config.base import Config, parse_config
-from core_rl.config.engine import DType, OptimizerConfig
+from core_rl.config.engine import DType, LoraConfig, OptimizerConfig
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.errors import ConfigError, raise_all
 
 __all__ = [
+    "CriticSection",
     "DataSection",
     "ModelSection",
     "Recipe",
+    "RewardModelSection",
     "RolloutSection",
     "differing_fields",
     "load_recipe",
@@ -29,6 +31,8 @@ class ModelSection(Config):
 
     path: str
     """A local directory in Hugging Face format, with its tokenizer."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the weights; the reference is then the same model with its adapter off."""
 
 
 class RolloutSection(Config):
@@ -50,15 +54,72 @@ class RolloutSection(Config):
     """Draw from this many of the most likely tokens; null keeps all."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """How long the answers to one batch of prompts may take."""
+    max_head_offpolicyness: int = Field(default=0, ge=0)
+    """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
+    answers are generated meanwhile, from weights that are at most this many versions older."""
+    max_concurrent_rollouts: int = Field(default=256, ge=1)
+    """Prompts that are answered at one time."""
+    should_accept: str | None = None
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's answers: those for which it
+    is false are not trained on, and other prompts take their place. ``core_rl.training.filters:rewards_differ``
+    leaves out groups without a signal, as DAPO (arXiv:2503.14476) does."""
+    reward_timeout_s: float | None = Field(default=None, gt=0.0)
+    """How long the reward of one answer may take; null for as long as it takes."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
+    0 computes them in threads, where it is only given up."""
+    environment: str | None = None
+    """``module:function`` or ``file.py:function``, called with the tokenizer for each episode: makes the
+    `Environment` that answers the model between its turns, such as a `ToolEnvironment`. Null: one turn."""
+    max_turns: int = Field(default=4, ge=1)
+    """With an environment: the most answers of one episode."""
+    step_timeout_s: float | None = Field(default=None, gt=0.0)
+    """With an environment: how long it may take for one answer; null for as long as it takes."""
+
+    @model_validator(mode="after")
+    def _killed_when(self) -> Self:
+        if self.reward_processes and self.reward_timeout_s is None:
+            raise ValueError("reward_processes needs reward_timeout_s: after how long a process is killed")
+        return self
+
+
+class CriticSection(Config):
+    """The critic of PPO: an engine of the same kind as the actor's, with a value head."""
+
+    path: str | None = None
+    """The directory that it starts from, by default the actor's; a value head that is missing there is drawn."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the interface ``ppo_critic``."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Its own optimizer."""
+
+
+class RewardModelSection(Config):
+    """A reward model whose scores are added to the rewards: an engine of the same kind as the actor's."""
+
+    path: str
+    """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""
+    weight: float = 1.0
+    """What scores are multiplied with."""
 
 
 class DataSection(Config):
-    """JSONL files: one object with a ``prompt`` on each line, and whatever the reward function reads."""
+    """What is trained on: JSONL files, or datasets that ``datasets.save_to_disk`` wrote.
+
+    Rows for rollouts have a ``prompt`` (a text, or chat messages) and whatever the reward function reads; those for
+    ``sft`` an ``answer`` besides, or ``messages`` alone; those for ``reward_model`` and ``dpo`` the answers
+    ``chosen`` and ``rejected``.
+    """
 
     train: str
-    """Prompts to train on."""
+    """Rows to train on."""
     eval: str
-    """Held-out prompts."""
+    """Held-out rows."""
+    batch_size: int = Field(default=16, ge=1)
+    """Rows of one training step where nothing is rolled out."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of rows that are longer than the model's context, counting ``rollout.max_new_tokens`` where
+    there are rollouts: an error that names them, or a warning that counts them."""
 
 
 class Recipe(Config):
@@ -85,8 +146,16 @@ class Recipe(Config):
     """The model interface, and its settings in ``args``."""
     data: DataSection
     """Where the prompts are."""
-    reward: str = "core_rl.training.rewards:text_match"
-    """``module:function`` or ``file.py:function``, called with the answer's text and the line of the JSONL file."""
+    reward: str | None = "core_rl.training.rewards:text_match"
+    """``module:function`` or ``file.py:function``, called with the answer's text and the line of the JSONL file.
+    With an environment, the last answer is scored, and null leaves the rewards to the environment; null also where
+    a reward model alone decides."""
+    critic: CriticSection | None = None
+    """The critic, where the algorithm has one (``ppo``)."""
+    reward_model: RewardModelSection | None = None
+    """A reward model."""
+    colocated: bool = False
+    """Models take turns on the same devices: each is in host memory while another one works."""
     steps: int = Field(ge=1)
     """Training steps; each ends with new weights in the rollout engine."""
     save_every: int = Field(default=10, ge=1)
@@ -111,6 +180,14 @@ class Recipe(Config):
             raise ValueError(
                 f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
                 "would be of another distribution than the answers; leave the former out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> Self:
+        if self.reward is None and self.reward_model is None and self.rollout.environment is None:
+            raise ValueError(
+                "reward = null needs a rollout.environment that gives the rewards, or a reward_model"
             )
         return self
 
@@ -141,9 +218,19 @@ def _missing_files(recipe: Recipe) -> Iterator[str]:
     hint = "it is relative to the working directory; see the head of the recipe for what prepares it"
     if not Path(recipe.model.path, "config.json").is_file():
         yield f"field 'model.path' = {recipe.model.path!r}: there is no model directory (config.json); {hint}"
+    for name, path in _other_models(recipe):
+        if not Path(path, "config.json").is_file():
+            yield f"field '{name}.path' = {path!r}: there is no model directory (config.json)"
     for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        if not Path(path).is_file():
+        if not Path(path).exists():
             yield f"field 'data.{name}' = {path!r}: there is no such file; {hint}"
+
+
+def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.critic is not None and recipe.critic.path is not None:
+        yield "critic", recipe.critic.path
+    if recipe.reward_model is not None:
+        yield "reward_model", recipe.reward_model.path
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

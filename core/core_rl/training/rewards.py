@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import re
-import sys
 from collections.abc import Awaitable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core_rl.errors import ConfigError, RolloutError
+from core_rl.errors import RolloutError
+from core_rl.training.named import load_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TextReward", "TextRewardFn", "integer_match", "load_reward", "text_match"]
+__all__ = [
+    "NamedReward",
+    "TextReward",
+    "TextRewardFn",
+    "integer_match",
+    "load_reward",
+    "text_match",
+]
 
 _INTEGER = re.compile(r"[-+]?\d+")
 
@@ -25,7 +29,7 @@ _INTEGER = re.compile(r"[-+]?\d+")
 class TextRewardFn(Protocol):
     """Scores the text of one answer; ``sample`` is the line of the JSONL file. May be a coroutine function."""
 
-    def __call__(self, answer: str, sample: Mapping[str, Any]) -> float | Awaitable[float]: ...
+    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
 
 
 def text_match(answer: str, sample: Mapping[str, Any]) -> float:
@@ -62,30 +66,25 @@ class TextReward:
 
 def load_reward(name: str) -> TextRewardFn:
     """The function that ``module:function`` or ``path/file.py:function`` names; `ConfigError` if there is none."""
-    module_name, _, attribute = name.rpartition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"reward = {name!r}; write 'module:function' or 'path/file.py:function'")
-    try:
-        module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"reward = {name!r}: {module_name!r} cannot be imported: {error}") from error
-    found: TextRewardFn | None = getattr(module, attribute, None)
-    if not callable(found):
-        known = sorted(n for n, value in vars(module).items() if inspect.isfunction(value) and n[0] != "_")
-        raise ConfigError(f"reward = {name!r}: there is no function {attribute!r}; it has {', '.join(known)}")
+    found: TextRewardFn = load_named("reward", name)
     return found
 
 
-def _load_module(name: str) -> ModuleType:
-    return importlib.import_module(name)
+@dataclass(frozen=True)
+class NamedReward:
+    """A `TextRewardFn` by its name in a recipe, so that it travels to other processes."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name.rpartition(":")[2]
+
+    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
+        """Load the function, the first time, and call it."""
+        return _loaded(self.name)(answer, sample)
 
 
-def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Known by name, as an import would leave it: dataclasses and pickle look their module up.
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module
+@cache
+def _loaded(name: str) -> TextRewardFn:
+    return load_reward(name)

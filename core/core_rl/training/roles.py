@@ -1,4 +1,4 @@
-"""The engines of a run: the actor that is trained, its frozen reference, and the rollout engine."""
+"""The engines of a run: actor, critic, reference, reward model and rollout."""
 
 from __future__ import annotations
 
@@ -7,42 +7,78 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from core_rl.algorithms.policy_loss import REFERENCE
+from core_rl.algorithms.fields import REFERENCE
 from core_rl.config.base import parse_config
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import FinetuneSpec, SaveLoadMeta
 from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineKind, EngineSpec
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.launch.group import EngineGroup
 from core_rl.training.recipe import Recipe
 
-__all__ = ["Plan", "Roles", "open_roles", "plan_roles"]
+__all__ = ["Plan", "Roles", "open_roles", "open_trained", "plan_roles", "plan_trained"]
+
+TrainPlan = tuple[EngineSpec, TrainEngineConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Specs and configs of all engines, checked before anything is started."""
 
-    actor: tuple[EngineSpec, TrainEngineConfig]
-    reference: tuple[EngineSpec, TrainEngineConfig] | None
+    actor: TrainPlan
+    critic: TrainPlan | None
+    reference: TrainPlan | None
+    """None where nothing needs it, and where it is the actor with its adapter off."""
+    reward: TrainPlan | None
     rollout: tuple[EngineSpec, InferenceEngineConfig]
     finetune: FinetuneSpec
+    colocated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The running engines."""
+    """The running engines. Each train role is a group of ranks of its own."""
 
     actor: EngineGroup
+    critic: EngineGroup | None
     reference: EngineGroup | None
+    reward: EngineGroup | None
     rollout: InferenceEngine
+    colocated: bool
 
-    def saved_state(self, path: str) -> SaveLoadMeta:
-        """How the actor saves itself for a resume: in its own format, which is exact, where it has one."""
-        own = self.actor.spec.supports(Capability.SHARDED_CHECKPOINT)
-        return SaveLoadMeta(path=path, format="sharded" if own else "portable")
+    @contextmanager
+    def working(self, group: EngineGroup) -> Iterator[EngineGroup]:
+        """``group``, for calls inside the context; where roles share their devices, it is offloaded afterwards."""
+        if not self.colocated:
+            yield group
+            return
+        group.onload()
+        try:
+            yield group
+        finally:
+            group.offload()
+
+    @contextmanager
+    def as_reference(self) -> Iterator[EngineGroup]:
+        """The reference policy: a group of its own, or the actor with its adapter off."""
+        if self.reference is not None:
+            with self.working(self.reference) as group:
+                yield group
+            return
+        with self.working(self.actor) as group, group.disable_adapter():
+            yield group
+
+    def trained(self) -> dict[str, EngineGroup]:
+        """The groups whose state a checkpoint holds, by name."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+
+def saved_state(group: EngineGroup, path: str) -> SaveLoadMeta:
+    """How a group saves itself for a resume: in its own format, which is exact, where it has one."""
+    own = group.spec.supports(Capability.SHARDED_CHECKPOINT)
+    return SaveLoadMeta(path=path, format="sharded" if own else "portable")
 
 
 def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
@@ -50,20 +86,67 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
 
     Raises the errors of the registry, and `ConfigError` with every field that an engine refuses.
     """
-    spec, config = _config(recipe, recipe.engine, "train", {"optimizer": recipe.optimizer.model_dump()})
-    _, frozen = _config(recipe, recipe.engine, "train", {"optimizer": None})
-    bounds = {"consumer_batch_size": recipe.rollout.prompts_per_step}
-    rollout_spec, rollout = _config(recipe, recipe.rollout.engine, "inference", bounds)
-    assert isinstance(config, TrainEngineConfig)
-    assert isinstance(frozen, TrainEngineConfig)
-    assert isinstance(rollout, InferenceEngineConfig)
+    actor = plan_trained(recipe)
+    separate = REFERENCE in wanted_fields and recipe.model.lora is None
     prompts = recipe.rollout.prompts_per_step
     return Plan(
-        actor=(spec, config),
-        reference=(spec, frozen) if REFERENCE in wanted_fields else None,
-        rollout=(rollout_spec, rollout),
+        actor=actor,
+        critic=_critic(recipe),
+        reference=_train_plan(recipe, {"path": recipe.model.path}, None) if separate else None,
+        reward=_reward_model(recipe),
+        rollout=_rollout(recipe),
         finetune=FinetuneSpec(dataset_size=recipe.steps * prompts, train_batch_size=prompts),
+        colocated=recipe.colocated,
     )
+
+
+def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
+    """Spec and config of the model that is trained. Raises as `plan_roles` does."""
+    lora = recipe.model.lora.model_dump() if recipe.model.lora is not None else None
+    model = {"path": recipe.model.path, "head": head, "lora": lora}
+    plan = _train_plan(recipe, model, recipe.optimizer.model_dump())
+    if recipe.colocated and not plan[0].supports(Capability.OFFLOAD):
+        raise UnsupportedCapability(
+            f"colocated = true: the engine {plan[0].name!r} does not declare 'offload'"
+        )
+    return plan
+
+
+def _critic(recipe: Recipe) -> TrainPlan | None:
+    if recipe.critic is None:
+        return None
+    model = {"path": recipe.critic.path or recipe.model.path, "head": "value"}
+    return _train_plan(recipe, model, recipe.critic.optimizer.model_dump())
+
+
+def _reward_model(recipe: Recipe) -> TrainPlan | None:
+    if recipe.reward_model is None:
+        return None
+    return _train_plan(recipe, {"path": recipe.reward_model.path, "head": "reward"}, None)
+
+
+def _train_plan(recipe: Recipe, model: dict[str, Any], optimizer: dict[str, Any] | None) -> TrainPlan:
+    spec, config = _config(recipe, recipe.engine, "train", {"model": model, "optimizer": optimizer})
+    assert isinstance(config, TrainEngineConfig)
+    return spec, config
+
+
+def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
+    bounds = {
+        "consumer_batch_size": recipe.rollout.prompts_per_step,
+        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+        "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
+    }
+    twice = sorted(bounds.keys() & recipe.engines.get(recipe.rollout.engine, {}).keys())
+    raise_all(
+        ConfigError,
+        f"engines.{recipe.rollout.engine}",
+        (f"{name} follows from the section 'rollout' of the recipe; leave it out here" for name in twice),
+    )
+    fields = {"model": {"path": recipe.model.path}, **bounds}
+    spec, config = _config(recipe, recipe.rollout.engine, "inference", fields)
+    assert isinstance(config, InferenceEngineConfig)
+    return spec, config
 
 
 def _config(
@@ -72,12 +155,7 @@ def _config(
     spec = get_spec(name)
     if spec.kind != kind:
         raise ConfigError(f"the engine {name!r} is for {spec.kind}; this place needs one for {kind}")
-    common = {
-        "model": {"path": recipe.model.path},
-        "dtype": recipe.dtype,
-        "device": recipe.device,
-        "seed": recipe.seed,
-    }
+    common = {"dtype": recipe.dtype, "device": recipe.device, "seed": recipe.seed}
     section = recipe.engines.get(name, {})
     return spec, parse_config(load_config(spec), common | fields | section, f"engine {name!r}")
 
@@ -86,20 +164,32 @@ def _config(
 def open_roles(plan: Plan) -> Iterator[Roles]:
     """Start the engines; all are closed on the way out."""
     with ExitStack() as stack:
-        actor = _group(stack, plan.actor, plan.finetune)
-        reference = _group(stack, plan.reference, plan.finetune) if plan.reference else None
+        groups = {
+            name: None if part is None else stack.enter_context(open_trained(part, plan.finetune))
+            for name, part in (
+                ("critic", plan.critic),
+                ("reference", plan.reference),
+                ("reward", plan.reward),
+            )
+        }
+        actor = stack.enter_context(open_trained(plan.actor, plan.finetune))
         spec, config = plan.rollout
         engine_class = load_engine(spec)
         assert issubclass(engine_class, InferenceEngine)
         rollout = engine_class(spec, config)
         stack.callback(rollout.destroy)
         rollout.initialize(None, plan.finetune)
-        yield Roles(actor=actor, reference=reference, rollout=rollout)
+        roles = Roles(actor=actor, rollout=rollout, colocated=plan.colocated, **groups)
+        if plan.colocated:
+            for group in (actor, *groups.values()):
+                if group is not None:
+                    group.offload()
+        yield roles
 
 
-def _group(
-    stack: ExitStack, engine: tuple[EngineSpec, TrainEngineConfig], finetune: FinetuneSpec
-) -> EngineGroup:
-    group = stack.enter_context(EngineGroup(*engine))
-    group.initialize(finetune)
-    return group
+@contextmanager
+def open_trained(plan: TrainPlan, finetune: FinetuneSpec) -> Iterator[EngineGroup]:
+    """Start one train engine; closed on the way out."""
+    with EngineGroup(*plan) as group:
+        group.initialize(finetune)
+        yield group

@@ -1,22 +1,26 @@
-"""Rollouts of a synchronous run: what is drawn depends on the seed, the step and the place in it alone."""
+"""Rollouts of a run: what is drawn depends on the seed, the prompt's place in the data order, and the weights alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.inference import InferenceEngine
 from core_rl.errors import RolloutError
+from core_rl.rollout.environment import Environment
+from core_rl.rollout.episode import AcceptFn
+from core_rl.rollout.greedy_baseline import GreedyBaselineWorkflow
+from core_rl.rollout.multi_turn import MultiTurnWorkflow
 from core_rl.rollout.rewards import RewardFn
 from core_rl.rollout.types import SamplingParams
 from core_rl.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, TokenGenerator, derive_seed
+from core_rl.training.data import NUMBER
 from core_rl.training.recipe import Recipe
 
-__all__ = ["NumberedWorkflow", "Rollouts"]
+__all__ = ["NumberedWorkflow", "Rollouts", "UserCode"]
 
-NUMBER = "number"
 TRAINING, EVALUATION = 0, 1
 """Streams of seeds."""
 
@@ -37,12 +41,24 @@ class NumberedWorkflow:
         return await self.inner.arun_episode(engine, data, int(data[NUMBER]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class UserCode:
+    """What a recipe names for the rollouts, loaded."""
+
+    reward: RewardFn | None
+    environment: Callable[[], Environment] | None = None
+    should_accept: AcceptFn | None = None
+
+
 class Rollouts:
     """Answers to prompts, for training and for evaluation, as a recipe says."""
 
-    def __init__(self, recipe: Recipe, engine: InferenceEngine, reward: RewardFn) -> None:
+    def __init__(
+        self, recipe: Recipe, engine: InferenceEngine, user: UserCode, with_baseline: bool = False
+    ) -> None:
         self._recipe = recipe
         self._engine = engine
+        self._user = user
         chosen = recipe.rollout
         self._sampling = SamplingParams(
             max_new_tokens=chosen.max_new_tokens,
@@ -50,42 +66,86 @@ class Rollouts:
             top_p=chosen.top_p,
             top_k=chosen.top_k,
         )
-        self._reward = reward
+        self._greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None)
+        seeded = replace(self._sampling, seed=derive_seed(recipe.seed, TRAINING))
+        self._training = self._workflow(seeded, chosen.group_size)
+        if with_baseline:
+            self._training = GreedyBaselineWorkflow(
+                sampled=self._training, greedy=self._workflow(self._greedy, 1)
+            )
 
-    def training_batch(self, step: int, samples: Sequence[Mapping[str, Any]]) -> SequenceBatch:
-        """A group of answers to each of the prompts of ``step``, as `SingleTurnWorkflow` packs them.
+    # --------------------------------------------------------------- training
 
-        Raises `RolloutError` when an answer comes from weights of another version than the newest.
+    def training_batch(self, step: int, batches: Iterator[Sequence[Mapping[str, Any]]]) -> SequenceBatch:
+        """Groups of answers to the prompts of ``step``, drawn from ``batches`` as far ahead as the recipe allows.
+
+        Raises `RolloutError` when an answer comes from weights that are older than that, or newer than
+        the engine's.
         """
-        seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, TRAINING))
-        batch = self._run(
-            samples, (step - 1) * len(samples), seeded, group_size=self._recipe.rollout.group_size
+        chosen = self._recipe.rollout
+        batch = self._engine.prepare_batch(
+            batches, self._training, chosen.timeout_s, self._user.should_accept
         )
-        version = self._engine.get_version()
-        drawn = batch["versions"][batch.loss_mask]
-        if bool((drawn != version).any()):
+        version, drawn = self._engine.get_version(), batch["versions"][batch.loss_mask]
+        limit = chosen.max_head_offpolicyness
+        if bool(((drawn > version) | (drawn < version - limit)).any()):
             raise RolloutError(
-                f"step {step}: tokens of version {int(drawn.min())} in a synchronous run at version {version}; "
-                "the rollout engine did not take the newest weights"
+                f"step {step}: tokens of the versions {int(drawn.min())} to {int(drawn.max())} at version {version}, "
+                f"and rollout.max_head_offpolicyness = {limit}; the rollout engine did not take the newest weights"
             )
         return batch
+
+    def counters(self) -> dict[str, float]:
+        """Prompts whose answers run or wait for their turn, and prompts rejected since the start of the run."""
+        counted = self._engine.rollouts.counters()
+        ahead = counted["waiting"] + counted["running"] + counted["accepted"] - counted["consumed"]
+        return {"prompts_ahead": float(ahead), "prompts_rejected": float(counted["rejected"])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompts were drawn and not consumed, and counts; JSON."""
+        return self._engine.rollouts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; the prompts are submitted again."""
+        self._engine.rollouts.load_state_dict(state, self._training, self._user.should_accept)
+
+    # ------------------------------------------------------------- evaluation
 
     def mean_rewards(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Means over held-out ``samples``: of sampled answers, the same seeds each time, and of greedy ones."""
         seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
-        greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None)
-        sampled_batch = self._run(samples, 0, seeded, group_size=self._recipe.eval_samples)
-        greedy_batch = self._run(samples, 0, greedy, group_size=1)
         return {
-            "eval_reward": float(sampled_batch["rewards"].double().mean()),
-            "eval_reward_greedy": float(greedy_batch["rewards"].double().mean()),
+            "eval_reward": self._mean_reward(samples, seeded, self._recipe.eval_samples),
+            "eval_reward_greedy": self._mean_reward(samples, self._greedy, 1),
         }
 
-    def _run(
-        self, samples: Sequence[Mapping[str, Any]], first: int, sampling: SamplingParams, group_size: int
-    ) -> SequenceBatch:
-        inner = SingleTurnWorkflow(reward=self._reward, sampling=sampling, group_size=group_size)
-        numbered = [{**sample, NUMBER: first + index} for index, sample in enumerate(samples)]
-        return self._engine.rollout(
-            numbered, NumberedWorkflow(inner=inner), timeout=self._recipe.rollout.timeout_s
-        )
+    def _mean_reward(
+        self, samples: Sequence[Mapping[str, Any]], sampling: SamplingParams, group_size: int
+    ) -> float:
+        numbered = [{**sample, NUMBER: number} for number, sample in enumerate(samples)]
+        workflow = self._workflow(sampling, group_size)
+        batch = self._engine.rollout(numbered, workflow, self._recipe.rollout.timeout_s)
+        return float(batch["rewards"].double().mean())
+
+    def _workflow(self, sampling: SamplingParams, group_size: int) -> RolloutWorkflow:
+        chosen, user = self._recipe.rollout, self._user
+        # Processes know when a call begins; from here its wait for a free one would count.
+        limit = None if chosen.reward_processes else chosen.reward_timeout_s
+        inner: RolloutWorkflow
+        if user.environment is not None:
+            inner = MultiTurnWorkflow(
+                environment=user.environment,
+                reward=user.reward,
+                sampling=sampling,
+                group_size=group_size,
+                max_turns=chosen.max_turns,
+                max_tokens=self._engine.limits.context_length,
+                step_timeout_s=chosen.step_timeout_s,
+                reward_timeout_s=limit,
+            )
+        else:
+            assert user.reward is not None
+            inner = SingleTurnWorkflow(
+                reward=user.reward, sampling=sampling, group_size=group_size, reward_timeout_s=limit
+            )
+        return NumberedWorkflow(inner=inner)

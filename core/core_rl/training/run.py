@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -13,22 +13,16 @@ from core_rl.algorithms.interface import (
     interface_class,
     make_interface,
 )
-from core_rl.algorithms.policy_loss import PROXIMAL, REFERENCE
+from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.checkpoint.run import RunCheckpoint
-from core_rl.errors import ConfigError
-from core_rl.training.data import PromptDataset
 from core_rl.training.loop import TrainingLoop
 from core_rl.training.metrics_log import MetricsLog
+from core_rl.training.online import prepare_online
 from core_rl.training.plot import plot_rewards
 from core_rl.training.progress import TrainingProgress, print_result
 from core_rl.training.recipe import Recipe, load_recipe
-from core_rl.training.rewards import TextReward, load_reward
-from core_rl.training.roles import open_roles, plan_roles
-from core_rl.training.rollouts import Rollouts
 from core_rl.training.run_directory import RunDirectory, open_run_directory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from core_rl.training.supervised import SupervisedLoop, prepare_supervised
 
 __all__ = ["run_recipe", "train"]
 
@@ -45,21 +39,17 @@ def run_recipe(path: Path, overrides: list[str], console: Console | None = None)
 def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
     algorithm = _make_algorithm(recipe)
-    plan = plan_roles(recipe, algorithm.wanted_fields)
-    reward = load_reward(recipe.reward)
-    tokenizer = _load_tokenizer(recipe.model.path)
-    train_data = PromptDataset(Path(recipe.data.train), tokenizer)
-    eval_data = PromptDataset(Path(recipe.data.eval), tokenizer)
+    if isinstance(algorithm, SupervisedInterface):
+        open_loop = prepare_supervised(recipe, algorithm)
+    else:
+        open_loop = prepare_online(recipe, algorithm)
     with open_run_directory(recipe) as directory:
         result = directory.result()
         if result is None:
             checkpoint = directory.checkpoints.latest()
-            with open_roles(plan) as roles:
-                rollouts = Rollouts(recipe, roles.rollout, TextReward(reward, tokenizer))
-                data = (train_data, eval_data)
-                loop = TrainingLoop(recipe, algorithm, roles, rollouts, data, directory.weights)
+            with open_loop(directory) as loop:
                 result = _Run(recipe, directory, loop, console).run(checkpoint)
-                algorithm.save(roles.actor, str(directory.model), tokenizer_path=recipe.model.path)
+                loop.save_model(directory.model)
             directory.finish(result)
         else:
             text = f"the run in {directory.path} is complete; fresh=true starts it over"
@@ -73,29 +63,15 @@ def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
     chosen = recipe.algorithm
     fields = interface_class(chosen.type_).config_class.model_fields
     shared = {"temperature": recipe.rollout.temperature} if "temperature" in fields else {}
-    algorithm = make_interface(ModelInterfaceAbstraction(chosen.type_, shared | chosen.args))
-    unknown = sorted(algorithm.wanted_fields - {PROXIMAL, REFERENCE})
-    if unknown:
-        raise ConfigError(
-            f"the interface {chosen.type_!r} wants the fields {unknown}, which this loop cannot provide"
-        )
-    return algorithm
-
-
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path!r}: its tokenizer cannot be loaded: {error}") from error
-    return tokenizer
+    return make_interface(ModelInterfaceAbstraction(chosen.type_, shared | chosen.args))
 
 
 class _Run:
     """The steps of a run, with all records of them."""
 
-    def __init__(self, recipe: Recipe, directory: RunDirectory, loop: TrainingLoop, console: Console) -> None:
+    def __init__(
+        self, recipe: Recipe, directory: RunDirectory, loop: TrainingLoop | SupervisedLoop, console: Console
+    ) -> None:
         self._recipe = recipe
         self._directory = directory
         self._loop = loop
@@ -129,9 +105,8 @@ class _Run:
             progress.say(f"going on from the checkpoint of step {checkpoint.step} in {self._directory.path}")
             self._loop.restore(checkpoint)
             self._evaluations = dict(checkpoint.state["evaluations"])
-            self._loop.publish(checkpoint.step)
         else:
-            self._loop.publish(0)
+            self._loop.start()
             log.write(0, self._evaluate(0))
 
     def _evaluate(self, step: int) -> dict[str, float]:

@@ -19,7 +19,17 @@ from core_rl.training.recipe import Recipe, differing_fields
 __all__ = ["RunDirectory", "open_run_directory"]
 
 RECIPE, RESULT, LOCK = "recipe.yaml", "result.json", ".lock"
-OWNED = (RECIPE, RESULT, "metrics.jsonl", "tensorboard", "checkpoints", "weights", "model", "reward.png")
+OWNED = (
+    RECIPE,
+    RESULT,
+    "metrics.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "weights",
+    "model",
+    "reward.png",
+    "reference",
+)
 
 
 @contextmanager
@@ -65,6 +75,12 @@ class RunDirectory:
     def picture(self) -> Path:
         """The rewards over the steps."""
         return self.path / "reward.png"
+
+    def reference(self, name: str) -> Path:
+        """The reference's log-probs of the rows to train on (``train``), or of the held-out ones (``eval``)."""
+        directory = self.path / "reference"
+        directory.mkdir(exist_ok=True)
+        return directory / f"{name}.safetensors"
 
     def result(self) -> dict[str, Any] | None:
         """What a finished run left; None before."""

@@ -7,14 +7,15 @@ import importlib
 import pytest
 import torch
 
+from core_rl.errors import ConfigError
 from core_rl_megatron import cpu_shim
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced where there is CUDA")
 
 
 def test_megatron_sees_the_cpu_and_others_see_torch() -> None:
-    cpu_shim.install()
-    cpu_shim.install()
+    cpu_shim.install(torch.device("cpu"))
+    cpu_shim.install(torch.device("cpu"))
     for name in cpu_shim.SITES:
         seen = importlib.import_module(f"megatron.core.{name}").__dict__["torch"]
         assert seen.cuda.current_device() == torch.device("cpu")
@@ -39,5 +40,7 @@ def test_a_machine_with_cuda_keeps_its_megatron(monkeypatch: pytest.MonkeyPatch)
     module = importlib.import_module("megatron.core.utils")
     monkeypatch.setitem(module.__dict__, "torch", torch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cpu_shim.install()
+    cpu_shim.install(torch.device("cuda"))
     assert module.__dict__["torch"] is torch
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=''"):
+        cpu_shim.install(torch.device("cpu"))

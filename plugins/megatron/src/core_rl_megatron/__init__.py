@@ -26,6 +26,7 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.OFFLOAD,
+            Capability.CUDA,
             Capability.BFLOAT16,
             Capability.FROZEN_PARAMETERS,
             Capability.SHARDED_CHECKPOINT,
@@ -34,6 +35,6 @@ SPEC = EngineSpec(
             Capability.SYNC_TENSOR,
         }
     ),
-    description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, on CPU",
+    description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, CPU and CUDA",
     conformance="core_rl_megatron.conformance:PROFILE",
 )

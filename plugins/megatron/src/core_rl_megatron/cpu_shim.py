@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from core_rl.errors import ConfigError
+
 __all__ = ["building", "install"]
 
 CPU = torch.device("cpu")
@@ -42,9 +44,17 @@ FACTORIES = ("empty", "full", "ones", "tensor", "zeros")
 """Functions of torch that these modules call with a device."""
 
 
-def install() -> None:
-    """Let Megatron's modules take the CPU for the device; on a machine with CUDA nothing is changed."""
+def install(device: torch.device) -> None:
+    """Let Megatron's modules take the CPU for the device; on a machine with CUDA nothing is changed.
+
+    Raises `ConfigError` for the CPU of a machine with CUDA.
+    """
     if torch.cuda.is_available():
+        if device.type == "cpu":
+            raise ConfigError(
+                "device = 'cpu', and torch sees CUDA, where Megatron-Core puts its buffers; set device to 'cuda' or "
+                "'auto', or hide the GPUs from the process: CUDA_VISIBLE_DEVICES=''"
+            )
         return
     for name in SITES:
         module = importlib.import_module(f"megatron.core.{name}")

@@ -49,7 +49,7 @@ class MegatronEngine(MegatronTensors):
 
     def _groups(self, world: World) -> RankGroups:
         check_megatron()
-        cpu_shim.install()
+        cpu_shim.install(self.device)
         options = self.config.options
         self._places = make_groups(world, self.layout, options.virtual_stages, self.timeout_s)
         return self._places.groups

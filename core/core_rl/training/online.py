@@ -1,0 +1,148 @@
+"""Training on rollouts: the checks, the data and the engines behind a `TrainingLoop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core_rl.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
+from core_rl.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
+from core_rl.errors import ConfigError
+from core_rl.rollout.process_reward import ProcessReward
+from core_rl.rollout.rewards import RewardFn
+from core_rl.training.context import context_length, load_tokenizer
+from core_rl.training.data import PromptDataset
+from core_rl.training.loop import TrainingLoop
+from core_rl.training.named import load_named
+from core_rl.training.recipe import Recipe
+from core_rl.training.rewards import NamedReward, TextReward, TextRewardFn
+from core_rl.training.roles import open_roles, plan_roles
+from core_rl.training.rollouts import Rollouts, UserCode
+from core_rl.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["prepare_online"]
+
+FROM_CRITIC = frozenset({VALUES, BOOTSTRAP})
+PROVIDED = frozenset({PROXIMAL, REFERENCE, BASELINE_REWARDS}) | FROM_CRITIC
+
+
+def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Callable[[RunDirectory], Any]:
+    """All checks and the data; the result opens the loop in a run directory."""
+    _check_fields(recipe, algorithm)
+    critic = _critic(recipe)
+    plan = plan_roles(recipe, algorithm.wanted_fields)
+    loaded = _load_user_code(recipe)
+    tokenizer = load_tokenizer(recipe.model.path)
+    train_data, eval_data = (
+        PromptDataset(Path(path), tokenizer, _longest_prompt(recipe), recipe.data.too_long == "drop")
+        for path in (recipe.data.train, recipe.data.eval)
+    )
+
+    @contextmanager
+    def opened(directory: RunDirectory) -> Iterator[TrainingLoop]:
+        with open_roles(plan) as roles, _open_user_code(recipe, loaded, tokenizer) as user:
+            rollouts = Rollouts(recipe, roles.rollout, user, BASELINE_REWARDS in algorithm.wanted_fields)
+            data = (train_data, eval_data)
+            yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
+
+    return opened
+
+
+def no_reward(
+    prompt_ids: Sequence[int],  # noqa: ARG001
+    output_ids: Sequence[int],  # noqa: ARG001
+    data: Mapping[str, Any],  # noqa: ARG001
+) -> float:
+    """0 for every answer, where the reward model alone decides."""
+    return 0.0
+
+
+def _load_user_code(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe names, by the last part of its field; `ConfigError` for what is not there."""
+    named = {
+        "reward": recipe.reward,
+        "rollout.environment": recipe.rollout.environment,
+        "rollout.should_accept": recipe.rollout.should_accept,
+    }
+    return {
+        field.rpartition(".")[2]: None if name is None else load_named(field, name)
+        for field, name in named.items()
+    }
+
+
+@contextmanager
+def _open_user_code(
+    recipe: Recipe, loaded: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[UserCode]:
+    """What `_load_user_code` loaded, ready to be called; the processes of the reward end on the way out."""
+    chosen, reward, make = recipe.rollout, loaded["reward"], loaded["environment"]
+    with ExitStack() as stack:
+        if recipe.reward is not None and chosen.reward_processes:
+            assert chosen.reward_timeout_s is not None
+            named, count = NamedReward(recipe.reward), chosen.reward_processes
+            remote = ProcessReward(named, processes=count, timeout_s=chosen.reward_timeout_s)
+            reward = stack.enter_context(remote)
+        yield UserCode(
+            reward=_token_reward(recipe, reward, tokenizer),
+            environment=None if make is None else partial(make, tokenizer),
+            should_accept=loaded["should_accept"],
+        )
+
+
+def _longest_prompt(recipe: Recipe) -> int | None:
+    """How many tokens of a prompt leave room for an answer; with an environment, for a single token."""
+    context = context_length(recipe.model.path)
+    if context is None:
+        return None
+    needed = 1 if recipe.rollout.environment else recipe.rollout.max_new_tokens
+    if needed >= context:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {needed} leaves no room for a prompt in the context of {context} tokens; "
+            "lower it"
+        )
+    return context - needed
+
+
+def _token_reward(
+    recipe: Recipe, reward: TextRewardFn | None, tokenizer: PreTrainedTokenizerBase
+) -> RewardFn | None:
+    """The reward of token ids; None leaves it to the environment."""
+    if reward is not None:
+        return TextReward(reward, tokenizer)
+    return None if recipe.rollout.environment else no_reward
+
+
+def _critic(recipe: Recipe) -> ModelInterface[Any] | None:
+    if recipe.critic is None:
+        return None
+    return make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
+
+
+def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:
+    """Raise `ConfigError` where the algorithm wants what the recipe does not give, or the other way round."""
+    name, wanted = recipe.algorithm.type_, algorithm.wanted_fields
+    unknown = sorted(wanted - PROVIDED)
+    if unknown:
+        raise ConfigError(
+            f"the interface {name!r} wants the fields {unknown}, which this loop cannot provide"
+        )
+    if wanted & FROM_CRITIC and recipe.critic is None:
+        raise ConfigError(
+            f"the interface {name!r} needs a critic; add a section 'critic' to the recipe ('critic: {{}}')"
+        )
+    if recipe.critic is not None and not wanted & FROM_CRITIC:
+        raise ConfigError(
+            f"the interface {name!r} has no use for a critic; remove the section 'critic', or set "
+            "algorithm.args.advantage=gae"
+        )
+    if BASELINE_REWARDS in wanted and recipe.reward_model is not None:
+        raise ConfigError(
+            f"the interface {name!r} compares with the reward of a greedy answer, which a reward_model does not "
+            "score; use a reward function, or 'rloo'"
+        )

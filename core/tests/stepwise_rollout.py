@@ -1,0 +1,69 @@
+"""The reference inference engine token by token, with a pause between tokens: its answers go on with new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+from core_rl.engines.inference import ModelLimits
+from core_rl.engines.meta import FinetuneSpec
+from core_rl.engines.spec import Capability
+from core_rl.rollout.continued import generate_whole
+from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl_conformance.reference import ROLLOUT_SPEC
+from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
+
+SPEC = replace(
+    ROLLOUT_SPEC,
+    name="stepwise-rollout",
+    factory="stepwise_rollout:StepwiseRollout",
+    capabilities=ROLLOUT_SPEC.capabilities | {Capability.PAUSE},
+)
+
+
+class StepwiseRollout(ReferenceRolloutEngine):
+    """Each token is a request of its own to the engine below. ``hold_at`` tokens, an answer waits for ``go``."""
+
+    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        self._paused = threading.Event()
+        self.hold_at = -1
+        self.held, self.go = threading.Event(), threading.Event()
+        return super()._build(addresses, ft_spec)
+
+    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+        return await generate_whole(_Tokens(self), request)
+
+    async def one_token(self, request: LLMRequest) -> LLMResponse:
+        while self._paused.is_set():
+            await asyncio.sleep(0.001)
+        sampling = replace(request.sampling, max_new_tokens=1)
+        response = await super()._agenerate(replace(request, sampling=sampling))
+        if response.stop_reason == "stop" or request.sampling.max_new_tokens == 1:
+            return response
+        return replace(response, stop_reason="abort")
+
+    async def wait_for_go(self, drawn: int) -> None:
+        if drawn == self.hold_at:
+            self.held.set()
+            while not self.go.is_set():
+                await asyncio.sleep(0.001)
+
+    def _pause(self) -> None:
+        self._paused.set()
+
+    def _resume(self) -> None:
+        self._paused.clear()
+
+
+class _Tokens:
+    """Draws one token and aborts, so that what continues aborted answers asks for the next."""
+
+    def __init__(self, engine: StepwiseRollout) -> None:
+        self._engine = engine
+        self._drawn = 0
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        await self._engine.wait_for_go(self._drawn)
+        self._drawn += 1
+        return await self._engine.one_token(request)
