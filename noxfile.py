@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,9 +16,13 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
-PLUGINS = ["plugins/fsdp", "plugins/megatron"]
+PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
 EXAMPLES = ["examples/core-rl-ddp"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
+# SGLang pins packages that core-rl and a CPU cannot take: its servers run in an environment of their own.
+SERVER_REQUIREMENTS = ROOT / "constraints" / "sglang-server.txt"
+SERVER_UNRESOLVED = ROOT / "constraints" / "sglang-server-unresolved.txt"
+SERVER_PYTHON = "CORE_RL_SGLANG_PYTHON"
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
 STEALING = [*WORKERS, "--dist", "worksteal"]
@@ -46,6 +52,31 @@ def _conformance(session: nox.Session, *arguments: str) -> None:
     session.run("pytest", *_engine_options(), "conformance/", *WORKERS, *arguments, env=ENV)
 
 
+def _server_python(session: nox.Session) -> str:
+    """The Python of an environment with SGLang for the CPU: what the variable names, or one that is made here."""
+    if given := os.environ.get(SERVER_PYTHON):
+        return given
+    files = (SERVER_REQUIREMENTS, SERVER_UNRESOLVED)
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    # Kept apart by what is in it; a half-made one has no stamp.
+    home = ROOT / ".nox" / f"sglang-server-{digest[:12]}"
+    python, stamp = str(home / "bin" / "python"), home / "complete"
+    if not stamp.exists():
+        session.run("python", "-m", "venv", "--clear", str(home))
+        pip = (python, "-m", "pip", "install", "-q")
+        session.run(*pip, "-r", str(SERVER_REQUIREMENTS), external=True)
+        session.run(*pip, "--no-deps", "-r", str(SERVER_UNRESOLVED), external=True)
+        stamp.touch()
+    return python
+
+
+def _sglang(session: nox.Session, *arguments: str) -> None:
+    """The engine's own tests and the suite against real servers, one after another: each takes a gigabyte or two."""
+    env = {**ENV, SERVER_PYTHON: _server_python(session)}
+    session.run("pytest", "plugins/sglang/server_tests", env=env)
+    session.run("pytest", "--engine=sglang", "conformance/", *arguments, env=env)
+
+
 def _engine_options() -> list[str]:
     return [f"--engine={engine}" for engine in ENGINES]
 
@@ -68,6 +99,7 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
     # `-s conformance` runs every check on all of the many layouts.
     _conformance(session, "--quick" if quick else "--turns=3")
+    _sglang(session, "--quick", "--layout=dp1")
 
 
 @nox.session
@@ -75,6 +107,13 @@ def conformance(session: nox.Session) -> None:
     """Certify the engines of this repository; arguments go to pytest."""
     _install(session, "conformance")
     _conformance(session, *session.posargs)
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Certify the SGLang engine on real servers, in an environment that is made for them; arguments go to pytest."""
+    _install(session, "conformance")
+    _sglang(session, *session.posargs)
 
 
 @nox.session
@@ -132,7 +171,9 @@ def bench(session: nox.Session) -> None:
     if not chosen:
         session.error(f"no such benchmark; there are {', '.join(script.stem for script in scripts)}")
     for script in chosen:
-        session.run("python", str(script))
+        serves = script.stem.startswith("sglang")
+        env = {SERVER_PYTHON: _server_python(session)} if serves else None
+        session.run("python", str(script), env=env)
 
 
 @nox.session

@@ -31,6 +31,7 @@ INVARIANTS = {
     "I12": "What a weight sync delivers is what the trainer has",
     "I13": "No cache outlives an update",
     "I14": "Every token has the version of the weights that drew it",
+    "I15": "An engine that has slept answers as before",
     "I16": "Ranks with little or nothing to do take part",
     "I17": "Replayed routing is the recorded one",
     "I18": "However a batch is cut, the balance of routers is the same",

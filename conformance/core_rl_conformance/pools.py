@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.engines.inference import InferenceEngine
@@ -15,6 +16,8 @@ __all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool"]
 
 CALL_TIMEOUT_S = 120.0
 """No call on a tiny model takes that long, unless a rank hangs."""
+MOST_SERVERS = 2
+"""Shared servers that run at one time: each takes more than a gigabyte."""
 
 
 class GroupPool:
@@ -60,39 +63,105 @@ class ServerPool:
 
     def __init__(self) -> None:
         self._engines: dict[str, InferenceEngine] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        """Where the servers of each engine are that has launched some."""
         self._used_up: set[str] = set()
+        self._shared = _SharedServers()
 
-    def start(self, spec: EngineSpec, config: InferenceEngineConfig, *, keep: bool = True) -> InferenceEngine:
+    def start(
+        self, spec: EngineSpec, config: InferenceEngineConfig, *, keep: bool = True, shared: bool = False
+    ) -> InferenceEngine:
         """An engine of ``spec`` that serves ``config``'s model: the one that is there, if it does.
 
-        ``keep=False`` is for a caller that changes its weights: nobody gets it after them.
+        ``keep=False`` is for a caller that changes its weights: nobody gets it after them. With ``shared``, a new
+        engine may find the servers of an earlier one.
         """
         engine = self._engines.get(spec.name)
         if engine is None or engine.config != config or spec.name in self._used_up:
-            self.discard(spec.name)
-            engine = self._started(spec, config)
+            self._drop(spec.name)
+            engine = self._started(spec, config, shared)
         if not keep:
             self._used_up.add(spec.name)
         return engine
 
-    def _started(self, spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
-        engine_class = load_engine(spec)
-        assert issubclass(engine_class, InferenceEngine)
-        engine = engine_class(spec, config)
+    def _started(self, spec: EngineSpec, config: InferenceEngineConfig, shared: bool) -> InferenceEngine:
+        engine = _engine(spec, config)
         # Kept before it starts: what has been launched is ended even if it never gets ready.
         self._engines[spec.name] = engine
-        addresses = engine.launch_server() if spec.supports(Capability.LAUNCH_SERVER) else None
-        engine.initialize(addresses, FinetuneSpec())
+        if spec.supports(Capability.LAUNCH_SERVER):
+            launched = self._shared.addresses(spec, config) if shared else engine.launch_server()
+            self._addresses[spec.name] = launched
+        engine.initialize(self._addresses.get(spec.name), FinetuneSpec())
         return engine
 
-    def discard(self, name: str) -> None:
-        """End the engine ``name``; the next `start` makes a new one."""
+    def connect(self, spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
+        """Another engine at the servers that `start` has launched for ``spec``, for the caller to destroy."""
+        engine = _engine(spec, config)
+        engine.initialize(self._addresses[spec.name], FinetuneSpec())
+        return engine
+
+    def _drop(self, name: str) -> None:
         self._used_up.discard(name)
+        self._addresses.pop(name, None)
         engine = self._engines.pop(name, None)
         if engine is not None:
             engine.destroy()
+
+    def discard(self, name: str) -> None:
+        """End the engine ``name`` and its servers; the next `start` makes new ones."""
+        self._drop(name)
+        self._shared.discard(name)
 
     def close(self) -> None:
         """End all engines."""
         for name in list(self._engines):
             self.discard(name)
+
+
+class _SharedServers:
+    """Servers by what they were launched for: an engine's name, its config, and the architecture of the model."""
+
+    def __init__(self) -> None:
+        self._launched: dict[tuple[str, str], tuple[InferenceEngine, tuple[str, ...]]] = {}
+        """The one that was used last is the last. The engines do nothing but own the servers."""
+
+    def addresses(self, spec: EngineSpec, config: InferenceEngineConfig) -> tuple[str, ...]:
+        """Where servers for ``config`` are; started, if there are none, and others ended that are too many then."""
+        key = (spec.name, _architecture(config))
+        found = self._launched.pop(key, None)
+        if found is None:
+            self._make_room(config.layout.dp)
+            owner = _engine(spec, config)
+            self._launched[key] = (owner, ())
+            found = (owner, owner.launch_server())
+        self._launched[key] = found
+        return found[1]
+
+    def _make_room(self, wanted: int) -> None:
+        while self._launched and wanted + sum(len(a) for _, a in self._launched.values()) > MOST_SERVERS:
+            self._end(next(iter(self._launched)))
+
+    def discard(self, name: str) -> None:
+        """End the servers of the engine ``name``."""
+        for key in [key for key in self._launched if key[0] == name]:
+            self._end(key)
+
+    def _end(self, key: tuple[str, str]) -> None:
+        owner, _ = self._launched.pop(key)
+        owner.destroy()
+
+
+def _engine(spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
+    engine_class = load_engine(spec)
+    assert issubclass(engine_class, InferenceEngine)
+    return engine_class(spec, config)
+
+
+def _architecture(config: InferenceEngineConfig) -> str:
+    """All of ``config`` and of the model but its weights."""
+    assert config.model.path is not None
+    files = [Path(config.model.path) / name for name in ("config.json", "generation_config.json")]
+    model = config.model.model_copy(update={"path": None})
+    return repr(
+        [config.model_copy(update={"model": model}), *(file.read_text() for file in files if file.is_file())]
+    )

@@ -124,6 +124,10 @@ class Profile:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the engine's config beyond the common ones, such as ``{"options": {...}}``."""
     waivers: tuple[Waiver, ...] = ()
+    shared_servers: bool = False
+    """For an inference engine that launches servers which take long to start: one server serves all models of the
+    same architecture, one after another. It must take the weights of ``config.model`` when an engine is initialized
+    with its address, whatever it had before."""
 
     @property
     def places(self) -> tuple[Setting, ...]:

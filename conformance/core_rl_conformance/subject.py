@@ -144,6 +144,14 @@ class Subject:
 
     def serve(self, model: TinyModel | None = None, *, keep: bool = True) -> InferenceEngine:
         """The inference engine with ``model``; ``keep=False`` for a check that changes its weights."""
+        shared = self.case.target.profile.shared_servers
+        return self.bench.servers.start(self.spec, self._serving(model), keep=keep, shared=shared)
+
+    def connect(self, model: TinyModel | None = None) -> InferenceEngine:
+        """A second engine at the servers of `serve`, for the caller to destroy."""
+        return self.bench.servers.connect(self.spec, self._serving(model))
+
+    def _serving(self, model: TinyModel | None) -> InferenceEngineConfig:
         model = model or self.model()
         values: dict[str, Any] = {
             **self.case.setting.over(self.case.target.profile.options),
@@ -154,7 +162,7 @@ class Subject:
         }
         found = parse_config(load_config(self.spec), values, f"the config of {self.spec.name!r}")
         assert isinstance(found, InferenceEngineConfig)
-        return self.bench.servers.start(self.spec, found, keep=keep)
+        return found
 
     @property
     def peer(self) -> Subject:

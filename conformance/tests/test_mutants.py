@@ -12,6 +12,7 @@ from kill_matrix import Kill, Outcome
 from mutants.all import MUTANTS
 from mutants.attack import attack, fits, other_checks, partner_of
 from mutants.bases import Packed, Replicated
+from mutants.interruptions import SERVING, Served
 from mutants.zoo import DP1, DP2, C, Mutant, run_check, spec_of
 
 from core_rl_conformance.bench import Bench
@@ -97,6 +98,7 @@ CORRECT = {
     "replicated": (spec_of(Replicated), DP2),
     "packed": (spec_of(Packed), DP2),
     "rollout": (spec_of(ReferenceRolloutEngine), DP1),
+    "served": (spec_of(Served, declared=SERVING), DP1),
 }
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from core_rl.engines.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
     from core_rl.engines.spec import Capability as Capability
     from core_rl.engines.spec import EngineSpec as EngineSpec
+    from core_rl.engines.sync import sync_weights as sync_weights
     from core_rl.engines.train import TrainEngine as TrainEngine
     from core_rl.errors import BatchError as BatchError
     from core_rl.errors import CheckpointDamaged as CheckpointDamaged
@@ -96,6 +97,7 @@ _EXPORTS = {
         "register_engine",
     ),
     "core_rl.engines.spec": ("PROTOCOL_VERSION", "Capability", "EngineSpec"),
+    "core_rl.engines.sync": ("sync_weights",),
     "core_rl.engines.train": ("TrainEngine",),
     "core_rl.errors": (
         "BatchError",

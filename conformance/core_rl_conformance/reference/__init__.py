@@ -26,6 +26,7 @@ SPEC = EngineSpec(
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
         }
     ),
     description="The plain Hugging Face model, one sequence at a time: slow, simple, and the one to compare with",
@@ -42,7 +43,9 @@ ROLLOUT_SPEC = EngineSpec(
             Capability.CUDA,
             Capability.SCORE,
             Capability.TOP_LOGPROBS,
+            Capability.RELEASE_MEMORY,
             Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
         }
     ),
     description="The plain Hugging Face model in this process, through generate()",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -26,6 +26,7 @@ from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.engines.named_tensors import TensorDict, check_source
 from core_rl.engines.process_group import pick_device
+from core_rl.engines.weight_stream import receiving
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.models.build import build_model
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
@@ -36,6 +37,9 @@ from core_rl_conformance.reference.sampling import Answer, generate
 __all__ = ["ReferenceRolloutEngine"]
 
 _Row = TypeVar("_Row")
+
+RECEIVE_TIMEOUT_S = 300.0
+"""How long an update by ``tensor`` waits for its sender."""
 
 
 class ReferenceRolloutEngine(InferenceEngine):
@@ -144,7 +148,22 @@ class ReferenceRolloutEngine(InferenceEngine):
     # ---------------------------------------------------------------- weights
 
     def _update_weights(self, meta: WeightUpdateMeta) -> None:
-        self._worker.submit(self._install_from_disk, meta).result()
+        if meta.method == "disk":
+            self._worker.submit(self._install_from_disk, meta).result()
+            return
+        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+            # Requests go on under the old weights until all of the new ones are here.
+            tensors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
+            self._worker.submit(self._install_tensors, tensors, meta.version).result()
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        held = dict(self._model.named_parameters())
+        expected = {name: tuple(value.shape) for name, value in held.items()}
+        check_source(TensorDict(tensors), expected, "the weights that were sent")
+        with torch.no_grad():
+            for name, value in held.items():
+                value.copy_(tensors[name])
+        self._served_version = version
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
         assert meta.path is not None
@@ -157,6 +176,13 @@ class ReferenceRolloutEngine(InferenceEngine):
         check_source(TensorDict(dict(model.named_parameters())), expected, f"the weights in {meta.path!r}")
         self._adopt(model)
         self._served_version = meta.version
+
+    def _release_memory(self) -> None:
+        self._worker.submit(torch.nn.Module.to, self._model, torch.device("cpu")).result()
+
+    def _resume_memory(self) -> None:
+        device = pick_device(self.config.device, 0)
+        self._worker.submit(torch.nn.Module.to, self._model, device).result()
 
     def _set_version(self, version: int) -> None:
         def set_it() -> None:

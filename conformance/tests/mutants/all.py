@@ -8,6 +8,7 @@ from mutants import (
     context_parallel,
     expert_parallel,
     experts,
+    interruptions,
     loss_scale,
     moments,
     offload,
@@ -25,6 +26,7 @@ from mutants import (
     router_replay,
     small_batches,
     steps,
+    streams,
     tensor_parallel,
     tensor_parallel_state,
     updates,
@@ -55,5 +57,7 @@ MUTANTS = (
     *rollout_draws.MUTANTS,
     *rollout_details.MUTANTS,
     *updates.MUTANTS,
+    *streams.MUTANTS,
+    *interruptions.MUTANTS,
     *rollout_pairs.MUTANTS,
 )

@@ -31,6 +31,7 @@ CAPABILITIES = frozenset(
         C.SHARDED_CHECKPOINT,
         C.PORTABLE_CHECKPOINT,
         C.SYNC_DISK,
+        C.SYNC_TENSOR,
     }
 )
 DP1 = ParallelLayout()
@@ -58,6 +59,8 @@ class Mutant:
     family: str = "llama"
     dtype: DType = "float32"
     undeclared: frozenset[Capability] = frozenset()
+    declared: frozenset[Capability] = frozenset()
+    """What it has beyond the zoo's other engines."""
     partner: EngineSpec | None = None
     """The correct engine beside it, for a check of a pair."""
     timeout_s: float = 120.0
@@ -75,7 +78,9 @@ class Mutant:
         special |= {Capability.MOE, Capability.ROUTING_REPLAY} if self.family == MOE else set()
         # The toy engines, which are the ones with such layouts, take no adapters.
         toy = {Capability.LORA} if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
-        return spec_of(self.engine, self.undeclared | toy, self.layout.needed_capabilities() | special)
+        return spec_of(
+            self.engine, self.undeclared | toy, self.layout.needed_capabilities() | special | self.declared
+        )
 
 
 def name_of(engine: type) -> str:
@@ -97,7 +102,7 @@ def spec_of(
             ROLLOUT_SPEC,
             name=name_of(engine),
             factory=f"{engine.__module__}:{engine.__name__}",
-            capabilities=ROLLOUT_SPEC.capabilities - undeclared,
+            capabilities=(ROLLOUT_SPEC.capabilities | declared) - undeclared,
         )
     return EngineSpec(
         name=name_of(engine),

@@ -160,7 +160,7 @@ class TrainHooks(ABC):
         raise UnsupportedCapability(f"{type(self).__name__} does not implement offloading")
 
     def _send_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights by ``tensor``, ``distributed`` or ``lora``; ``disk`` is the core's."""
+        """Send the weights by ``distributed`` or ``lora``; ``disk`` and ``tensor`` are the core's."""
         raise UnsupportedCapability(
             f"{type(self).__name__} does not implement weight sync by {meta.method!r}"
         )

@@ -51,6 +51,7 @@ class InferenceEngine(InferenceHooks):
         """While paused, what new requests wait for."""
         self._in_flight = 0
         self._released = False
+        self._launched = False
         self._rollouts: WorkflowExecutor | None = None
 
     # ------------------------------------------------------------- life cycle
@@ -73,7 +74,9 @@ class InferenceEngine(InferenceHooks):
         self._state = "ready"
 
     def destroy(self) -> None:
-        """Cancel what is in flight and free the model; the engine cannot be used again."""
+        """Cancel what is in flight, free the model and stop launched servers; the engine cannot be used again."""
+        if self._state == "new" and self._launched:
+            self._teardown()
         if self._state == "ready":
             self._state = "destroyed"
             self._updates.shutdown()
@@ -85,11 +88,15 @@ class InferenceEngine(InferenceHooks):
                 self._teardown()
         self._state = "destroyed"
 
-    def launch_server(self, count: int = 1) -> tuple[str, ...]:
-        """Start servers before `initialize`, which takes the addresses that this returns."""
+    def launch_server(self, count: int | None = None) -> tuple[str, ...]:
+        """Start ``count`` servers (by default ``layout.dp``) before `initialize`, which takes the addresses.
+
+        They are this engine's, also where another one is initialized with their addresses, and end with `destroy`.
+        """
         guards.require_state(self._state, "new", "launch_server()")
         guards.require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
-        return self._launch_server(count)
+        self._launched = True
+        return self._launch_server(self.config.layout.dp if count is None else count)
 
     def get_scheduling_config(self) -> Scheduling:
         """Resources that one server needs."""

@@ -26,7 +26,10 @@ class InferenceHooks(ABC):
 
     @abstractmethod
     def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        """Load the model, or connect to the servers at ``addresses``; returns what the model takes."""
+        """Load the model, or connect to the servers at ``addresses``; returns what the model takes.
+
+        Connected servers serve the weights of ``config.model`` afterwards, whatever they had before.
+        """
 
     @abstractmethod
     async def _agenerate(self, request: LLMRequest) -> LLMResponse:
@@ -43,7 +46,7 @@ class InferenceHooks(ABC):
     # ------------------------------------------------- with a useful default
 
     def _teardown(self) -> None:  # noqa: B027  (many engines have nothing to free)
-        """Free what `_build` made; nothing is in flight any more."""
+        """Free what `_build` and `_launch_server` made, as far as they came; nothing is in flight any more."""
 
     def _scheduling(self) -> Scheduling:
         """Resources that one server needs."""

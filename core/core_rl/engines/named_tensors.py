@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core_rl.errors import WeightsError, raise_all
 
-__all__ = ["NamedTensors", "TensorDict", "TensorSource", "check_source"]
+__all__ = ["NamedTensors", "TensorDict", "TensorSource", "check_shapes", "check_source"]
 
 NamedTensors = Iterator[tuple[str, Tensor | None]]
 """A collective stream: every rank iterates to the end, and only output ranks receive a tensor, which
@@ -51,12 +51,18 @@ class TensorDict:
 
 def check_source(source: TensorSource, expected: Mapping[str, tuple[int, ...]], subject: str) -> None:
     """Raise one `WeightsError` that lists every missing, unexpected and misshapen tensor of ``source``."""
-    names = set(source.names())
-    problems = [f"missing {name!r} {list(shape)}" for name, shape in expected.items() if name not in names]
-    problems += [f"unexpected {name!r} {list(source.shape(name))}" for name in sorted(names - set(expected))]
+    check_shapes({name: source.shape(name) for name in source.names()}, expected, subject)
+
+
+def check_shapes(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], subject: str
+) -> None:
+    """Raise one `WeightsError` that lists every missing, unexpected and misshapen tensor of ``found``."""
+    problems = [f"missing {name!r} {list(shape)}" for name, shape in expected.items() if name not in found]
+    problems += [f"unexpected {name!r} {list(found[name])}" for name in sorted(set(found) - set(expected))]
     problems += [
-        f"{name!r} is {list(source.shape(name))}; the model has {list(shape)}"
+        f"{name!r} is {list(found[name])}; the model has {list(shape)}"
         for name, shape in expected.items()
-        if name in names and tuple(source.shape(name)) != tuple(shape)
+        if name in found and tuple(found[name]) != tuple(shape)
     ]
     raise_all(WeightsError, subject, problems)

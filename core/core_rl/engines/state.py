@@ -105,11 +105,20 @@ class EngineState(EnginePasses):
             load_engine_state(self, meta)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights to inference engines, which take them by ``update_weights(meta)``."""
+        """Send the weights to inference engines, which take them by ``update_weights(meta)``.
+
+        By ``disk`` this comes first. By any other method the two run at one time: call ``update_weights``
+        first, which returns at once, and this returns when the weights are installed. `sync_weights` does both.
+        """
         guards.require_state(self._state, "ready", "upload_weights()")
         guards.require_sync(self.spec, meta)
         if meta.method == "disk":
             self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
+        elif meta.method == "tensor":
+            from core_rl.engines.weight_stream import send_weights
+
+            with self._onloaded("model"):
+                send_weights(self, meta)
         else:
             with self._onloaded("model"):
                 self._send_weights(meta)

@@ -23,6 +23,7 @@ SPEC = EngineSpec(
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
         }
     ),
     description="Replicated weights, gradients added up over ranks",

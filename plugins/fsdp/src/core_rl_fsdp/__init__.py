@@ -31,6 +31,7 @@ SPEC = EngineSpec(
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
         }
     ),
     description="PyTorch FSDP2 (fully_shard) over Hugging Face models, packed, on CPU and CUDA",

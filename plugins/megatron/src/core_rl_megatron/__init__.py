@@ -32,6 +32,7 @@ SPEC = EngineSpec(
             Capability.SHARDED_CHECKPOINT,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
         }
     ),
     description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, CPU and CUDA",

@@ -1,0 +1,159 @@
+"""The SGLang engine's own cost: requests beside a bare HTTP client, and weights beside a copy through shared memory.
+
+    python benchmarks/sglang_client.py
+
+Requests are the same on both sides, 64 in flight. Weights are those of a Qwen3 of 200 MB, sent by ``tensor`` to a real
+server, beside the same bytes written to shared memory and read from it once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import aiohttp
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common.measure import Side, interleave, report
+
+from core_rl import get_spec, load_config, load_engine
+from core_rl.config.base import parse_config
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.weight_stream import send_tensors
+from core_rl.rollout.types import LLMRequest, SamplingParams
+from core_rl_sglang.answers import generation_body
+
+REQUESTS, IN_FLIGHT, PROMPT, ANSWER = 256, 64, 32, 16
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+LARGE = {"hidden_size": 768, "num_hidden_layers": 6, "intermediate_size": 2048}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=10)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        requests_beside_bare_http(Path(root), arguments.repeats)
+        weights_beside_a_copy(Path(root), arguments.repeats)
+
+
+def requests_beside_bare_http(root: Path, repeats: int) -> None:
+    """256 answers of 16 tokens."""
+    engine, _ = started(root / "small", SMALL)
+    sampling = SamplingParams(max_new_tokens=ANSWER, ignore_eos=True)
+    requests = [
+        LLMRequest(input_ids=tuple((7 * n + t) % 500 for t in range(PROMPT)), sampling=sampling)
+        for n in range(REQUESTS)
+    ]
+    address = engine._own[0].address  # type: ignore[attr-defined]
+    tokens = REQUESTS * ANSWER
+    sides = {
+        "bare HTTP": Side(partial(_run, partial(_bare, address, requests)), tokens),
+        "sglang engine": Side(partial(_run, partial(_ours, engine, requests)), tokens),
+    }
+    seconds = interleave(sides, repeats=repeats)
+    report(f"{REQUESTS} requests, {IN_FLIGHT} in flight, on a tiny model", sides, seconds, base="bare HTTP")
+    engine.destroy()
+
+
+def _run(work: Callable[[], object]) -> None:
+    asyncio.run(work())  # type: ignore[arg-type]
+
+
+async def _bare(address: str, requests: list[LLMRequest]) -> None:
+    gate = asyncio.Semaphore(IN_FLIGHT)
+    connector = aiohttp.TCPConnector(limit=0)
+
+    async def ask(session: aiohttp.ClientSession, number: int, request: LLMRequest) -> None:
+        async with gate:
+            body = generation_body(request, f"bare-{number}-{id(session)}")
+            async with session.post(f"http://{address}/generate", json=body) as answer:
+                await answer.json()
+
+    async with aiohttp.ClientSession(connector=connector) as session:
+        await asyncio.gather(*(ask(session, number, request) for number, request in enumerate(requests)))
+
+
+async def _ours(engine: InferenceEngine, requests: list[LLMRequest]) -> None:
+    gate = asyncio.Semaphore(IN_FLIGHT)
+
+    async def ask(request: LLMRequest) -> None:
+        async with gate:
+            await engine.agenerate(request)
+
+    await asyncio.gather(*map(ask, requests))
+
+
+def weights_beside_a_copy(root: Path, repeats: int) -> None:
+    """One update of all weights."""
+    engine, tensors = started(root / "large", LARGE)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    sides = {
+        "copy through shared memory": Side(partial(_copied, tensors), size),
+        "tensor sync": Side(partial(_synced, engine, tensors, root / "meeting"), size),
+    }
+    seconds = interleave(sides, repeats=repeats)
+    title = f"weights of {size / 1e6:.0f} MB (speed is in bytes)"
+    report(title, sides, seconds, base="copy through shared memory")
+    engine.destroy()
+
+
+def _copied(tensors: dict[str, Tensor]) -> None:
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    memory = shared_memory.SharedMemory(create=True, size=size)
+    there, start = torch.frombuffer(memory.buf, dtype=torch.float32), 0
+    for tensor in tensors.values():
+        there[start : start + tensor.numel()].copy_(tensor.reshape(-1))
+        start += tensor.numel()
+    there.clone()
+    del there
+    memory.close()
+    memory.unlink()
+
+
+def _synced(engine: InferenceEngine, tensors: dict[str, Tensor], point: Path) -> None:
+    meta = WeightUpdateMeta(
+        method="tensor", version=engine.get_version() + 1, path=str(point), bucket_bytes=64 * 2**20
+    )
+    arrival = engine.update_weights(meta)
+    send_tensors(iter(tensors.items()), meta)
+    arrival.result()
+
+
+def started(path: Path, shape: dict[str, int]) -> tuple[InferenceEngine, dict[str, Tensor]]:
+    """An engine with one server of a model of this ``shape``, and the model's tensors."""
+    config = Qwen3Config(
+        vocab_size=8192,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        **shape,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    spec = get_spec("sglang")
+    values = {"model": {"path": str(path)}, "device": "cpu", "options": {"max_running_requests": IN_FLIGHT}}
+    parsed, engine_class = parse_config(load_config(spec), values), load_engine(spec)
+    assert issubclass(engine_class, InferenceEngine)
+    assert isinstance(parsed, InferenceEngineConfig)
+    engine = engine_class(spec, parsed)
+    engine.initialize()
+    return engine, {name: value.detach() for name, value in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    main()

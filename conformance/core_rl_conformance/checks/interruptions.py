@@ -1,0 +1,119 @@
+"""Inference engines that are interrupted: paused with requests in flight, put to sleep, shared by several clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.spec import Capability
+from core_rl.errors import EngineStateError
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.procedures.serving import answers, ask, requests_for, verify_logprobs
+from core_rl_conformance.subject import Subject
+
+FEW = (0, 1, 3, 4, 7, 10)
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+GREEDY = replace(PLAIN, temperature=0.0)
+LONG = replace(PLAIN, max_new_tokens=40)
+REPEATED = 3
+ON_THE_WAY_S = 0.1
+"""So long an answer that was complete before the pause may take to arrive."""
+STILL_S = 0.5
+"""Long enough for some tokens of a tiny model."""
+
+
+@check("I14.interrupted", kind="inference", requires=[Capability.PAUSE], each="layout")
+def interrupted_answers_are_completed(subject: Subject) -> None:
+    """Requests that a pause interrupts draw nothing until ``resume``, and then all of the tokens that they asked for.
+
+    Why: answers that end at the pause, lose the tokens of before, or count their budget anew are trained on all
+    the same (verl #7207, slime #327).
+    Look at: what the server does with requests that run as it is paused, and with their cached keys and values.
+    """
+    model = subject.model()
+    engine = subject.serve(model)
+    requests = [
+        LLMRequest(input_ids=request.input_ids[:20], sampling=LONG)
+        for request in requests_for(subject.data(), LONG) * REPEATED
+    ]
+    during, found = asyncio.run(_interrupted(engine, requests))
+    subject.require(
+        during == 0, f"{during} requests that a pause had interrupted were answered before resume()"
+    )
+    wrong = [response for response in found if len(response.output_ids) != LONG.max_new_tokens]
+    subject.require(
+        not wrong,
+        f"{len(wrong)} of {len(found)} interrupted answers do not have the {LONG.max_new_tokens} tokens that were "
+        f"asked for: {sorted({len(response.output_ids) for response in wrong})}",
+    )
+    verify_logprobs(subject, "log-probs of interrupted answers", model, found)
+
+
+async def _interrupted(
+    engine: InferenceEngine, requests: Sequence[LLMRequest]
+) -> tuple[int, list[LLMResponse]]:
+    """How many answers came during the pause, and all answers."""
+    tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await asyncio.to_thread(engine.pause)
+    await asyncio.sleep(ON_THE_WAY_S)
+    before = sum(task.done() for task in tasks)
+    try:
+        await asyncio.sleep(STILL_S)
+        during = sum(task.done() for task in tasks) - before
+    finally:
+        await asyncio.to_thread(engine.resume)
+    return during, [response for answer in await asyncio.gather(*tasks) for response in answer]
+
+
+@check("I15.sleep", kind="inference", requires=[Capability.RELEASE_MEMORY], each="layout")
+def sleep_changes_nothing(subject: Subject) -> None:
+    """After ``release_memory`` and ``resume_memory``, greedy answers and log-probs are those of before, twice over.
+
+    While the memory is released, requests are refused and not left to hang.
+
+    Why: weights or buffers that do not survive, and cached prefixes whose memory is somebody else's by now, give
+    answers that look like any other (vllm #44371).
+    Look at: what is released: weights that nobody keeps a copy of, buffers such as rotary frequencies, prefix caches.
+    """
+    model = subject.model()
+    engine = subject.serve(model, keep=False)
+    requests = requests_for(subject.data().select(FEW), GREEDY)
+    before = [response.output_ids for response in ask(engine, requests)]
+    for turn in ("first", "second"):
+        engine.release_memory()
+        refused = False
+        try:
+            ask(engine, requests[:1])
+        except EngineStateError:
+            refused = True
+        engine.resume_memory()
+        subject.require(refused, "a request to an engine whose memory is released was not refused")
+        found = ask(engine, requests)
+        changed = sum(a != b.output_ids for a, b in zip(before, found, strict=True))
+        subject.require(
+            not changed, f"after the {turn} sleep, {changed} of {len(found)} greedy answers are other ones"
+        )
+        verify_logprobs(subject, f"log-probs of greedy tokens after the {turn} sleep", model, found)
+
+
+@check("contract.launched-servers", kind="inference", requires=[Capability.LAUNCH_SERVER], each="engine")
+def launched_servers_serve_those_who_connect(subject: Subject) -> None:
+    """Servers that the engine launched serve a second client by their addresses, and go on when that one leaves.
+
+    Why: an evaluation or a second trainer that shares servers must not take them down with it.
+    Look at: ``_teardown``: it ends what this engine launched, and nothing else.
+    """
+    model = subject.model()
+    engine = subject.serve(model)
+    requests = requests_for(subject.data().select(FEW), PLAIN)
+    second = subject.connect(model)
+    try:
+        verify_logprobs(subject, "log-probs of a second client", model, ask(second, requests))
+    finally:
+        second.destroy()
+    verify_logprobs(subject, "log-probs after the second client has left", model, ask(engine, requests))

@@ -1,0 +1,223 @@
+"""Weights that go from engine to engine in buckets of memory (``method="tensor"``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.meta import SaveLoadMeta, WeightUpdateMeta
+from core_rl.engines.spec import Capability
+from core_rl.engines.sync import sync_weights
+from core_rl.errors import WeightsError
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.hints.diagnose import compare_tokens, same_named
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
+from core_rl_conformance.procedures.serving import answers, ask, expected_of, requests_for, verify_logprobs
+from core_rl_conformance.procedures.streaming import Caught, caught, sent, tensors_of
+from core_rl_conformance.subject import ONE_PASS, Subject
+
+TINY_BUCKET = 4096
+"""Less than most tensors of a tiny model have."""
+FEW = (0, 1, 3, 4, 7, 10)
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+OLD = "log-probs of the weights before the update"
+
+
+def _meta(subject: Subject, version: int, bucket_bytes: int, verify: bool = False) -> WeightUpdateMeta:
+    point = subject.directory(f"meeting-{version}")
+    return WeightUpdateMeta(
+        method="tensor", version=version, path=str(point), bucket_bytes=bucket_bytes, verify=verify
+    )
+
+
+@check("I12.tensor", requires=[Capability.SYNC_TENSOR])
+def tensor_sync_sends_the_present_weights(subject: Subject) -> None:
+    """``upload_weights`` by tensor sends every parameter once, as it is after the last step or load, bit for bit.
+
+    Why: a bucket that is overwritten before it is read, the last one that nobody flushes, views that are sent
+    with the strides of something larger, and gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).
+    Look at: ``named_tensors("params")`` and ``("buffers")``: what they yield is valid until the next item.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    group.set_version(3)
+    for seed, bucket_bytes in enumerate((1 << 28, TINY_BUCKET)):
+        group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        found = caught(group, _meta(subject, 4 + seed, bucket_bytes, verify=bool(seed)))
+        params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
+        what = f"parameters sent after step {1 + seed} in buckets of {bucket_bytes} bytes"
+        _verify_sent(subject, what, found, params, bucket_bytes)
+    other = replace(model, seed=model.seed + 100)
+    group.load(SaveLoadMeta(path=str(subject.bench.models.directory(other)), format="hf"))
+    found = caught(group, _meta(subject, 6, TINY_BUCKET))
+    params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
+    _verify_sent(subject, "parameters sent after a load", found, params, TINY_BUCKET)
+    subject.require(
+        group.get_version() == 3, "uploading weights changed the engine's version; the driver raises it"
+    )
+
+
+def _verify_sent(
+    subject: Subject, what: str, found: Caught, params: dict[str, Tensor], bucket_bytes: int
+) -> None:
+    __tracebackhide__ = True
+    names = [name for bucket in found.buckets for name in bucket]
+    subject.require(len(names) == len(set(names)), f"{what}: a tensor comes twice: {sorted(names)}")
+    got = {name: value for name, value in found.tensors.items() if name in params}
+    subject.verify(same_named(what, got, params))
+    sized = zip(found.buckets, found.sizes, strict=True)
+    large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
+    subject.require(not large, f"{what}: a bucket is larger than that: {large[:1]}")
+
+
+@check("I12.receive-tensor", kind="inference", requires=[Capability.SYNC_TENSOR])
+def updates_from_tensors_arrive(subject: Subject) -> None:
+    """After an update by tensor every token is drawn by the new weights, all of them, also after a cached prefix.
+
+    In one bucket and in many, one update after another, with requests in flight, which are answered in full and
+    whose tokens carry the version of the weights that drew them.
+
+    Why: a receiver that takes the first bucket only, installs each one while it draws, or keeps the prefix cache or
+    the version of before (verl #6813, #5801, vllm #9744, #44371, slime #327).
+    Look at: the end of an update, names that the loader skips, tied heads, caches, and the version of each token.
+    """
+    old, data = subject.model(), subject.data()
+    engine = subject.serve(old, keep=False)
+    requests = requests_for(data.select(FEW), PLAIN)
+    _verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
+    for version, bucket_bytes, verify in ((1, 1 << 28, False), (5, TINY_BUCKET, True)):
+        new = replace(old, seed=old.seed + 1000 * version)
+        tensors = tensors_of(subject.bench.models.directory(new))
+        meta = _meta(subject, version, bucket_bytes, verify)
+        long = [_long(request) for request in requests_for(data.select(FEW), PLAIN)]
+        found = asyncio.run(_meanwhile(engine, long, partial(sent, engine, meta, tensors)))
+        _verify_sides(subject, version, found, old, new)
+        subject.require(
+            engine.get_version() == version,
+            f"get_version() is {engine.get_version()} after an update to {version}",
+        )
+        what = f"after the update to version {version} in buckets of {bucket_bytes} bytes"
+        _verify_served(subject, what, ask(engine, requests), new, old, version)
+        old = new
+
+
+def _long(request: LLMRequest) -> LLMRequest:
+    return replace(request, input_ids=request.input_ids[:20], sampling=replace(PLAIN, max_new_tokens=24))
+
+
+async def _meanwhile(
+    engine: InferenceEngine, requests: list[LLMRequest], update: Callable[[], None]
+) -> list[LLMResponse]:
+    """The answers to requests that are in flight while ``update`` runs."""
+    running = asyncio.ensure_future(answers(engine, requests))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await asyncio.to_thread(update)
+    return await running
+
+
+def _verify_sides(
+    subject: Subject, version: int, found: list[LLMResponse], old: TinyModel, new: TinyModel
+) -> None:
+    __tracebackhide__ = True
+    cut = [response for response in found if response.stop_reason != "length"]
+    subject.require(not cut, f"{len(cut)} of {len(found)} answers were cut short by the update to {version}")
+    sides = [expected_of(subject, model, found) for model in (old, new)]
+    wanted = [
+        torch.where(torch.tensor(response.versions) == version, right, left)
+        for response, left, right in zip(found, sides[0].values, sides[1].values, strict=True)
+    ]
+    tolerance = max((side.tolerance for side in sides), key=lambda tolerance: tolerance.limit)
+    got = [torch.tensor(response.logprobs) for response in found]
+    what = f"log-probs by the weights whose version tokens carry, around the update to {version}"
+    subject.verify(compare_tokens(what, got, wanted, tolerance))
+
+
+def _verify_served(
+    subject: Subject, what: str, found: list[LLMResponse], model: TinyModel, old: TinyModel, version: int
+) -> None:
+    __tracebackhide__ = True
+    carried = {number for response in found for number in response.versions}
+    subject.require(
+        carried == {version}, f"{what}, tokens carry the versions {sorted(carried)}, not {version}"
+    )
+    guesses = {OLD: lambda: expected_of(subject, old, found).values}
+    verify_logprobs(subject, f"log-probs {what}", model, found, 1.0, guesses)
+
+
+@check("I12.broken-stream", kind="inference", requires=[Capability.SYNC_TENSOR], each="layout")
+def broken_streams_change_nothing(subject: Subject) -> None:
+    """An update by tensor that breaks off, lacks a tensor or has a wrong shape fails, and the old weights serve on.
+
+    Why: a trainer that dies in the middle of an update leaves a mixture of two policies behind, which nobody asked
+    for and no error tells of.
+    Look at: what becomes of buckets that were installed before the error.
+    """
+    model = subject.model()
+    engine = subject.serve(model, keep=False)
+    requests = requests_for(subject.data().select(FEW), PLAIN)
+    tensors = tensors_of(subject.bench.models.directory(replace(model, seed=model.seed + 2000)))
+    last = list(tensors)[-1]
+    broken: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]] = {
+        "breaks off": lambda: _breaking_off(tensors),
+        "lacks a tensor": lambda: iter([item for item in tensors.items() if item[0] != last]),
+        "has a wrong shape": lambda: iter([*list(tensors.items())[:-1], (last, torch.zeros(3, 5))]),
+    }
+    for number, (what, stream) in enumerate(broken.items()):
+        meta = _meta(subject, 2 + number, TINY_BUCKET)
+        failed = False
+        try:
+            sent(engine, meta, stream())
+        except WeightsError:
+            failed = True
+        subject.require(failed, f"an update that {what} did not raise a WeightsError")
+        subject.require(
+            engine.get_version() == 0,
+            f"get_version() is {engine.get_version()} after an update that {what}; it was 0 before",
+        )
+        _verify_served(subject, f"after an update that {what}", ask(engine, requests), model, model, 0)
+    new = replace(model, seed=model.seed + 1000)
+    sent(engine, _meta(subject, 9, TINY_BUCKET), tensors_of(subject.bench.models.directory(new)))
+    _verify_served(subject, "after an update that follows broken ones", ask(engine, requests), new, model, 9)
+
+
+def _breaking_off(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    items = list(tensors.items())
+    yield from items[: len(items) // 2]
+    raise WeightsError("the sender broke off")
+
+
+@check(
+    "I12.sync-tensor",
+    partner="inference",
+    requires=[Capability.SYNC_TENSOR],
+    partner_requires=[Capability.SYNC_TENSOR],
+    each="layout",
+)
+def trained_weights_arrive_by_tensor(subject: Subject) -> None:
+    """After each step and sync by tensor, the rollout engine draws from the weights that the train engine has.
+
+    Why: weights of the step before, of some tensors only, or a version that one side counts by itself
+    (verl #7014, #5801, AReaL #941, prime-rl #1901).
+    Look at: `I12.tensor` for the sender and `I12.receive-tensor` for the receiver; this one needs both.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    engine = subject.peer.serve(model, keep=False)
+    for version, bucket_bytes in ((1, 1 << 28), (2, TINY_BUCKET)):
+        group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        sync_weights(group, engine, _meta(subject, version, bucket_bytes, verify=True), 120)
+        found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
+        carried = {number for response in found for number in response.versions}
+        subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
+        truth = subject.directory(f"truth-{version}")
+        save_with(model, group.named_tensors("master"), truth)
+        verify_logprobs(subject, f"log-probs of tokens generated after sync {version}", truth, found)

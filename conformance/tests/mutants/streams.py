@@ -1,0 +1,167 @@
+"""Engines that lose or mix up weights which go from one to the other in buckets of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from core_rl.engines.meta import TensorKind, WeightUpdateMeta
+from core_rl.engines.named_tensors import NamedTensors
+from core_rl.engines.weight_stream import receiving, send_tensors
+from core_rl_conformance.reference import ROLLOUT_SPEC
+from core_rl_conformance.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutEngine
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+
+class SendsItself(ReferenceEngine):
+    """Sends by tensor what `_sent` yields."""
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """The weights."""
+        send_tensors(self._sent(), meta)
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.named_tensors("params"):
+            assert tensor is not None
+            yield name, tensor
+
+
+class CollectsViews(SendsItself):
+    """Exports pass through one buffer, and all of them are collected before the first is sent."""
+
+    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+        buffer = torch.empty(1 << 20)
+        for name, tensor in super()._named_tensors(kind):
+            assert tensor is not None
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        yield from list(super()._sent())
+
+
+class ForgetsTheLastBucket(SendsItself):
+    """A bucket is sent when it is full, and the last one never is."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        yield from list(super()._sent())[:-1]
+
+
+class IgnoresStrides(SendsItself):
+    """A transposed matrix is sent as it lies in memory."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super()._sent():
+            moved = name.endswith("q_proj.weight")
+            yield name, tensor.t().contiguous().view(tensor.shape) if moved else tensor
+
+
+class SendsTheStepBefore(SendsItself):
+    """What is sent was gathered when weights were sent last."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        now = [(name, tensor.clone()) for name, tensor in super()._sent()]
+        before = self.__dict__.setdefault("_gathered", now)
+        self._gathered = now
+        yield from before
+
+
+class SendsTheStepBeforeToo(SendsTheStepBefore):
+    """The same, for the check of a pair."""
+
+
+class TakesFirstBuckets(ReferenceRolloutEngine):
+    """The last tensors of an update do not arrive."""
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        held = dict(self._model.named_parameters())
+        late = list(tensors)[-3:]
+        super()._install_tensors(
+            {name: held[name].detach().clone() if name in late else value for name, value in tensors.items()},
+            version,
+        )
+
+
+class KeepsTheVersion(ReferenceRolloutEngine):
+    """New weights draw under the label of the old ones."""
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        before = self._served_version
+        super()._install_tensors(tensors, version)
+        self._served_version = before
+
+
+class LabelsAsItReceives(ReferenceRolloutEngine):
+    """The version changes when the first tensors arrive."""
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        if meta.method == "tensor":
+            self._served_version = meta.version
+        super()._update_weights(meta)
+
+
+class InstallsAsItComes(ReferenceRolloutEngine):
+    """Each bucket is copied into the weights that serve."""
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+            held = dict(self._model.named_parameters())
+            whole = {}
+            for bucket in received:
+                with torch.no_grad():
+                    for name, tensor in bucket:
+                        whole[name] = tensor.clone()
+                        if tensor.shape == held[name].shape:
+                            held[name].copy_(tensor)
+            self._worker.submit(self._install_tensors, whole, meta.version).result()
+
+
+SENT, RECEIVED = "I12.tensor", "I12.receive-tensor"
+MUTANTS = (
+    Mutant(
+        engine=CollectsViews,
+        killed_by=SENT,
+        issue="verl #6813: what was sent first is overwritten",
+        says="parameters sent after step 1",
+    ),
+    Mutant(
+        engine=ForgetsTheLastBucket,
+        killed_by=SENT,
+        issue="a bucket that nobody flushes (I12)",
+        says="parameters sent after step 1",
+    ),
+    Mutant(engine=IgnoresStrides, killed_by=SENT, issue="verl #6919", says="parameters sent after step 1"),
+    Mutant(
+        engine=SendsTheStepBefore, killed_by=SENT, issue="verl #7014", says="parameters sent after step 2"
+    ),
+    Mutant(
+        engine=SendsTheStepBeforeToo,
+        killed_by="I12.sync-tensor",
+        issue="verl #7014",
+        says="generated after sync 2",
+        partner=ROLLOUT_SPEC,
+    ),
+    Mutant(
+        engine=TakesFirstBuckets,
+        killed_by=RECEIVED,
+        issue="verl #5801: some of the tensors",
+        says="log-probs by the weights whose version tokens carry|after the update to version 1",
+    ),
+    Mutant(
+        engine=KeepsTheVersion, killed_by=RECEIVED, issue="AReaL #941", says=r"versions \[0\]|\[0\], not 1"
+    ),
+    Mutant(
+        engine=LabelsAsItReceives,
+        killed_by=RECEIVED,
+        issue="slime #327",
+        says="by the weights whose version tokens carry",
+    ),
+    Mutant(
+        engine=InstallsAsItComes,
+        killed_by="I12.broken-stream",
+        issue="a trainer that dies in the middle of an update (I12)",
+        says="after an update that breaks off",
+    ),
+)

@@ -1,0 +1,209 @@
+"""Weights in buckets of shared memory between two processes, or two threads of one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from core_rl.engines import weight_stream
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.sync import sync_weights
+from core_rl.engines.weight_stream import Bucket, abandon, receiving, send_tensors
+from core_rl.errors import ConfigError, WeightsError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+SHAPES = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
+
+
+def meta(directory: Path, **changes: Any) -> WeightUpdateMeta:
+    return WeightUpdateMeta(**{"method": "tensor", "version": 3, "path": str(directory / "meet"), **changes})
+
+
+def collect(what: WeightUpdateMeta, timeout_s: float = 20) -> list[Bucket]:
+    with receiving(what, timeout_s) as received:
+        return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
+
+
+def passed(tensors: Sequence[tuple[str, Tensor]], what: WeightUpdateMeta) -> list[Bucket]:
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect, what)
+        send_tensors(iter(tensors), what)
+        return arrival.result(20)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes=SHAPES, bucket_bytes=st.sampled_from([1, 100, 1000, 1 << 28]), verify=st.booleans())
+def test_everything_arrives_once_and_in_order(
+    shapes: list[tuple[list[int], torch.dtype]], bucket_bytes: int, verify: bool
+) -> None:
+    tensors = [(f"t{n}", torch.randn(shape).mul(9).to(dtype)) for n, (shape, dtype) in enumerate(shapes)]
+    with TemporaryDirectory() as directory:
+        what = meta(Path(directory), bucket_bytes=bucket_bytes, verify=verify)
+        buckets = passed(tensors, what)
+        assert not Path(what.path or "").exists(), "the meeting point is removed"
+    arrived = [item for bucket in buckets for item in bucket]
+    assert [name for name, _ in arrived] == [name for name, _ in tensors]
+    for (_, got), (_, sent) in zip(arrived, tensors, strict=True):
+        assert got.dtype == sent.dtype
+        assert torch.equal(got, sent)
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= bucket_bytes
+
+
+def test_strided_and_reused_tensors_arrive_as_they_are(tmp_path: Path) -> None:
+    buffer, wide = torch.empty(6), torch.arange(12.0).view(3, 4)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield "transposed", wide.t()
+        yield "column", wide[:, 1]
+        for number in range(4):
+            yield f"reused {number}", buffer.fill_(number)
+
+    found = dict(item for bucket in passed_stream(stream(), meta(tmp_path)) for item in bucket)
+    assert torch.equal(found["transposed"], wide.t())
+    assert torch.equal(found["column"], wide[:, 1])
+    assert [float(found[f"reused {number}"][0]) for number in range(4)] == [0, 1, 2, 3]
+
+
+def passed_stream(stream: Iterator[tuple[str, Tensor]], what: WeightUpdateMeta) -> list[Bucket]:
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect, what)
+        send_tensors(stream, what)
+        return arrival.result(20)
+
+
+def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
+    what = meta(tmp_path, bucket_bytes=8)
+
+    def refuse() -> None:
+        with receiving(what, 20) as received:
+            for _ in received:
+                raise WeightsError("no room for them")
+
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(refuse)
+        consumed = []
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for number in range(6):
+                consumed.append(number)
+                yield f"t{number}", torch.zeros(2)
+
+        with pytest.raises(WeightsError, match="no room for them"):
+            send_tensors(stream(), what)
+        assert consumed == list(range(6)), "other ranks are in the middle of the stream: it goes to its end"
+        with pytest.raises(WeightsError, match="no room"):
+            arrival.result(20)
+
+
+def test_the_exports_error_reaches_the_receiver(tmp_path: Path) -> None:
+    def breaking() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(2)
+        raise ValueError("a shard is missing")
+
+    what = meta(tmp_path, bucket_bytes=1)
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect, what)
+        with pytest.raises(ValueError, match="a shard is missing"):
+            send_tensors(breaking(), what)
+        with pytest.raises(WeightsError, match="a shard is missing"):
+            arrival.result(20)
+
+
+def die_after_two(what: WeightUpdateMeta) -> None:
+    def dying() -> Iterator[tuple[str, Tensor]]:
+        for number in range(9):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield f"t{number}", torch.zeros(4)
+
+    send_tensors(dying(), what)
+
+
+def test_a_sender_that_is_killed_is_an_error(tmp_path: Path) -> None:
+    what = meta(tmp_path, bucket_bytes=1)
+    process = multiprocessing.get_context("spawn").Process(target=die_after_two, args=(what,))
+    process.start()
+    with pytest.raises(WeightsError, match="the sender of the weights is gone"):
+        collect(what, 60)
+    process.join()
+
+
+def test_damaged_buckets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = weight_stream._Filling.digest
+
+    def damaging(self: Any) -> str:
+        digest = own(self)
+        self.tensors[0][1].view(torch.uint8)[0] ^= 1
+        return digest
+
+    monkeypatch.setattr(weight_stream._Filling, "digest", damaging)
+    with pytest.raises(WeightsError, match="2 tensors from 'a' on .* did not arrive as they were sent"):
+        passed([("a", torch.ones(4)), ("b", torch.ones(4))], meta(tmp_path, verify=True))
+
+
+def test_versions_must_agree(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect, meta(tmp_path))
+        with pytest.raises(WeightsError, match="weights of version 4; 3 was expected"):
+            send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path, version=4))
+        with pytest.raises(WeightsError, match="version 4"):
+            arrival.result(20)
+
+
+def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "MEET_S", 0.2)
+    with pytest.raises(WeightsError, match="no train engine sent weights of version 3"):
+        collect(meta(tmp_path), 0.2)
+    (tmp_path / "meet").write_text("/nowhere/left-from-a-run-that-died")
+    with pytest.raises(WeightsError, match="no inference engine waits for weights"):
+        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+    with pytest.raises(ConfigError, match="needs a path"):
+        collect(meta(tmp_path, path=None))
+
+
+class Receiver:
+    """As much of an inference engine as `sync_weights` uses."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.got: list[Bucket] = []
+
+    def update_weights(self, what: WeightUpdateMeta) -> Future[None]:
+        return self.pool.submit(lambda: self.got.extend(collect(what)))
+
+
+class Sender:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def upload_weights(self, what: WeightUpdateMeta) -> None:
+        if self.error is not None:
+            raise self.error
+        send_tensors(iter([("a", torch.ones(3))]), what)
+
+
+def test_sync_does_both_sides(tmp_path: Path) -> None:
+    receiver: Any = Receiver()
+    sync_weights(Sender(), receiver, meta(tmp_path), 20)
+    assert [name for bucket in receiver.got for name, _ in bucket] == ["a"]
+
+
+def test_a_sender_that_never_starts_leaves_no_receiver_waiting(tmp_path: Path) -> None:
+    receiver: Any = Receiver()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sync_weights(Sender(RuntimeError("out of memory")), receiver, meta(tmp_path), 20)
+    receiver.pool.shutdown()  # would wait for the receiver's 20 s
+    abandon(meta(tmp_path))  # nobody is there, and that is fine

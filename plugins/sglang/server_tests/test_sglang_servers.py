@@ -1,0 +1,216 @@
+"""Real servers: launched, killed, replaced and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_support import tiny_model
+
+from core_rl import get_spec, load_config, load_engine
+from core_rl.config.base import parse_config
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.weight_stream import send_tensors
+from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_conformance.truth.oracle import Oracle
+from core_rl_sglang.engine import SglangEngine
+
+BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
+LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+def build(model: str, **options: Any) -> SglangEngine:
+    spec = get_spec("sglang")
+    values = {"model": {"path": model}, "device": "cpu", "options": options}
+    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
+    assert issubclass(engine_class, SglangEngine)
+    assert isinstance(config, InferenceEngineConfig)
+    return engine_class(spec, config)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def engine(root: Path) -> Iterator[SglangEngine]:
+    engine = build(tiny_model(root), api_key="a secret")
+    try:
+        engine.initialize()
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def pid_of(engine: SglangEngine) -> int:
+    process = engine._own[0].process
+    assert process is not None
+    return process.pid
+
+
+def processes(group: int) -> list[str]:
+    """What still runs in a process group."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, own = file.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(own) == group and state != "Z":
+            found.append(file.parent.name)
+    return found
+
+
+def _logits(oracle: Oracle, row: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = oracle.model(input_ids=torch.tensor([row])).logits[0, :-1]
+    chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
+    return torch.cat([torch.zeros(1, dtype=chosen.dtype), chosen])
+
+
+def require_serves(engine: SglangEngine, model: str) -> None:
+    """The log-probs of ``BATCH`` are those of ``model``."""
+    rows = [row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)]
+    oracle = Oracle(Path(model))
+    expected = torch.cat([_logits(oracle, row) for row in rows]).float()
+    torch.testing.assert_close(engine.score(BATCH), expected, atol=5e-5, rtol=0)
+
+
+def asked(
+    engine: SglangEngine, count: int, meanwhile: Callable[[], None] = lambda: None
+) -> list[LLMResponse]:
+    async def all_of_them() -> list[LLMResponse]:
+        requests = [LLMRequest(input_ids=(1, 2, 3, number), sampling=LONG) for number in range(count)]
+        running = asyncio.gather(*map(engine.agenerate, requests))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(meanwhile)
+        return list(await running)
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_server_that_is_killed_with_requests_in_flight_is_replaced(
+    engine: SglangEngine, root: Path
+) -> None:
+    new = tiny_model(root, seed=1)
+    engine.update_weights(WeightUpdateMeta(version=4, path=new)).result(60)
+    before = pid_of(engine)
+    found = asked(engine, 16, lambda: os.kill(before, signal.SIGKILL))
+    assert len({response.rid for response in found}) == 16
+    assert {(len(response.output_ids), response.stop_reason) for response in found} == {(40, "length")}
+    assert {version for response in found for version in response.versions} == {4}
+    assert pid_of(engine) != before
+    assert not processes(before)
+    require_serves(engine, new)
+
+
+def test_a_server_that_is_killed_in_an_update_comes_back_with_the_new_weights(
+    engine: SglangEngine, root: Path, tmp_path: Path
+) -> None:
+    new = tiny_model(root, seed=2)
+    meta = WeightUpdateMeta(method="tensor", version=6, path=str(tmp_path / "meet"), bucket_bytes=4096)
+    arrival = engine.update_weights(meta)
+
+    def killing() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(tensors_of(Path(new)).items()):
+            if number == 5:
+                os.kill(pid_of(engine), signal.SIGKILL)
+                time.sleep(0.2)
+            yield item
+
+    send_tensors(killing(), meta)
+    arrival.result(120)
+    assert engine.get_version() == 6
+    require_serves(engine, new)
+    assert {version for response in asked(engine, 4) for version in response.versions} == {6}
+
+
+def test_a_trainer_that_dies_in_an_update_changes_nothing(
+    engine: SglangEngine, root: Path, tmp_path: Path
+) -> None:
+    before, served = engine.get_version(), engine.score(BATCH)
+    meta = WeightUpdateMeta(method="tensor", version=9, path=str(tmp_path / "meet"), bucket_bytes=4096)
+    arrival = engine.update_weights(meta)
+
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(tensors_of(Path(tiny_model(root, seed=3))).items())[:6]
+        raise WeightsError("the trainer died")
+
+    with pytest.raises(WeightsError, match="the trainer died"):
+        send_tensors(dying(), meta)
+    with pytest.raises(WeightsError):
+        arrival.result(60)
+    assert engine.get_version() == before
+    torch.testing.assert_close(engine.score(BATCH), served, atol=1e-6, rtol=0)
+
+
+def test_the_key_is_asked_for(engine: SglangEngine, root: Path) -> None:
+    intruder = build(tiny_model(root), addresses=(engine._own[0].address,), start_timeout_s=5)
+    with pytest.raises(RolloutError, match="401"):
+        intruder.initialize()
+
+
+def test_nothing_is_left_of_a_launch_that_was_broken_off(root: Path) -> None:
+    engine = build(tiny_model(root))
+    failures: list[CoreRLError] = []
+
+    def launch() -> None:
+        try:
+            engine.launch_server()
+        except CoreRLError as error:
+            failures.append(error)
+
+    launching = threading.Thread(target=launch)
+    launching.start()
+    time.sleep(3)
+    group = pid_of(engine)
+    assert processes(group)
+    os.killpg(group, signal.SIGKILL)
+    launching.join(30)
+    engine.destroy()
+    assert "was killed by signal 9" in str(failures[0])
+    assert not processes(group)
+
+
+def test_a_model_that_the_server_cannot_read_is_told_with_its_log(tmp_path: Path, root: Path) -> None:
+    model = Path(tiny_model(root))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((model / "config.json").read_text())
+    engine = build(str(broken))
+    with pytest.raises(RolloutError, match=r"(?s)SGLang server 127.0.0.1:\d+ .*the end of its log:.*"):
+        engine.launch_server()
+    group = pid_of(engine)
+    engine.destroy()
+    assert not processes(group)
+
+
+def test_a_port_that_is_taken_is_told(root: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        engine = build(tiny_model(root), ports=(taken.getsockname()[1],))
+        with pytest.raises(ConfigError, match="port"):
+            engine.launch_server()
+        engine.destroy()
+
+
+def test_a_python_that_is_none_is_told(root: Path) -> None:
+    engine = build(tiny_model(root), python="/nowhere/python")
+    with pytest.raises(ConfigError, match="/nowhere/python"):
+        engine.launch_server()
+    engine.destroy()

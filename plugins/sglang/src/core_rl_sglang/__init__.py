@@ -1,0 +1,30 @@
+"""SGLang as an inference engine of core-rl. Importing this package imports neither torch nor an HTTP client."""
+
+from __future__ import annotations
+
+from core_rl.engines.spec import Capability, EngineSpec
+
+__all__ = ["SPEC"]
+
+SPEC = EngineSpec(
+    name="sglang",
+    kind="inference",
+    protocol=(0, 1),
+    factory="core_rl_sglang.engine:SglangEngine",
+    config="core_rl_sglang.config:SglangConfig",
+    capabilities=frozenset(
+        {
+            Capability.DATA_PARALLEL,
+            Capability.CUDA,
+            Capability.SCORE,
+            Capability.TOP_LOGPROBS,
+            Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
+            Capability.PAUSE,
+            Capability.RELEASE_MEMORY,
+            Capability.LAUNCH_SERVER,
+        }
+    ),
+    description="SGLang servers over HTTP, launched by the engine or found at given addresses",
+    conformance="core_rl_sglang.conformance:PROFILE",
+)

@@ -1,0 +1,110 @@
+"""The HTTP interface of one SGLang server, and how its failures are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from core_rl.errors import RolloutError
+
+__all__ = ["Api", "Refused", "ServerTimeout", "Unreachable"]
+
+SHOWN = 300
+"""So much of an answer is repeated in an error."""
+
+
+class Unreachable(RolloutError):
+    """The connection could not be made, or broke: whether the server got the request is not known."""
+
+
+class ServerTimeout(RolloutError):
+    """The server did not answer in time."""
+
+
+class Refused(RolloutError):
+    """The server answered, and not with what was asked for; ``status`` is that of HTTP."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message, status)
+        self.message = message
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Api:
+    """Calls to the server at ``address`` (``host:port``). Belongs to the event loop of ``session``."""
+
+    def __init__(self, address: str, session: aiohttp.ClientSession, api_key: str | None) -> None:
+        self.address = address
+        self._session = session
+        self._url = f"http://{address}"
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def get(self, path: str, timeout_s: float) -> Any:
+        """The JSON answer to ``GET path``; see `post`."""
+        return await self._call("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+        """The JSON answer to ``POST path``, None for an empty one.
+
+        Raises `Unreachable`, `ServerTimeout`, or `Refused` for any other status than 200 and for
+        what is not JSON; each names the server.
+        """
+        return await self._call("POST", path, body, timeout_s)
+
+    async def order(self, path: str, body: Mapping[str, Any], timeout_s: float) -> None:
+        """``POST path``, whose answer is some text that says nothing; see `post`."""
+        await self._content("POST", path, body, timeout_s)
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        content = await self._content(method, path, body, timeout_s)
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise Refused(
+                f"{self._named(method, path)} was answered with something that is no JSON: {_shown(content)}"
+            ) from error
+
+    def _named(self, method: str, path: str) -> str:
+        return f"SGLang server {self.address}: {method} {path}"
+
+    async def _content(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> bytes:
+        what = self._named(method, path)
+        try:
+            async with asyncio.timeout(timeout_s):
+                call = self._session.request(method, self._url + path, json=body, headers=self._headers)
+                async with call as answer:
+                    status, content = answer.status, await answer.read()
+        except TimeoutError as error:
+            raise ServerTimeout(f"{what} was not answered within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+        if status != 200:
+            raise Refused(f"{what} was answered with status {status}: {_reason(content)}", status)
+        return content
+
+
+def _reason(content: bytes) -> str:
+    """What the server says of an error: a message, under one of the names that SGLang uses."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return _shown(content)
+    while isinstance(found, dict):
+        found = next((found[name] for name in ("error", "message", "detail") if name in found), str(found))
+    return str(found)[: 3 * SHOWN]
+
+
+def _shown(content: bytes) -> str:
+    text = content[:SHOWN].decode(errors="replace")
+    return repr(text + ("..." if len(content) > SHOWN else ""))

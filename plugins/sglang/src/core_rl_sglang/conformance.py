@@ -1,0 +1,15 @@
+"""What the conformance suite runs for the SGLang engine: real servers, on whatever there is."""
+
+from __future__ import annotations
+
+from core_rl.config.layout import ParallelLayout
+from core_rl_conformance.profile import Profile
+
+__all__ = ["PROFILE"]
+
+PROFILE = Profile(
+    layouts=(ParallelLayout(), ParallelLayout(dp=2)),
+    # SGLang's attention on the CPU has neither soft caps nor windows, which gemma2 needs.
+    families=("qwen3", "llama", "qwen2", "gpt2"),
+    shared_servers=True,
+)

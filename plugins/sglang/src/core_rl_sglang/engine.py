@@ -1,0 +1,214 @@
+"""`SglangEngine`: the hooks of an inference engine, over a fleet of SGLang servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
+from core_rl.engines.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
+from core_rl.engines.named_tensors import check_shapes
+from core_rl.engines.process_group import pick_device
+from core_rl.engines.weight_stream import receiving
+from core_rl.errors import ConfigError, LayoutError, WeightsError
+from core_rl.rollout.loop_thread import LoopThread
+from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.fleet import Fleet, make_api
+from core_rl_sglang.model import ServedModel
+from core_rl_sglang.process import ServerProcess, arguments_of, free_port, require_free
+from core_rl_sglang.scores import Scorer
+from core_rl_sglang.server import Server
+from core_rl_sglang.weights import DiskWeights, TensorWeights
+
+__all__ = ["SglangEngine"]
+
+_Result = TypeVar("_Result")
+
+SENT = "the weights that were sent"
+
+
+class SglangEngine(InferenceEngine):
+    """Talks to SGLang servers over HTTP. All of it happens on one event loop in a thread of its own."""
+
+    config: SglangConfig
+    _loop: LoopThread | None = None
+    _fleet: Fleet | None = None
+    _own: tuple[Server, ...] = ()
+
+    # ------------------------------------------------------------ life cycle
+
+    def _launch_server(self, count: int) -> tuple[str, ...]:
+        model = ServedModel.of(self.config.model)
+        ports = self._ports(count)
+        self._open_loop()
+        self._own = tuple(self._started(model, port) for port in ports)
+        for server in self._own:
+            self._wait(server.wait_until_up(self.config.options.start_timeout_s))
+        return tuple(server.address for server in self._own)
+
+    def _ports(self, count: int) -> tuple[int, ...]:
+        options = self.config.options
+        if not options.ports:
+            return tuple(free_port(options.host) for _ in range(count))
+        if len(options.ports) != count:
+            raise ConfigError(
+                f"options.ports = {options.ports} for {count} servers; give one for each, or none"
+            )
+        for port in options.ports:
+            require_free(options.host, port)
+        return options.ports
+
+    def _started(self, model: ServedModel, port: int) -> Server:
+        options = self.config.options
+        device = pick_device(self.config.device, 0).type
+        arguments = arguments_of(self.config, model, port, device)
+        key = None if options.api_key is None else options.api_key.get_secret_value()
+        address = f"{options.host}:{port}"
+        log = None if options.log_path is None else Path(options.log_path) / f"sglang-{port}.log"
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        start: Callable[[], ServerProcess] = partial(
+            ServerProcess, self.config.server_python, arguments, key, device, log
+        )
+        process = start()
+        return Server(make_api(address, self._session, options), start, process)
+
+    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        self._model = ServedModel.of(self.config.model)
+        try:
+            return self._connected(addresses or self.config.options.addresses)
+        except BaseException:
+            self._teardown()
+            raise
+
+    def _connected(self, addresses: tuple[str, ...]) -> ModelLimits:
+        if not addresses:
+            addresses = self._launch_server(self.config.layout.dp)
+        dp = self.config.layout.dp
+        if len(addresses) != dp and dp > 1:
+            raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
+        self._open_loop()
+        own = {server.address: server for server in self._own}
+        options = self.config.options
+        servers = [own.get(a) or Server(make_api(a, self._session, options), None, None) for a in addresses]
+        self._fleet = self._wait(_fleet(options, servers, self._session))
+        self._wait(self._fleet.connect(DiskWeights(self._model.path, 0)))
+        self._scorer = Scorer(self._fleet, self._model.limits.vocab_size)
+        return self._model.limits
+
+    def _open_loop(self) -> None:
+        if self._loop is None:
+            self._loop = LoopThread("core-rl-sglang")
+            self._session = self._wait(_session())
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        assert self._loop is not None
+        return self._loop.run(work)
+
+    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        return self._run(work).result()
+
+    def _teardown(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            closing = self._fleet.close() if self._fleet is not None else self._session.close()
+            loop.run(closing).result()
+            loop.close()
+        for server in self._own:
+            if server.process is not None:
+                server.process.stop()
+        self._own = ()
+
+    def _scheduling(self) -> Scheduling:
+        gpus = self.config.layout.tp if pick_device(self.config.device, 0).type == "cuda" else 0
+        return Scheduling(cpu=2, gpu=gpus, memory_mib=4096)
+
+    # -------------------------------------------------------------- requests
+
+    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+        assert self._fleet is not None
+        return await asyncio.wrap_future(self._run(self._fleet.generate(request, self._model.eos)))
+
+    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        return self._wait(self._scorer.score(batch, temperature))
+
+    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        return self._wait(self._scorer.top(batch, k, temperature))
+
+    # --------------------------------------------------------------- weights
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        assert self._fleet is not None
+        if meta.method == "disk":
+            self._wait(self._fleet.install(DiskWeights.checked(meta, self._model.shapes)))
+        else:
+            self._receive(self._fleet, meta)
+
+    def _receive(self, fleet: Fleet, meta: WeightUpdateMeta) -> None:
+        """Pass on what a train engine sends; servers go on computing until the first of it is here."""
+        with receiving(meta, self.config.options.update_timeout_s) as received:
+            weights = self._wait(_tensor_weights(meta.version))
+            installing: Future[None] | None = None
+            missing = dict(self._model.shapes)
+            try:
+                for bucket in received:
+                    found = {name: tuple(tensor.shape) for name, tensor in bucket}
+                    # A server may die of a wrong shape.
+                    check_shapes(found, {name: missing.pop(name) for name in found if name in missing}, SENT)
+                    installing = installing or self._run(fleet.install(weights))
+                    self._wait(weights.add(bucket))
+                check_shapes({}, missing, SENT)
+            except BaseException as error:
+                # Servers that have taken a part are paused in the middle of it.
+                self._wait(weights.finish(WeightsError(f"the update broke off: {error}")))
+                if installing is not None:
+                    installing.exception()
+                raise
+            self._wait(weights.finish())
+            assert installing is not None
+            installing.result()
+
+    def _set_version(self, version: int) -> None:
+        assert self._fleet is not None
+        self._wait(self._fleet.label(version))
+
+    # ------------------------------------------------------- pause and memory
+
+    def _pause(self) -> None:
+        assert self._fleet is not None
+        self._wait(self._fleet.pause())
+
+    def _resume(self) -> None:
+        assert self._fleet is not None
+        self._wait(self._fleet.resume())
+
+    def _release_memory(self) -> None:
+        assert self._fleet is not None
+        self._wait(self._fleet.release_memory())
+
+    def _resume_memory(self) -> None:
+        assert self._fleet is not None
+        self._wait(self._fleet.resume_memory())
+
+
+async def _session() -> aiohttp.ClientSession:
+    """Made on the loop that it belongs to; any number of requests at one time, each with a limit of its own."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def _tensor_weights(version: int) -> TensorWeights:
+    return TensorWeights(version)
+
+
+async def _fleet(options: Any, servers: list[Server], session: aiohttp.ClientSession) -> Fleet:
+    return Fleet(options, servers, session)

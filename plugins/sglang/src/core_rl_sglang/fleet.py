@@ -1,0 +1,307 @@
+"""Several servers as one: requests are spread, lost servers come back, and all of them have the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
+
+import aiohttp
+
+from core_rl.errors import EngineStateError, RolloutError, WeightsError
+from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl_sglang.answers import StaleServer, generation_body, to_response
+from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
+from core_rl_sglang.config import SglangOptions
+from core_rl_sglang.router import PrefixRouter
+from core_rl_sglang.server import PROBE_TIMEOUT_S, Server
+from core_rl_sglang.weights import Weights
+
+__all__ = ["Fleet"]
+
+_Answer = TypeVar("_Answer")
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.1
+FRESH = "default"
+"""The version label of a server that was given no weights since it started."""
+
+
+class Fleet:
+    """The servers of one engine. All methods run on one event loop."""
+
+    def __init__(
+        self, options: SglangOptions, servers: Sequence[Server], session: aiohttp.ClientSession
+    ) -> None:
+        self.options = options
+        self.servers = list(servers)
+        self._session = session
+        self._router = PrefixRouter()
+        self._changed = asyncio.Condition()
+        """Notified when a server comes back, or never will."""
+        self._weights_lock = asyncio.Lock()
+        self._weights: Weights | None = None
+        self._paused = False
+        self._closing = False
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ life cycle
+
+    async def connect(self, weights: Weights) -> None:
+        """Wait for all servers and have them serve ``weights``."""
+        self._weights = weights
+        await asyncio.gather(*(self._connect(server, weights) for server in self.servers))
+
+    async def _connect(self, server: Server, weights: Weights) -> None:
+        await server.wait_until_up(self.options.start_timeout_s)
+        await self._bring_up_to_date(server, weights)
+        await self._announce(server)
+
+    async def _bring_up_to_date(self, server: Server, weights: Weights) -> None:
+        path, label = await server.served()
+        await server.go_on(PROBE_TIMEOUT_S)  # whoever had it before may have left it paused
+        # Only a fresh server is known to serve what its path says.
+        if label != FRESH or path != weights.origin:
+            await server.pause("retract", self.options.update_timeout_s)
+            await weights.load(server, self.options.update_timeout_s)
+            await server.go_on(PROBE_TIMEOUT_S)
+        await server.label(weights.version)
+        if self._paused:
+            await server.pause("retract", self.options.update_timeout_s)
+
+    async def _announce(self, server: Server) -> None:
+        async with self._changed:
+            server.ready, server.failure = True, None
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Give up what is in flight and free the connections; processes are not stopped here."""
+        self._closing = True
+        for server in self.servers:
+            if server.recovery is not None:
+                server.recovery.cancel()
+        await self._session.close()
+        if self._weights is not None:
+            self._weights.discard()
+
+    # -------------------------------------------------------------- requests
+
+    async def generate(self, request: LLMRequest, eos: Collection[int]) -> LLMResponse:
+        """The answer to ``request``, from whichever server; asked again where a server is lost on the way."""
+
+        async def ask(server: Server, rid: str) -> LLMResponse:
+            body = generation_body(request, rid)
+            answer = await server.api.post("/generate", body, self.options.request_timeout_s)
+            return to_response(request, answer, eos, server.address)
+
+        return await self.call(request.rid, request.input_ids, ask)
+
+    async def call(
+        self, rid: str, ids: Sequence[int], ask: Callable[[Server, str], Awaitable[_Answer]]
+    ) -> _Answer:
+        """``ask(server, rid)``, again with another name and perhaps another server if the connection breaks.
+
+        The attempt before is forgotten by the server, so that one call gives one sample.
+        """
+        try:
+            return await self._attempts(rid, ids, ask)
+        except (asyncio.CancelledError, Unreachable):
+            if self._closing:
+                raise EngineStateError("the engine was destroyed while this request was in flight") from None
+            raise
+
+    async def _attempts(
+        self, rid: str, ids: Sequence[int], ask: Callable[[Server, str], Awaitable[_Answer]]
+    ) -> _Answer:
+        pause_s = FIRST_PAUSE_S
+        for left in range(self.options.retries, -1, -1):
+            server = await self._pick(ids)
+            # A server aborts every request whose name begins so.
+            own = f"{rid}-{left}-"
+            try:
+                with server.busy():
+                    return await ask(server, own)
+            except (Unreachable, StaleServer) as error:
+                self._lost(server, error)
+                if not left or self._closing:
+                    raise
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+            except (asyncio.CancelledError, ServerTimeout):
+                self._abort(server, own)
+                raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _pick(self, ids: Sequence[int]) -> Server:
+        try:
+            async with asyncio.timeout(self.options.start_timeout_s), self._changed:
+                await self._changed.wait_for(lambda: any(s.ready for s in self.servers) or self._gone())
+        except TimeoutError as error:
+            raise RolloutError(f"none of the SGLang servers {self._names()} came back") from error
+        by_name = {server.address: server for server in self.servers if server.ready}
+        if not by_name:
+            raise RolloutError(
+                f"none of the SGLang servers {self._names()} is left: {self.servers[0].failure}"
+            ) from self.servers[0].failure
+        return by_name[self._router.pick(ids, {name: server.in_flight for name, server in by_name.items()})]
+
+    def _gone(self) -> bool:
+        return all(server.failure is not None for server in self.servers)
+
+    def _names(self) -> str:
+        return ", ".join(server.address for server in self.servers)
+
+    def _abort(self, server: Server, rid: str) -> None:
+        if not self._closing:
+            task = asyncio.ensure_future(server.abort(rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    # -------------------------------------------------------------- recovery
+
+    def _lost(self, server: Server, error: BaseException) -> None:
+        """See to it that ``server`` comes back; it gets no requests until then."""
+        if server.ready and not self._closing:
+            logger.warning("lost an SGLang server: %s", error)
+            server.ready = False
+            self._router.forget(server.address)
+            server.recovery = asyncio.ensure_future(self._recover(server))
+
+    async def _recover(self, server: Server) -> None:
+        try:
+            await self._revive(server)
+            async with self._weights_lock:
+                assert self._weights is not None
+                await self._bring_up_to_date(server, self._weights)
+            await self._announce(server)
+            logger.warning(
+                "SGLang server %s is back with weights of version %d", server.address, server.version
+            )
+        except RolloutError as error:
+            logger.error("SGLang server %s does not come back: %s", server.address, error)
+            async with self._changed:
+                server.failure = error
+                self._changed.notify_all()
+
+    async def _revive(self, server: Server) -> None:
+        """Wait for the server, or start a new process in place of one that has ended."""
+        if server.process is not None and server.start is not None:
+            # Its connections break before its process is gone.
+            for _ in range(20):
+                if not server.process.alive:
+                    break
+                await asyncio.sleep(0.05)
+            if not server.process.alive:
+                if not self.options.restart:
+                    server.process.require_alive(server.address)
+                await asyncio.to_thread(server.process.stop)
+                server.process = await asyncio.to_thread(server.start)
+        await server.wait_until_up(self.options.start_timeout_s)
+
+    # --------------------------------------------------------------- weights
+
+    async def install(self, weights: Weights) -> None:
+        """Have all servers serve ``weights``; those that are lost on the way get them when they are back.
+
+        Raises `WeightsError` when a server refuses them; then all have what they had before.
+        """
+        await self._settled()
+        async with self._weights_lock:
+            before = self._weights
+            assert before is not None
+            present = self._present()
+            results = await self._on_paused(present, weights)
+            refused = [error for error in results if error is not None and not isinstance(error, Unreachable)]
+            if refused:
+                restored = await self._on_paused(present, before)
+                weights.discard()
+                for server, error in zip(present, restored, strict=True):
+                    if error is not None:
+                        self._lost(server, error)
+                raise WeightsError(
+                    f"the weights of version {weights.version} were refused: {refused[0]}"
+                ) from refused[0]
+            self._weights = weights
+            before.discard()
+        for server, error in zip(present, results, strict=True):
+            if error is not None:
+                self._lost(server, error)
+        await self._settled()
+        if not any(server.ready for server in self.servers):
+            raise WeightsError(f"no server is left: {self.servers[0].failure}") from self.servers[0].failure
+
+    async def _settled(self) -> None:
+        """Wait for servers that are on their way back."""
+        running = [s.recovery for s in self.servers if s.recovery is not None and not s.recovery.done()]
+        await asyncio.gather(*running)
+
+    async def _on_paused(self, servers: Sequence[Server], weights: Weights) -> list[BaseException | None]:
+        """Load ``weights`` on each of ``servers`` while it computes nothing; how each of them failed, or None."""
+        mode = "retract" if self.options.in_flight == "continue" else "abort"
+        limit_s = self.options.update_timeout_s
+
+        async def one(server: Server) -> None:
+            await server.pause(mode, limit_s)
+            try:
+                await weights.load(server, limit_s)
+                await server.label(weights.version)
+            finally:
+                if not self._paused:
+                    await server.go_on(limit_s)
+
+        results = await asyncio.gather(*map(one, servers), return_exceptions=True)
+        for error in results:
+            if error is not None and not isinstance(
+                error, Unreachable | Refused | ServerTimeout | WeightsError
+            ):
+                raise error
+        return list(results)
+
+    async def label(self, version: int) -> None:
+        """Tokens from now on carry ``version``."""
+        await self._settled()
+        async with self._weights_lock:
+            assert self._weights is not None
+            self._weights.version = version
+            await asyncio.gather(*(server.label(version) for server in self._present()))
+
+    # ------------------------------------------------------- pause and memory
+
+    async def pause(self) -> None:
+        """Interrupt what is in flight."""
+        self._paused = True
+        limit_s = self.options.update_timeout_s
+        await asyncio.gather(*(server.pause("retract", limit_s) for server in self._present()))
+
+    async def resume(self) -> None:
+        """Go on with it."""
+        self._paused = False
+        limit_s = self.options.update_timeout_s
+        await asyncio.gather(*(server.go_on(limit_s) for server in self._present()))
+
+    async def release_memory(self) -> None:
+        """Give the accelerator's memory back."""
+        await self._settled()
+        limit_s = self.options.update_timeout_s
+        await asyncio.gather(*(s.control("/release_memory_occupation", {}, limit_s) for s in self._present()))
+
+    async def resume_memory(self) -> None:
+        """Take it again, and the weights too: a server keeps no copy of them unless it was told to."""
+        limit_s = self.options.update_timeout_s
+        await asyncio.gather(*(s.control("/resume_memory_occupation", {}, limit_s) for s in self._present()))
+        async with self._weights_lock:
+            assert self._weights is not None
+            for error in await self._on_paused(self._present(), self._weights):
+                if error is not None:
+                    raise error
+
+    def _present(self) -> list[Server]:
+        return [server for server in self.servers if server.ready]
+
+
+def make_api(address: str, session: aiohttp.ClientSession, options: SglangOptions) -> Api:
+    """The interface of the server at ``address``."""
+    key = options.api_key
+    return Api(address, session, None if key is None else key.get_secret_value())

@@ -1,0 +1,173 @@
+"""The process of one SGLang server: started, watched and ended, with all its children."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from core_rl.errors import ConfigError, RolloutError
+from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.model import ServedModel
+
+__all__ = ["ServerProcess", "arguments_of", "free_port", "require_free"]
+
+SCRIPT = Path(__file__).with_name("serve.py")
+CPU_CACHE_TOKENS = 16384
+CONTEXT_MARGIN = 8
+"""SGLang keeps some tokens of its context for itself: a prompt is at most 7 shorter (0.5.23, ``tp_worker.py``)."""
+GRACE_S = 10.0
+
+
+def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: str) -> list[str]:
+    """The command-line arguments of a server of ``model`` for ``config``, without the API key.
+
+    Raises `ConfigError` for a model path that SGLang cannot read.
+    """
+    if glob.escape(str(model.path)) != str(model.path):
+        raise ConfigError(
+            f"model.path = {str(model.path)!r}: SGLang (0.5.23) takes it for a pattern; rename the directory, "
+            "or give it another name with a link"
+        )
+    context_length = model.limits.context_length
+    options = config.options
+    cache_tokens = options.max_total_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None)
+    values = {
+        "--model-path": model.path,
+        "--host": options.host,
+        "--port": port,
+        "--device": device,
+        "--dtype": config.dtype,
+        "--tp-size": config.layout.tp,
+        "--random-seed": config.seed,
+        "--max-total-tokens": cache_tokens,
+        "--max-running-requests": options.max_running_requests,
+        "--context-length": None if context_length is None else context_length + CONTEXT_MARGIN,
+        # A fused kernel for the CPU is not in SGLang's wheel.
+        "--attention-backend": "torch_native" if device == "cpu" else None,
+    }
+    given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
+    # Token ids go in and come out, and the first requests are the warm-up. An idle server on a CPU leaves the
+    # cores to the trainer.
+    flags = [
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+        *(["--sleep-on-idle"] if device == "cpu" else []),
+    ]
+    return [*given, *flags, *options.extra_args]
+
+
+def free_port(host: str) -> int:
+    """A port of ``host`` that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise `ConfigError` unless a server can listen on ``port``."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"options.ports: port {port} of {host} cannot be listened on ({error.strerror}); "
+                "choose another, or leave 'ports' empty"
+            ) from error
+
+
+class ServerProcess:
+    """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
+
+    def __init__(
+        self, python: str, arguments: Sequence[str], api_key: str | None, device: str, log: Path | None
+    ) -> None:
+        self._log = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115
+        environment = {**os.environ, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if device == "cpu":
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        # What is on the path of this process belongs to another environment.
+        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+            environment.pop(name, None)
+        try:
+            self._process = subprocess.Popen(
+                [python, str(SCRIPT), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=tempfile.gettempdir(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise ConfigError(
+                f"options.python: {python!r} cannot be run: {error}; name the Python of the environment that has SGLang"
+            ) from error
+        # Not an argument, which every user of the machine can read.
+        self._tell((api_key or "") + "\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which whoever waits for it will find
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also that of its group."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def require_alive(self, address: str) -> None:
+        """Raise `RolloutError` with the end of the log if the server has ended."""
+        code = self._process.poll()
+        if code is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise RolloutError(f"SGLang server {address} {how}; the end of its log:\n{self.log_tail()}")
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines that the server wrote."""
+        size = self._log.seek(0, os.SEEK_END)
+        text = os.pread(self._log.fileno(), 64 * 1024, max(0, size - 64 * 1024)).decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the server and its children; returns when all of them are gone."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        deadline = time.monotonic() + GRACE_S
+        while _running(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._log.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _running(group: int) -> bool:
+    """Whether a process of ``group`` runs still; one that nobody has reaped yet does not."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False

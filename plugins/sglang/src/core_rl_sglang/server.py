@@ -1,0 +1,129 @@
+"""One server of a fleet: its interface, its process if it is ours, and the calls that RL needs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from core_rl.engines.weight_stream import Bucket, pickled_by_name
+from core_rl.errors import RolloutError
+from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
+from core_rl_sglang.process import ServerProcess
+
+__all__ = ["Server"]
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+PROBE_TIMEOUT_S = 10.0
+PROGRESS_EVERY_S = 10.0
+
+
+class Server:
+    """A server, which may be away for a while. Belongs to the event loop of its ``api``."""
+
+    def __init__(
+        self, api: Api, start: Callable[[], ServerProcess] | None, process: ServerProcess | None
+    ) -> None:
+        self.api = api
+        self.address = api.address
+        self.start = start
+        """Starts it anew on the same port; None for a server that is not ours."""
+        self.process = process
+        self.in_flight = 0
+        self.ready = False
+        self.version = -1
+        """The version of the weights that it was given."""
+        self.ranks = 1
+        """Its tensor-parallel degree."""
+        self.failure: BaseException | None = None
+        """Why it will not come back."""
+        self.recovery: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count a request."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    async def wait_until_up(self, timeout_s: float) -> None:
+        """Return when the server answers; says every 10 s that it does not yet.
+
+        Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`.
+        """
+        started = said = time.monotonic()
+        while True:
+            if self.process is not None:
+                self.process.require_alive(self.address)
+            try:
+                await self.api.get("/health", PROBE_TIMEOUT_S)
+                return
+            except (Unreachable, ServerTimeout, Refused) as error:
+                now = time.monotonic()
+                if now - started > timeout_s:
+                    raise ServerTimeout(
+                        f"SGLang server {self.address} is not ready after {timeout_s:g} s: {error}{self._log()}"
+                    ) from error
+                if now - said > PROGRESS_EVERY_S:
+                    said = now
+                    logger.warning("waiting for SGLang server %s: %.0f s", self.address, now - started)
+            await asyncio.sleep(POLL_S)
+
+    def _log(self) -> str:
+        return "" if self.process is None else f"\nthe end of its log:\n{self.process.log_tail()}"
+
+    async def served(self) -> tuple[str, str]:
+        """The path and the version label of the weights that it serves."""
+        info = await self.api.get("/model_info", PROBE_TIMEOUT_S)
+        about = await self.api.get("/server_info", PROBE_TIMEOUT_S)
+        try:
+            self.ranks = int(about["tp_size"])
+            return str(info["model_path"]), str(info["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RolloutError(
+                f"{self.address} does not answer as an SGLang server does: {str(info)[:300]}"
+            ) from error
+
+    async def label(self, version: int) -> None:
+        """Tokens from now on carry ``version``; requests in flight go on."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self.api.post("/update_weight_version", body, PROBE_TIMEOUT_S)
+        self.version = version
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        """Stop computing: requests go back to the queue (``retract``), or end as they are (``abort``)."""
+        await self.api.post("/pause_generation", {"mode": mode}, timeout_s)
+
+    async def go_on(self, timeout_s: float) -> None:
+        """The inverse of `pause`: keys and values of what was in flight are computed anew."""
+        await self.api.post("/continue_generation", {}, timeout_s)
+
+    async def abort(self, rid: str) -> None:
+        """Forget the request ``rid``; a server that cannot be reached has forgotten it."""
+        try:
+            await self.api.post("/abort_request", {"rid": rid}, PROBE_TIMEOUT_S)
+        except RolloutError as error:
+            logger.debug("request %s was not aborted: %s", rid, error)
+
+    async def take_tensors(self, bucket: Bucket, timeout_s: float) -> None:
+        """Copy ``bucket`` into the weights, between the beginning and the end of an update."""
+        # One for each rank: whoever opens a name gives back a reference that pickling has taken.
+        payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
+        body = {"serialized_named_tensors": payloads, "flush_cache": False}
+        await self.control("/update_weights_from_tensor", body, timeout_s)
+
+    async def flush_cache(self, timeout_s: float) -> None:
+        """Drop the keys and values of earlier weights."""
+        await self.api.order("/flush_cache", {}, timeout_s)
+
+    async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
+        """``POST`` one step of a weight update."""
+        return await self.api.post(path, body, timeout_s)

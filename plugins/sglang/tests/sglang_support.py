@@ -1,0 +1,163 @@
+"""A stand-in for an SGLang server whose answers a test scripts: faults that a real one shows too rarely."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from core_rl import get_spec, load_config, load_engine
+from core_rl.config.base import parse_config
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.engines.inference import InferenceEngine
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+
+Handler = Callable[[web.Request, dict[str, Any]], Any]
+
+
+class Stub:
+    """Speaks SGLang's interface on a free port: each new token is 7, and updates succeed.
+
+    ``faults`` maps a path to a function that runs in place of the answer; what it returns is the answer, and
+    None is the usual one.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        self.model = self.model_path = model_path
+        self.calls: Counter[str] = Counter()
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
+        self.faults: dict[str, Handler] = {}
+        self.version = "default"
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._runner: web.AppRunner | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen; on the same port as before after `stop`."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    def stop(self) -> None:
+        """Close the port and all connections, as if the process had been killed; a new one knows nothing."""
+        assert self._runner is not None
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self.version = "default"
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else {}
+        self.calls[request.path] += 1
+        self.bodies.append((request.path, body))
+        fault = self.faults.get(request.path)
+        if fault is not None:
+            found = fault(request, body)
+            found = await found if asyncio.iscoroutine(found) else found
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        if request.path == "/flush_cache":
+            return web.Response(text="Cache flushed.\n")
+        return web.json_response(self._usual(request.path, body))
+
+    def _usual(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/model_info":
+            return {"model_path": self.model_path, "weight_version": self.version}
+        if path == "/server_info":
+            return {"tp_size": 1}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path == "/update_weights_from_disk":
+            self.model_path, self.version = body["model_path"], body["weight_version"]
+        return self.generated(body) if path == "/generate" else {"success": True, "message": ""}
+
+    def generated(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The usual answer to a request."""
+        count = body["sampling_params"]["max_new_tokens"]
+        return {
+            "output_ids": [7] * count,
+            "meta_info": {
+                "finish_reason": {"type": "length"},
+                "output_token_logprobs": [[-0.5, 7, None]] * count,
+                "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+            },
+        }
+
+
+def drop(request: web.Request, body: dict[str, Any]) -> None:
+    """Close the connection without an answer."""
+    assert request.transport is not None
+    request.transport.abort()
+
+
+def first(times: int, fault: Handler) -> Handler:
+    """``fault`` for so many calls, and the usual answer after them."""
+    left = [times]
+
+    def sometimes(request: web.Request, body: dict[str, Any]) -> Any:
+        left[0] -= 1
+        return fault(request, body) if left[0] >= 0 else None
+
+    return sometimes
+
+
+def tiny_model(root: Path, seed: int = 0) -> str:
+    """The directory of a tiny model."""
+    return str(ModelStore(root).directory(TinyModel(family="llama", seed=seed)))
+
+
+@contextmanager
+def stubs(root: Path, count: int = 1) -> Iterator[list[Stub]]:
+    """So many stubs that serve one tiny model."""
+    made = [Stub(tiny_model(root)) for _ in range(count)]
+    for stub in made:
+        stub.start()
+    try:
+        yield made
+    finally:
+        for stub in made:
+            stub.close()
+
+
+@contextmanager
+def connected(made: list[Stub], **options: Any) -> Iterator[InferenceEngine]:
+    """The engine at these servers."""
+    spec = get_spec("sglang")
+    values = {
+        "model": {"path": made[0].model},
+        "layout": {"dp": len(made)},
+        "device": "cpu",
+        "options": {"addresses": [stub.address for stub in made], **options},
+    }
+    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
+    assert issubclass(engine_class, InferenceEngine)
+    assert isinstance(config, InferenceEngineConfig)
+    engine = engine_class(spec, config)
+    engine.initialize()
+    try:
+        yield engine
+    finally:
+        engine.destroy()
