@@ -367,7 +367,7 @@ def test_a_reward_that_hangs_ends_the_rollout_and_not_the_engine(engine: ToyEngi
         engine.rollout(data, SingleTurnWorkflow(reward=count, sampling=SHORT), timeout=60).num_sequences == 1
     )
     engine.destroy()
-    eventually(lambda: our_threads() == ["core-rl-reward"])
+    eventually(lambda: our_threads() == ["core-rl-user-code"])
     free.set()
     eventually(lambda: our_threads() == [])
 
