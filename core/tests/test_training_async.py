@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.registry import register_engine
-from core_rl.errors import BatchError, ConfigError, RolloutError
+from core_rl.engines.spec import Capability
+from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCapability
 from core_rl.rollout.types import SamplingParams
 from core_rl.rollout.workflow import SingleTurnWorkflow
 from core_rl.training import run_recipe
@@ -100,6 +102,24 @@ def test_a_synchronous_run_has_no_lag(recipe: Path, trained: list[tuple[int, lis
     assert all(row["staleness_max"] == row["mixed_versions"] == row["prompts_ahead"] == 0 for row in rows)
     names = {"mismatch_k1", "mismatch_k3", "mismatch_chi2", "mismatch_max", "mismatch_ppl_ratio"}
     assert all(names | {f"{name}_lag0" for name in names} <= row.keys() for row in rows)
+
+
+def test_weights_through_shared_memory_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
+    by_file, by_memory = run(recipe), run(recipe, "rollout.sync=tensor", "fresh=true")
+    timeless = [{name: row[name] for name in row if "_s" not in name} for row in by_file + by_memory]
+    assert timeless[:4] == timeless[4:]
+    assert not list((tmp_path / "out").glob("*.meeting"))
+
+
+def test_a_way_for_weights_that_an_engine_lacks_is_refused_before_it_starts(recipe: Path) -> None:
+    lacking = replace(
+        stepwise_rollout.SPEC, capabilities=stepwise_rollout.SPEC.capabilities - {Capability.SYNC_TENSOR}
+    )
+    with (
+        register_engine(lacking, replace=True),
+        pytest.raises(UnsupportedCapability, match="weight sync by 'tensor'"),
+    ):
+        run(recipe, "rollout.engine=stepwise-rollout", "rollout.sync=tensor")
 
 
 def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe: Path) -> None:

@@ -48,7 +48,7 @@ class Settings:
     seed: int
     tool: bool = False
     """Whether the answers are guesses, and some ask the calculator."""
-    tool_share: float = 0.25
+    tool_share: float = 0.5
     """The part of them that does."""
     largest: int = 99
     """The largest number in a problem."""
@@ -62,7 +62,7 @@ class Settings:
     warmup_steps: int = 20
     target: float = 0.35
     """Stop when a sampled answer is right with this probability; where there is a calculator,"""
-    tool_target: float = 0.22
+    tool_target: float = 0.45
     """with this one, which means that nearly all of its replies are copied."""
     max_steps: int = 1500
 

@@ -9,7 +9,7 @@ import torch
 
 from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import StatePart, TensorKind, WeightUpdateMeta
+from core_rl.engines.meta import StatePart, SyncMethod, TensorKind
 from core_rl.engines.outputs import OutputName
 from core_rl.engines.progress import Pending
 from core_rl.engines.spec import Capability, EngineSpec
@@ -33,7 +33,7 @@ HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
     "reward": frozenset({"scores", "routing"}),
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-SYNC_CAPABILITY = {
+SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
     "disk": Capability.SYNC_DISK,
     "tensor": Capability.SYNC_TENSOR,
     "distributed": Capability.SYNC_DISTRIBUTED,
@@ -187,9 +187,9 @@ def require_loadable(config: TrainEngineConfig, kind: TensorKind) -> None:
         )
 
 
-def require_sync(spec: EngineSpec, meta: WeightUpdateMeta) -> None:
+def require_sync(spec: EngineSpec, method: SyncMethod) -> None:
     """Raise `UnsupportedCapability` for a method that ``spec`` does not declare."""
-    require_capability(spec, SYNC_CAPABILITY[meta.method], f"weight sync by {meta.method!r}")
+    require_capability(spec, SYNC_CAPABILITY[method], f"weight sync by {method!r}")
 
 
 def check_temperature(temperature: float) -> None:

@@ -180,7 +180,7 @@ class InferenceEngine(InferenceHooks):
         `EngineStateError` for a version older than the current one.
         """
         guards.require_state(self._state, "ready", "update_weights()")
-        guards.require_sync(self.spec, meta)
+        guards.require_sync(self.spec, meta.method)
         if meta.version < self._version:
             raise EngineStateError(
                 f"update_weights() to version {meta.version}, and the engine has {self._version}; versions rise. "

@@ -15,6 +15,7 @@ __all__ = [
     "SaveLoadMeta",
     "Scheduling",
     "StatePart",
+    "SyncMethod",
     "TensorKind",
     "WeightUpdateMeta",
 ]
@@ -23,6 +24,7 @@ TensorKind = Literal["params", "master", "grads", "exp_avg", "exp_avg_sq", "buff
 StatePart = Literal["model", "optimizer"]
 """What can be offloaded by itself: weights with their gradients, and moments."""
 CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
+SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class SaveLoadMeta:
 class WeightUpdateMeta:
     """How new weights travel from a train engine to an inference engine, and as which version."""
 
-    method: Literal["disk", "tensor", "distributed", "lora"] = "disk"
+    method: SyncMethod = "disk"
     version: int
     """The version that the receiver has afterwards: raised by the driver, never by an engine."""
     path: str | None = None

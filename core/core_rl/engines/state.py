@@ -111,7 +111,7 @@ class EngineState(EnginePasses):
         first, which returns at once, and this returns when the weights are installed. `sync_weights` does both.
         """
         guards.require_state(self._state, "ready", "upload_weights()")
-        guards.require_sync(self.spec, meta)
+        guards.require_sync(self.spec, meta.method)
         if meta.method == "disk":
             self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
         elif meta.method == "tensor":

@@ -16,6 +16,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.spec import Capability
+from core_rl.engines.sync import sync_weights
 from core_rl.errors import CheckpointMismatch
 from core_rl.launch.group import EngineGroup
 from core_rl.rollout.mismatch import mismatch_by_lag, mismatch_of, staleness_of
@@ -51,7 +52,8 @@ class TrainingLoop:
         self._roles = roles
         self._rollouts = rollouts
         self._eval_samples = [eval_data[index] for index in range(len(eval_data))]
-        self._weights = weights
+        self._sync = recipe.rollout.sync
+        self._weights = weights if recipe.rollout.sync == "disk" else weights.with_suffix(".meeting")
         self._model_path = recipe.model.path
         self._scoring = Scoring(
             roles=roles,
@@ -88,13 +90,18 @@ class TrainingLoop:
 
         What is being generated is interrupted where the engine can do so, and goes on with the new weights.
         """
-        meta = WeightUpdateMeta(method="disk", version=version, path=str(self._weights))
+        meta = WeightUpdateMeta(method=self._sync, version=version, path=str(self._weights))
         for group in self._roles.trained().values():
             group.set_version(version)
+        rollout = self._roles.rollout
+        if meta.method != "disk":
+            with self._roles.working(self._roles.actor) as actor, interrupted(rollout):
+                sync_weights(actor, rollout, meta, self._timeout_s)
+            return
         with self._roles.working(self._roles.actor) as actor:
-            actor.upload_weights(meta)
-        with interrupted(self._roles.rollout):
-            self._roles.rollout.update_weights(meta).result(self._timeout_s)
+            actor.upload_weights(meta)  # answers go on meanwhile
+        with interrupted(rollout):
+            rollout.update_weights(meta).result(self._timeout_s)
 
     def start(self) -> None:
         """Before the first step: the rollout engine gets the weights that the training starts from."""

@@ -10,6 +10,7 @@ from typing import Any
 from core_rl.algorithms.fields import REFERENCE
 from core_rl.config.base import parse_config
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
+from core_rl.engines.guards import require_sync
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import FinetuneSpec, SaveLoadMeta
 from core_rl.engines.registry import get_spec, load_config, load_engine
@@ -84,9 +85,12 @@ def saved_state(group: EngineGroup, path: str) -> SaveLoadMeta:
 def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
     """Specs and configs for ``recipe``; ``wanted_fields`` are those of its algorithm.
 
-    Raises the errors of the registry, and `ConfigError` with every field that an engine refuses.
+    Raises the errors of the registry, `ConfigError` with every field that an engine refuses, and
+    `UnsupportedCapability` where an engine cannot hand over or take weights in this way.
     """
-    actor = plan_trained(recipe)
+    actor, rollout = plan_trained(recipe), _rollout(recipe)
+    for spec, _ in (actor, rollout):
+        require_sync(spec, recipe.rollout.sync)
     separate = REFERENCE in wanted_fields and recipe.model.lora is None
     prompts = recipe.rollout.prompts_per_step
     return Plan(
@@ -94,7 +98,7 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         critic=_critic(recipe),
         reference=_train_plan(recipe, {"path": recipe.model.path}, None) if separate else None,
         reward=_reward_model(recipe),
-        rollout=_rollout(recipe),
+        rollout=rollout,
         finetune=FinetuneSpec(dataset_size=recipe.steps * prompts, train_batch_size=prompts),
         colocated=recipe.colocated,
     )
