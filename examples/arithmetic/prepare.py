@@ -6,8 +6,8 @@ The problems are all sums of two numbers below 100, such as ``23+45=`` with the 
 out; the model is warmed up on the others by supervised fine-tuning, until it answers about four in
 ten, and left there: the rest is what GRPO is to do. A second run with the same settings does nothing.
 
-With ``--tool`` the model of ``examples/tool_arithmetic.yaml`` is made, which cannot add: it guesses, and in every second problem
-it asks a calculator, ``?23+45``, whose reply ``:068=`` it copies.
+With ``--tool`` the model of ``examples/tool_arithmetic.yaml`` is made, which cannot add: it guesses, and in every
+second problem it asks a calculator, ``?23+45``, whose reply ``:068=`` it copies.
 """
 
 from __future__ import annotations
