@@ -98,7 +98,7 @@ def tests(session: nox.Session) -> None:
     session.run("mypy")
     session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
     # `-s conformance` runs every check on all of the many layouts.
-    _conformance(session, "--quick" if quick else "--turns=3")
+    _conformance(session, "--quick" if quick else "--turns=4")
     _sglang(session, "--quick", "--layout=dp1")
 
 

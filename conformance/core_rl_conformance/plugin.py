@@ -77,8 +77,8 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         type=_positive,
         default=1,
         metavar="N",
-        help="each check with an Nth of the models and, from the fourth on, of the layouts; --seed moves them; "
-        "default: %(default)s, all",
+        help="each check on the second layout, on every Nth of the others, and with an Nth of the models; --seed moves "
+        "them; default: %(default)s, all",
     )
     group.addoption(
         "--call-timeout",

@@ -51,7 +51,7 @@ class Selection:
     seed: int = 0
     quick: bool = False
     turns: int = 1
-    """From the fourth layout on, each check is run on every so manieth, and on the first two with that part of the
+    """Above 1, each check is run on the second layout, on every so manieth of the others, and with that part of the
     models."""
     device: str = "cpu"
 
@@ -270,7 +270,7 @@ def places_of(
     They do so in settings too, and in further dtypes, which stay on the first two layouts: there checks of what
     depends on the model run on both, and the others on the second, where ranks share state.
     These others also take turns from the fourth layout on: each is run on every second one. With ``selection.turns``
-    all checks do so, and only that part of the models is run on the first two layouts.
+    all checks take turns on all layouts but the second, which every check sees, and with fewer models.
     A quick session is the second layout with the first model that suits: expected values then serve several checks.
     """
     if check.each == "engine":
@@ -282,11 +282,12 @@ def places_of(
     # another seed they begin at others.
     first = sum(map(ord, check.identifier)) + selection.seed
     turns = max(selection.turns, OF_STATE if check.each == "layout" else 1)
+    always = range(EVERY_CHECK) if selection.turns == 1 else (min(1, len(settings) - 1),)
     for number, dtype in enumerate(dtypes):
         for place, setting in enumerate(settings):
             if number > 0 and place not in _full(check, settings):
                 continue
-            if place >= EVERY_CHECK and (first + place) % turns:
+            if place not in always and (first + place) % turns:
                 continue
             several = check.each == "layout and model" and number == 0 and not setting.name
             several = several and not selection.quick

@@ -13,6 +13,7 @@ from torch import Tensor
 from core_rl.checkpoint.shards import Shard
 from core_rl.engines.meta import FinetuneSpec, RankAddress, SaveLoadMeta, TensorKind
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
+from core_rl.models.held_tensors import HeldTensors
 from core_rl.models.lora import ADAPTER_PREFIX, adapter_disabled
 from core_rl_conformance.reference.train import ReferenceEngine
 from mutants.bases import Replicated
@@ -180,7 +181,7 @@ class BaseWeightsSent(AdaptedReference):
     """The stream is read after the adapter was taken out again."""
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        return self._full_tensors("params")
+        return HeldTensors._full_tensors(self, "params")
 
 
 class MergedInPlace(AdaptedReference):
@@ -189,7 +190,7 @@ class MergedInPlace(AdaptedReference):
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         for layer in self._layers():
             layer.base_layer.weight.data += layer.get_delta_weight(NAME)
-        yield from [(name, value.clone()) for name, value in self._full_tensors("params")]
+        yield from [(name, value.clone()) for name, value in HeldTensors._full_tensors(self, "params")]
         for layer in self._layers():
             layer.base_layer.weight.data -= layer.get_delta_weight(NAME)
 
