@@ -23,6 +23,7 @@ ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 SERVER_REQUIREMENTS = ROOT / "constraints" / "sglang-server.txt"
 SERVER_UNRESOLVED = ROOT / "constraints" / "sglang-server-unresolved.txt"
 SERVER_PYTHON = "CORE_RL_SGLANG_PYTHON"
+ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
 STEALING = [*WORKERS, "--dist", "worksteal"]
@@ -97,8 +98,10 @@ def tests(session: nox.Session) -> None:
     _lint(session)
     session.run("mypy")
     session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
-    # `-s conformance` runs every check on all of the many layouts.
-    _conformance(session, "--quick" if quick else "--turns=4")
+    # Every check on a layout of two ranks, and a few on the others: `-s conformance` runs all on all of them.
+    _conformance(session, "--quick")
+    if not quick:
+        _conformance(session, "--turns=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS))
     _sglang(session, "--quick", "--layout=dp1")
 
 
