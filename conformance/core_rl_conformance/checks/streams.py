@@ -20,7 +20,14 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
-from core_rl_conformance.procedures.serving import answers, ask, expected_of, requests_for, verify_logprobs
+from core_rl_conformance.procedures.serving import (
+    answers,
+    ask,
+    expected_of,
+    requests_for,
+    verify_logprobs,
+    verify_served,
+)
 from core_rl_conformance.procedures.streaming import Caught, caught, sent, tensors_of
 from core_rl_conformance.subject import ONE_PASS, Subject
 
@@ -28,7 +35,6 @@ TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
 FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
-OLD = "log-probs of the weights before the update"
 
 
 def _meta(subject: Subject, version: int, bucket_bytes: int, verify: bool = False) -> WeightUpdateMeta:
@@ -92,7 +98,7 @@ def updates_from_tensors_arrive(subject: Subject) -> None:
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
     requests = requests_for(data.select(FEW), PLAIN)
-    _verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
+    verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
     for version, bucket_bytes, verify in ((1, 1 << 28, False), (5, TINY_BUCKET, True)):
         new = replace(old, seed=old.seed + 1000 * version)
         tensors = tensors_of(subject.bench.models.directory(new))
@@ -105,7 +111,7 @@ def updates_from_tensors_arrive(subject: Subject) -> None:
             f"get_version() is {engine.get_version()} after an update to {version}",
         )
         what = f"after the update to version {version} in buckets of {bucket_bytes} bytes"
-        _verify_served(subject, what, ask(engine, requests), new, old, version)
+        verify_served(subject, what, ask(engine, requests), new, old, version)
         old = new
 
 
@@ -141,18 +147,6 @@ def _verify_sides(
     subject.verify(compare_tokens(what, got, wanted, tolerance))
 
 
-def _verify_served(
-    subject: Subject, what: str, found: list[LLMResponse], model: TinyModel, old: TinyModel, version: int
-) -> None:
-    __tracebackhide__ = True
-    carried = {number for response in found for number in response.versions}
-    subject.require(
-        carried == {version}, f"{what}, tokens carry the versions {sorted(carried)}, not {version}"
-    )
-    guesses = {OLD: lambda: expected_of(subject, old, found).values}
-    verify_logprobs(subject, f"log-probs {what}", model, found, 1.0, guesses)
-
-
 @check("I12.broken-stream", kind="inference", requires=[Capability.SYNC_TENSOR], each="layout")
 def broken_streams_change_nothing(subject: Subject) -> None:
     """An update by tensor that breaks off, lacks a tensor or has a wrong shape fails, and the old weights serve on.
@@ -183,10 +177,10 @@ def broken_streams_change_nothing(subject: Subject) -> None:
             engine.get_version() == 0,
             f"get_version() is {engine.get_version()} after an update that {what}; it was 0 before",
         )
-        _verify_served(subject, f"after an update that {what}", ask(engine, requests), model, model, 0)
+        verify_served(subject, f"after an update that {what}", ask(engine, requests), model, model, 0)
     new = replace(model, seed=model.seed + 1000)
     sent(engine, _meta(subject, 9, TINY_BUCKET), tensors_of(subject.bench.models.directory(new)))
-    _verify_served(subject, "after an update that follows broken ones", ask(engine, requests), new, model, 9)
+    verify_served(subject, "after an update that follows broken ones", ask(engine, requests), new, model, 9)
 
 
 def _breaking_off(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -28,14 +28,13 @@ from core_rl_conformance.procedures.serving import (
     expected_of,
     installed,
     requests_for,
-    verify_logprobs,
+    verify_served,
     with_guesses,
 )
 from core_rl_conformance.subject import Subject
 
 FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
-OLD = "log-probs of the weights before the update"
 
 
 def published(
@@ -60,18 +59,6 @@ def _other(model: TinyModel, number: int) -> TinyModel:
     return replace(model, seed=model.seed + 1000 * number)
 
 
-def _verify_served(
-    subject: Subject, what: str, found: Sequence[LLMResponse], model: TinyModel, old: TinyModel, version: int
-) -> None:
-    __tracebackhide__ = True
-    carried = {v for response in found for v in response.versions}
-    subject.require(
-        carried == {version}, f"{what}, tokens carry the versions {sorted(carried)}, not {version}"
-    )
-    guesses = {OLD: lambda: expected_of(subject, old, found).values}
-    verify_logprobs(subject, f"log-probs {what}", model, found, 1.0, guesses)
-
-
 @check("I12.receive-disk", kind="inference", requires=[Capability.SYNC_DISK])
 def updates_from_disk_arrive(subject: Subject) -> None:
     """After an update from disk every token is drawn by the new weights, all of them, and carries their version.
@@ -84,7 +71,7 @@ def updates_from_disk_arrive(subject: Subject) -> None:
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
     requests = requests_for(data, PLAIN)
-    _verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
+    verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
     for version, verify in ((1, False), (5, True)):
         new = _other(old, 1 + version)
         # Always through the same directory, as most trainers have it.
@@ -93,7 +80,7 @@ def updates_from_disk_arrive(subject: Subject) -> None:
             engine.get_version() == version,
             f"get_version() is {engine.get_version()} after an update to {version}",
         )
-        _verify_served(
+        verify_served(
             subject, f"after the update to version {version}", ask(engine, requests), new, old, version
         )
         if subject.spec.supports(Capability.SCORE):
@@ -121,11 +108,11 @@ def nothing_cached_outlives_an_update(subject: Subject) -> None:
     first = [LLMRequest(input_ids=shared + row.ids, sampling=PLAIN) for row in tails.rows[:2]]
     # One after the other, so that the second finds what the first has left.
     before = [ask(engine, [request])[0] for request in first]
-    _verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
+    verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
     installed(engine, published(subject, new, 1))
     prompts = [shared, *(shared + row.ids for row in tails.rows), before[0].input_ids + before[0].output_ids]
     found = [ask(engine, [LLMRequest(input_ids=ids, sampling=PLAIN)])[0] for ids in prompts]
-    _verify_served(subject, "with a prefix from before the update", found, new, old, 1)
+    verify_served(subject, "with a prefix from before the update", found, new, old, 1)
 
 
 @check("I12.failed-update", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
@@ -148,10 +135,10 @@ def failed_updates_change_nothing(subject: Subject) -> None:
             engine.get_version() == 3,
             f"get_version() is {engine.get_version()} after a failed update; it was 3 before",
         )
-        _verify_served(subject, f"after an update from {what}", ask(engine, requests), model, model, 3)
+        verify_served(subject, f"after an update from {what}", ask(engine, requests), model, model, 3)
     new = _other(model, 1)
     installed(engine, published(subject, new, 9))
-    _verify_served(subject, "after an update that follows failed ones", ask(engine, requests), new, model, 9)
+    verify_served(subject, "after an update that follows failed ones", ask(engine, requests), new, model, 9)
 
 
 def _fails(engine: InferenceEngine, meta: WeightUpdateMeta) -> bool:
@@ -217,7 +204,7 @@ def versions_are_those_of_the_weights(subject: Subject) -> None:
     guesses = {"all of them were drawn by the weights before the update": lambda: sides[0].values}
     subject.verify(with_guesses(finding, got, guesses, tolerance))
     after = ask(engine, requests_for(prompts, PLAIN))
-    _verify_served(subject, "after an update with requests in flight", after, new, old, 1)
+    verify_served(subject, "after an update with requests in flight", after, new, old, 1)
 
 
 def _short(row: Row) -> Row:

@@ -37,6 +37,7 @@ __all__ = [
     "requests_for",
     "sequences_of",
     "verify_logprobs",
+    "verify_served",
     "with_guesses",
 ]
 
@@ -181,6 +182,19 @@ def verify_logprobs(
         known = _known_mistakes(subject, weights, found, temperature)
         finding = with_guesses(finding, got, {**(guesses or {}), **known}, expected.tolerance)
     subject.verify(finding)
+
+
+def verify_served(
+    subject: Subject, what: str, found: Sequence[LLMResponse], model: TinyModel, old: TinyModel, version: int
+) -> None:
+    """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
+    __tracebackhide__ = True
+    carried = {v for response in found for v in response.versions}
+    subject.require(
+        carried == {version}, f"{what}, tokens carry the versions {sorted(carried)}, not {version}"
+    )
+    guesses = {"log-probs of the weights before the update": lambda: expected_of(subject, old, found).values}
+    verify_logprobs(subject, f"log-probs {what}", model, found, 1.0, guesses)
 
 
 def with_guesses(finding: Finding, got: Sequence[Tensor], guesses: Guesses, tolerance: Tolerance) -> Finding:
