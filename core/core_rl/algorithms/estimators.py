@@ -43,56 +43,60 @@ class AdvantageEstimator(Config):
         """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``world``."""
 
 
-def _sequence_rewards(batch: SequenceBatch) -> Tensor:
-    return segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
+class _OfSequences(AdvantageEstimator):
+    """One advantage for each sequence, from what all its tokens earn together."""
+
+    @abstractmethod
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        """Advantages ``[B]``; ``rewards [B]`` are float64."""
+
+    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+        rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
+        return rules.spread_to_tokens(self._of(rewards, batch), batch)
 
 
-class GRPO(AdvantageEstimator):
+class GRPO(_OfSequences):
     """Against the group's mean, by its standard deviation (arXiv:2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
     """The name."""
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
-        found = rules.grpo_advantages(_sequence_rewards(batch), batch[GROUP])
-        return rules.spread_to_tokens(found, batch)
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.grpo_advantages(rewards, batch[GROUP])
 
 
-class DrGRPO(AdvantageEstimator):
+class DrGRPO(_OfSequences):
     """Against the group's mean (arXiv:2503.20783)."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
     """The name."""
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
-        found = rules.dr_grpo_advantages(_sequence_rewards(batch), batch[GROUP])
-        return rules.spread_to_tokens(found, batch)
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.dr_grpo_advantages(rewards, batch[GROUP])
 
 
-class RLOO(AdvantageEstimator):
+class RLOO(_OfSequences):
     """Against the mean of the others in the group (arXiv:2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
     """The name."""
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
-        found = rules.rloo_advantages(_sequence_rewards(batch), batch[GROUP])
-        return rules.spread_to_tokens(found, batch)
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.rloo_advantages(rewards, batch[GROUP])
 
 
-class ReMax(AdvantageEstimator):
+class ReMax(_OfSequences):
     """Against the greedy answer to the same prompt (arXiv:2310.10505)."""
 
     type: Literal["remax"] = "remax"
     """The name."""
     fields: ClassVar[frozenset[str]] = frozenset({BASELINE_REWARDS})
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
-        found = rules.remax_advantages(_sequence_rewards(batch), batch[BASELINE_REWARDS])
-        return rules.spread_to_tokens(found, batch)
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.remax_advantages(rewards, batch[BASELINE_REWARDS])
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
@@ -108,7 +112,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
         return rules.whiten(returns, batch.loss_mask, world)
 
 
-class ReinforcePlusPlusBaseline(AdvantageEstimator):
+class ReinforcePlusPlusBaseline(_OfSequences):
     """REINFORCE++ with the group's mean as a baseline (arXiv:2501.03262), whitened over the global batch."""
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
@@ -116,8 +120,10 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
     def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
-        found = rules.dr_grpo_advantages(_sequence_rewards(batch), batch[GROUP])
-        return rules.whiten(rules.spread_to_tokens(found, batch), batch.loss_mask, world)
+        return rules.whiten(super().__call__(batch, world), batch.loss_mask, world)
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.dr_grpo_advantages(rewards, batch[GROUP])
 
 
 class GAE(AdvantageEstimator):
