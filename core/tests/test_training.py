@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,17 +218,5 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(unbroken: Path, start: 
     """``kill -9`` of the driver's process at three moments; each time the same command goes on."""
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    metrics = tmp_path / "out" / "metrics.jsonl"
-    for rows in (1, 3, 4):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
-            assert process.poll() is None, "the run ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    support.run_killed(command, tmp_path / "out")
     assert support.curve(tmp_path / "out") == support.curve(unbroken)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -184,19 +180,7 @@ def test_a_killed_asynchronous_run_goes_on(recipe: Path, tmp_path: Path) -> None
         "    main()\n"
     )
     command = [sys.executable, str(script), "train", str(recipe), *ASYNC]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    metrics = recipe.parent / "out" / "metrics.jsonl"
-    for rows in (1, 3, 4):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
-            assert process.poll() is None, "the run ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    support.run_killed(command, recipe.parent / "out")
     trained = [(step, prompts) for step, prompts in map(json.loads, log.read_text().splitlines())]
     check_history(trained, recipe.parent / "out")
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,3 +130,20 @@ def curve(output: Path) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def run_killed(command: Sequence[str], output: Path) -> None:
+    """Run ``command``, which trains into ``output``, to its end; ``kill -9`` ends it at three moments before."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    metrics = output / "metrics.jsonl"
+    for rows in (1, 3, 4):
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
+            assert process.poll() is None, "the run ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
