@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from common.engine import engine_step
 from common.measure import Side, interleave, report
-from common.workload import skewed_lengths
+from common.workload import MODEL, skewed_lengths
 
 from core_rl import get_spec, load_config, load_engine
 from core_rl.data.batch import SequenceBatch
@@ -49,16 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936,
         "tie_word_embeddings": False,
     },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "vocab_size": 8192,
-        "tie_word_embeddings": True,
-    },
+    "tiny": MODEL,
 }
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 FLOP/s by the makers' data sheets (SXM)."""
