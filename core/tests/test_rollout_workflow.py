@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.rewards import RewardFn
+from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams, StopReason
-from core_rl.rollout.workflow import SingleTurnWorkflow, derive_seed, pack_responses
+from core_rl.rollout.workflow import SingleTurnWorkflow, pack_responses
 
 
 class Echo:

@@ -29,8 +29,8 @@ from core_rl.engines.process_group import pick_device
 from core_rl.engines.weight_stream import receiving
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.models.build import build_model
+from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl.rollout.workflow import derive_seed
 from core_rl_conformance.reference.config import ReferenceRolloutConfig
 from core_rl_conformance.reference.sampling import Answer, generate
 

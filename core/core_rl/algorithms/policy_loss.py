@@ -18,7 +18,7 @@ from core_rl.engines.loss import LossSpec
 from core_rl.engines.metrics import Metric
 from core_rl.engines.outputs import ModelOutput
 
-__all__ = ["ADVANTAGES", "BEHAVIOUR", "PROXIMAL", "REFERENCE", "PolicyLoss", "mismatch_metrics"]
+__all__ = ["PolicyLoss", "mismatch_metrics"]
 
 
 @dataclass(frozen=True, kw_only=True)

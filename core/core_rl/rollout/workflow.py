@@ -21,7 +21,6 @@ __all__ = [
     "RolloutWorkflow",
     "SingleTurnWorkflow",
     "TokenGenerator",
-    "derive_seed",
     "gather_group",
     "pack_responses",
 ]
