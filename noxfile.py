@@ -19,6 +19,8 @@ CONSTRAINTS = ROOT / "constraints" / "tested.txt"
 PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
 EXAMPLES = ["examples/core-rl-ddp"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
+# Those with layouts, on which the checks below are repeated.
+DISTRIBUTED_ENGINES = ["fsdp", "megatron"]
 # SGLang pins packages that core-rl and a CPU cannot take: its servers run in an environment of their own.
 SERVER_REQUIREMENTS = ROOT / "constraints" / "sglang-server.txt"
 SERVER_UNRESOLVED = ROOT / "constraints" / "sglang-server-unresolved.txt"
@@ -48,9 +50,9 @@ def _lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check")
 
 
-def _conformance(session: nox.Session, *arguments: str) -> None:
-    """Each engine against the oracle, and all pairs of them."""
-    session.run("pytest", *_engine_options(), "conformance/", *WORKERS, *arguments, env=ENV)
+def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> None:
+    """Each of ``engines`` against the oracle, and all pairs of them."""
+    session.run("pytest", *_engine_options(engines), "conformance/", *WORKERS, *arguments, env=ENV)
 
 
 def _server_python(session: nox.Session) -> str:
@@ -78,8 +80,8 @@ def _sglang(session: nox.Session, *arguments: str) -> None:
     session.run("pytest", "--engine=sglang", "conformance/", *arguments, env=env)
 
 
-def _engine_options() -> list[str]:
-    return [f"--engine={engine}" for engine in ENGINES]
+def _engine_options(engines: list[str]) -> list[str]:
+    return [f"--engine={engine}" for engine in engines]
 
 
 @nox.session
@@ -99,9 +101,11 @@ def tests(session: nox.Session) -> None:
     session.run("mypy")
     session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
     # Every check on a layout of two ranks, and a few on the others: `-s conformance` runs all on all of them.
-    _conformance(session, "--quick")
+    _conformance(session, ENGINES, "--quick")
     if not quick:
-        _conformance(session, "--turns=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS))
+        _conformance(
+            session, DISTRIBUTED_ENGINES, "--turns=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS)
+        )
     _sglang(session, "--quick", "--layout=dp1")
 
 
@@ -109,7 +113,7 @@ def tests(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Certify the engines of this repository; arguments go to pytest."""
     _install(session, "conformance")
-    _conformance(session, *session.posargs)
+    _conformance(session, ENGINES, *session.posargs)
 
 
 @nox.session
@@ -145,7 +149,7 @@ def wheels(session: nox.Session) -> None:
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.run("core-rl", "engines", "--strict")
         suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
-        session.run("pytest", *_engine_options(), *suite, env=ENV)
+        session.run("pytest", *_engine_options(ENGINES), *suite, env=ENV)
 
 
 @nox.session
