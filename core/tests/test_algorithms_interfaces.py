@@ -188,16 +188,6 @@ def test_metrics_of_several_updates_are_means_and_extremes() -> None:
     assert both["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
     assert both["ratio_max"] == max(first["ratio_max"], second["ratio_max"])
     assert both["ratio_min"] == min(first["ratio_min"], second["ratio_min"])
-    assert both["mismatch_k1"] == first["mismatch_k1"] != second["mismatch_k1"]
-
-
-def test_mismatch_covers_the_whole_batch_where_log_probs_were_recomputed() -> None:
-    engine, actor = BigramEngine(), PPOActorInterface(PPOActorConfig(minibatches=4))
-    batch = drop_tokens(ragged_batch(LENGTHS), "advantages")
-    metrics = actor.train_step(engine, batch, ONE)
-    difference = (batch["prox_logprobs"] - batch["logprobs"])[batch.loss_mask]
-    assert metrics["mismatch_max"] == pytest.approx(float(difference.abs().max()))
-    assert metrics["mismatch_k1"] == pytest.approx(-float(difference.mean()))
 
 
 def test_inference_replaces_the_log_probs_at_the_temperature_of_the_rollouts() -> None:

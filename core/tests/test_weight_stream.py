@@ -7,9 +7,10 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -199,6 +200,37 @@ def test_sync_does_both_sides(tmp_path: Path) -> None:
     receiver: Any = Receiver()
     sync_weights(Sender(), receiver, meta(tmp_path), 20)
     assert [name for bucket in receiver.got for name, _ in bucket] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("disk", ["upload", "pause", "update", "resume"]), ("tensor", ["pause", "update", "upload", "resume"])],
+)
+def test_files_are_written_before_the_receiver_pauses(
+    tmp_path: Path, method: Literal["disk", "tensor"], expected: list[str]
+) -> None:
+    events: list[str] = []
+
+    class Side:
+        def upload_weights(self, what: WeightUpdateMeta) -> None:
+            events.append("upload")
+
+        def update_weights(self, what: WeightUpdateMeta) -> Future[None]:
+            events.append("update")
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        events.append("pause")
+        yield
+        events.append("resume")
+
+    receiver: Any = Side()
+    update = WeightUpdateMeta(method=method, version=1, path=str(tmp_path / "weights"))
+    sync_weights(Side(), receiver, update, 20, pause())
+    assert events == expected
 
 
 def test_a_sender_that_never_starts_leaves_no_receiver_waiting(tmp_path: Path) -> None:

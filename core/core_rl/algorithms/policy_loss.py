@@ -18,7 +18,7 @@ from core_rl.engines.loss import LossSpec
 from core_rl.engines.metrics import Metric
 from core_rl.engines.outputs import ModelOutput
 
-__all__ = ["PolicyLoss", "mismatch_metrics"]
+__all__ = ["PolicyLoss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +59,12 @@ class PolicyLoss:
         losses = -gains - self.entropy_coef * entropy
         metrics = _ratio_metrics(log_ratio(logprobs.detach(), old), surrogate.clipped, mask)
         metrics |= _means({"entropy": entropy, "advantage": advantages}, mask)
-        metrics |= mismatch_metrics(logprobs, behaviour, mask)
         if REFERENCE in batch:
             reference = masked_fill(batch[REFERENCE], mask)
             losses = losses + self.kl_coef * kl_estimate(logprobs, reference, self.kl_estimator)
             metrics |= _kl_metrics(logprobs, reference, mask)
         metrics["policy_loss"] = Metric.mean(-aggregate(gains, batch, how), weight_fn(how)(batch))
         return aggregate(losses, batch, how), metrics
-
-
-def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """How far the train engine's log-probs ``[T]`` are from the rollout engine's, for the same tokens.
-
-    Tokens were drawn by the rollout engine, so k1 and k3 estimate ``KL(rollout || trainer)``.
-    """
-    trainer, rollout = masked_fill(trainer.detach(), mask), masked_fill(rollout, mask)
-    estimates = {
-        "mismatch_k1": kl_estimate(rollout, trainer, "k1"),
-        "mismatch_k3": kl_estimate(rollout, trainer, "k3"),
-    }
-    return {**_means(estimates, mask), "mismatch_max": Metric.max((trainer - rollout).abs().max())}
 
 
 def _ratio_metrics(log_ratios: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Metric]:

@@ -28,7 +28,7 @@ from core_rl.algorithms.kl import KLEstimator, kl_estimate
 from core_rl.algorithms.kl_control import KLController
 from core_rl.algorithms.objectives import Clipped, ObjectiveConfig
 from core_rl.algorithms.off_policy import CorrectionConfig, importance_metrics
-from core_rl.algorithms.policy_loss import PolicyLoss, mismatch_metrics
+from core_rl.algorithms.policy_loss import PolicyLoss
 from core_rl.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
 from core_rl.algorithms.updates import UpdatesConfig, merge_updates, peers, require_fields, run_updates
 from core_rl.config.base import Config
@@ -36,7 +36,6 @@ from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.masked import masked_fill
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.collectives import World
-from core_rl.engines.metrics import merge_metrics, results
 
 __all__ = ["OverlongConfig", "PPOActorConfig", "PPOActorInterface"]
 
@@ -197,23 +196,22 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
     ) -> dict[str, float]:
         """``epochs * minibatches`` updates, or fewer; a batch that has ``advantages`` is taken as prepared.
 
-        Metrics are means over the updates, extremes their extremes. ``mismatch_*`` compares the rollout's
-        log-probs with the train engine's before the first update: over the whole batch where they were
-        recomputed, else over the first minibatch. A batch without any sequence is logged and changes nothing.
+        Metrics are means over the updates, extremes their extremes. A batch without any sequence is logged and
+        changes nothing. How far the rollout's log-probs are from the train engine's is not among them: that is
+        `core_rl.rollout.mismatch`, which a loop calls with the log-probs of `inference`.
         """
-        world = peers(engine)
+        world, chosen = peers(engine), self.config
         if ADVANTAGES not in batch:
             batch = self.prepare(batch, world)
         require_fields("the PPO actor", batch, {LOSS_MASK, BEHAVIOUR, *self._used_in_loss()})
         if not world.sum([float(batch.num_sequences)])[0]:
             logger.warning("no group has rewards that differ: nothing to train in this step")
             return {"updates": 0.0, "update_successful": 0.0}
-        loss = self.loss().spec(self.config.temperature)
-        updates = run_updates(engine, batch, loss, mb_spec, self.config, self.config.max_kl)
-        first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_")}
-        return (
-            merge_updates(updates) | first | self._batch_metrics(batch, world) | self._control(batch, world)
-        )
+        loss = self.loss().spec(chosen.temperature)
+        updates = run_updates(engine, batch, loss, mb_spec, chosen, chosen.max_kl)
+        correction = chosen.correction
+        weights = {} if correction is None else importance_metrics(correction, batch, world)
+        return merge_updates(updates) | weights | self._control(batch, world)
 
     def _used_in_loss(self) -> Iterator[str]:
         if self.config.recompute_logprobs:
@@ -222,16 +220,6 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
             yield REFERENCE
         if self.config.correction is not None:
             yield IMPORTANCE
-
-    def _batch_metrics(self, batch: SequenceBatch, world: World) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if PROXIMAL in batch:
-            own = mismatch_metrics(batch[PROXIMAL], batch[BEHAVIOUR], batch.loss_mask)
-            plain = {name: metric.plain() for name, metric in own.items()}
-            found |= results(merge_metrics(world.gather(plain)))
-        if self.config.correction is not None:
-            found |= importance_metrics(self.config.correction, batch, world)
-        return found
 
     def _control(self, batch: SequenceBatch, world: World) -> dict[str, float]:
         """Let the KL controller see the batch; the coefficient that the step had."""

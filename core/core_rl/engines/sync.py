@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from core_rl.engines.inference import InferenceEngine
@@ -24,17 +25,33 @@ class WeightSender(Protocol):
 
 
 def sync_weights(
-    sender: WeightSender, receiver: InferenceEngine, meta: WeightUpdateMeta, timeout_s: float | None = None
+    sender: WeightSender,
+    receiver: InferenceEngine,
+    meta: WeightUpdateMeta,
+    timeout_s: float | None = None,
+    taking: AbstractContextManager[None] | None = None,
 ) -> None:
     """Give ``receiver`` the weights of ``sender`` as ``meta.version``; returns when it has them.
+
+    It takes them inside ``taking``, such as a pause of its requests. Files are written before that; by other methods
+    both sides work at the same time, inside it.
 
     Raises what either side raises; then the receiver has the weights and the version that it had. Where both fail,
     it is the sender's error, with the receiver's as its context. `TimeoutError` after ``timeout_s`` seconds.
     """
     if meta.method == "disk":
         sender.upload_weights(meta)
-        receiver.update_weights(meta).result(timeout_s)
+        with taking or nullcontext():
+            receiver.update_weights(meta).result(timeout_s)
         return
+    with taking or nullcontext():
+        _send_to(sender, receiver, meta, timeout_s)
+
+
+def _send_to(
+    sender: WeightSender, receiver: InferenceEngine, meta: WeightUpdateMeta, timeout_s: float | None
+) -> None:
+    """Both sides at the same time, where they meet each other."""
     arrival = receiver.update_weights(meta)
     try:
         sender.upload_weights(meta)

@@ -94,14 +94,7 @@ class TrainingLoop:
         for group in self._roles.trained().values():
             group.set_version(version)
         rollout = self._roles.rollout
-        if meta.method != "disk":
-            with self._roles.working(self._roles.actor) as actor, interrupted(rollout):
-                sync_weights(actor, rollout, meta, self._timeout_s)
-            return
-        with self._roles.working(self._roles.actor) as actor:
-            actor.upload_weights(meta)  # answers go on meanwhile
-        with interrupted(rollout):
-            rollout.update_weights(meta).result(self._timeout_s)
+        sync_weights(_Sender(self._roles), rollout, meta, self._timeout_s, interrupted(rollout))
 
     def start(self) -> None:
         """Before the first step: the rollout engine gets the weights that the training starts from."""
@@ -141,6 +134,17 @@ class TrainingLoop:
         self.publish(checkpoint.step)
         self._data.load_state_dict(checkpoint.state["data"])
         self._rollouts.load_state_dict(checkpoint.state["rollouts"])
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """The actor, on its devices only while it sends."""
+
+    roles: Roles
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        with self.roles.working(self.roles.actor) as actor:
+            actor.upload_weights(meta)
 
 
 @dataclass(frozen=True)
