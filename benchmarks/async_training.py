@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core_rl.training import run_recipe
-from core_rl.training.metrics_log import read_metrics
+from core_rl.training.step_log import read_steps
 
 RECIPE = Path(__file__).parents[1] / "examples" / "grpo_arithmetic.yaml"
 PHASES = ("time_rollout_s", "time_logprobs_s", "time_update_s", "time_sync_s")
@@ -47,7 +47,7 @@ def main() -> None:
 
 def figures(result: dict[str, Any]) -> Sequence[str]:
     """Rewards before and after; medians over the steps of their time, the part that waits for answers, and the lag."""
-    rows = [row for row in read_metrics(Path(result["metrics"])) if row["step"]]
+    rows = [row for row in read_steps(Path(result["metrics"])) if row["step"]]
     steps = [sum(row[name] or 0.0 for name in PHASES) for row in rows]
     waits, lags = ([row[name] or 0.0 for row in rows] for name in ("time_rollout_s", "staleness_mean"))
     before, after = result["before"], result["after"]

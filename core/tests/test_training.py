@@ -19,6 +19,7 @@ from core_rl.errors import ConfigError, CoreRLError
 from core_rl.training import load_recipe, run_recipe
 from core_rl.training.loop import TrainingLoop
 from core_rl.training.recipe import differing_fields
+from core_rl.training.step_log import read_steps
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,9 @@ def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
         (["steps=0"], "'steps' = 0"),
         (["rollout.temperature=0"], "'rollout.temperature' = 0"),
         (["algorithm.args.temperature=0.5"], "leave the former out"),
+        (["keep_best.metric=reward", "keep_best.mode=max"], "'keep_best.metric' = 'reward'"),
+        (["keep_best.metric=eval_reward"], "'keep_best.mode' is required"),
+        (["keep_best.metric=eval_reward", "keep_best.mode=max", "eval_every=0"], "set eval_every above 0"),
         (["output_dir=runs/{step}"], "only {engine} and {seed}"),
         (["model.path=nowhere"], "'model.path' = 'nowhere': there is no model directory"),
         (["data.train=a.jsonl", "data.eval=b.jsonl"], r"(?s)2 problems.*'data.train'.*'data.eval'"),
@@ -133,6 +137,11 @@ def test_a_run_leaves_metrics_a_picture_and_a_model(unbroken: Path, start: Path)
     assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4]
     assert (unbroken / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert any((unbroken / "tensorboard").iterdir())
+    page = (unbroken / "index.html").read_text()
+    assert ">complete<" in page and "Mismatch" in page and "&lt;s&gt;3+1=" in page
+    samples = read_steps(unbroken / "samples.jsonl")
+    assert [row["step"] for row in samples] == [0] * 4 + [3] * 4 + [4] * 4
+    assert [row["versions"] for row in samples] == [[step, step] for step in (0, 3, 4) for _ in range(4)]
     model = AutoModelForCausalLM.from_pretrained(unbroken / "model")
     before = AutoModelForCausalLM.from_pretrained(start / "model")
     changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)]

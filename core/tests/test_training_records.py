@@ -16,11 +16,12 @@ import training_support as support
 from core_rl.config.base import parse_config
 from core_rl.errors import CheckpointError, ConfigError, RolloutError
 from core_rl.rollout.rewards import compute_reward
-from core_rl.training.metrics_log import MetricsLog, read_metrics
+from core_rl.training.metrics_log import MetricsLog
 from core_rl.training.plot import plot_rewards
 from core_rl.training.recipe import Recipe
 from core_rl.training.rewards import TextReward, integer_match, load_reward, text_match
 from core_rl.training.run_directory import RunDirectory, open_run_directory
+from core_rl.training.step_log import read_steps
 
 # ---------------------------------------------------------------------- metrics
 
@@ -41,7 +42,7 @@ def test_going_on_drops_the_steps_that_come_again_and_a_half_written_row(tmp_pat
     with MetricsLog(tmp_path, 2) as log:
         assert [row["step"] for row in log.rows] == [0, 1, 2]
         log.write(3, {"reward": 30.0})
-    assert [row["reward"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 30]
+    assert [row["reward"] for row in read_steps(tmp_path / "metrics.jsonl")] == [0, 1, 2, 30]
 
 
 def test_tensorboard_shows_each_step_once_after_going_on(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_without_tensorboard_metrics_are_json_only(
         log.write(0, {"reward": 1.0})
     assert "pip install tensorboard" in caplog.text
     assert not (tmp_path / "tensorboard").exists()
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    assert len(read_steps(tmp_path / "metrics.jsonl")) == 1
 
 
 ROWS: list[dict[str, float | None]] = [
@@ -185,7 +186,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with MetricsLog(tmp_path, -1) as log:
-        monkeypatch.setattr(log._file, "write", full, raising=False)
+        monkeypatch.setattr(log._log._file, "write", full, raising=False)
         with pytest.raises(CheckpointError, match="metrics.jsonl: No space left"):
             log.write(0, {"reward": 1.0})
 

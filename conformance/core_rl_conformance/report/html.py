@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
+from core_rl.pages.environment import page_environment
 from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.report.model import (
     CapabilityRecord,
@@ -98,15 +99,8 @@ def render(template: str, values: Mapping[str, object]) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment(TEMPLATES)
     environment.filters |= {"measured": _measured, "number": _number, "prose": _prose, "slug": _slug}
-    environment.globals["style"] = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     return environment
 
 

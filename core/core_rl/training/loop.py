@@ -21,6 +21,7 @@ from core_rl.errors import CheckpointMismatch
 from core_rl.launch.group import EngineGroup
 from core_rl.rollout.mismatch import mismatch_by_lag, mismatch_of, staleness_of
 from core_rl.training.data import NumberedBatches, PromptDataset, prompt_loader
+from core_rl.training.evaluation import Evaluation
 from core_rl.training.recipe import Recipe
 from core_rl.training.roles import Roles, saved_state
 from core_rl.training.rollouts import Rollouts
@@ -105,9 +106,9 @@ class TrainingLoop:
         with self._roles.working(self._roles.actor) as actor:
             self._algorithm.save(actor, str(path), tokenizer_path=self._model_path)
 
-    def evaluate(self) -> dict[str, float]:
-        """Mean rewards on the held-out prompts with the rollout engine's weights."""
-        return self._rollouts.mean_rewards(self._eval_samples)
+    def evaluate(self) -> Evaluation:
+        """Mean rewards on the held-out prompts with the rollout engine's weights, and some of the answers."""
+        return self._rollouts.evaluate(self._eval_samples)
 
     # ----------------------------------------------------------------- state
 

@@ -1,56 +1,43 @@
-"""Metrics of a run: one JSON object a step, and TensorBoard where it is installed."""
+"""Metrics of a run: one JSON object a step, TensorBoard where it is installed, and what the recipe asks for besides."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from core_rl.errors import CheckpointError
+from core_rl.training.step_log import StepLog
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["MetricsLog", "read_metrics"]
+__all__ = ["MetricsBoard", "MetricsLog", "Row"]
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, float | None]
 
 
-def read_metrics(path: Path) -> list[Row]:
-    """The complete rows of a metrics file; what stands after a damaged line (a killed writer's) is left out."""
-    rows: list[Row] = []
-    if not path.is_file():
-        return rows
-    for line in path.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        rows.append(row)
-    return rows
+class MetricsBoard(Protocol):
+    """Something else that shows the rows of ``metrics.jsonl``."""
+
+    def write(self, row: Mapping[str, float | None]) -> None:
+        """Show a row; None stands for a number that is not finite."""
+
+    def close(self) -> None:
+        """Called once, after the last row."""
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl`` and ``tensorboard/`` in ``directory``, going on after ``step`` (-1: from the start).
+    """Appends to ``metrics.jsonl``, ``tensorboard/`` and ``boards``, going on after ``step``. See `StepLog`."""
 
-    Rows of later steps, which a run wrote before it was interrupted, are removed: those steps come again.
-    """
-
-    def __init__(self, directory: Path, step: int) -> None:
-        path = directory / "metrics.jsonl"
-        self.rows = [row for row in read_metrics(path) if (row.get("step") or 0) <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
-        temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
-        self._board = _tensorboard(directory / "tensorboard", step)
+    def __init__(self, directory: Path, step: int, boards: Sequence[MetricsBoard] = ()) -> None:
+        self._log = StepLog(directory / "metrics.jsonl", step)
+        self._tensorboard = _tensorboard(directory / "tensorboard", step)
+        self._boards = boards
 
     def __enter__(self) -> Self:
         return self
@@ -58,9 +45,16 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._log.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        for board in self._boards:
+            board.close()
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows so far."""
+        return self._log.rows
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the row of ``step``; numbers that are not finite become null, since JSON has none.
@@ -69,26 +63,18 @@ class MetricsLog:
         """
         row: Row = {"step": step}
         row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.rows.append(row)
-        try:
-            self._file.write(_line(row))
-            self._file.flush()
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self._file.name}: {error.strerror}") from error
-        if self._board is not None:
+        self._log.append(row)
+        if self._tensorboard is not None:
             for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+                self._tensorboard.add_scalar(name, value, step)
+        for board in self._boards:
+            board.write(row)
 
     def sync(self) -> None:
         """Return when all rows are on the disk; called before a checkpoint says that they are."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._board is not None:
-            self._board.flush()
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+        self._log.sync()
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
 
 
 def _tensorboard(directory: Path, step: int) -> SummaryWriter | None:

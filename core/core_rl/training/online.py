@@ -47,7 +47,8 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Callable[[
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[TrainingLoop]:
         with open_roles(plan) as roles, _open_user_code(recipe, loaded, tokenizer) as user:
-            rollouts = Rollouts(recipe, roles.rollout, user, BASELINE_REWARDS in algorithm.wanted_fields)
+            baseline = BASELINE_REWARDS in algorithm.wanted_fields
+            rollouts = Rollouts(recipe, roles.rollout, user, tokenizer, baseline)
             data = (train_data, eval_data)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
 

@@ -82,6 +82,6 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
                 f"held-out {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
                 highlight=False,
             )
-    for name in ("model", "picture", "metrics"):
-        if result[name]:
+    for name in ("model", "best_model", "page", "picture", "metrics"):
+        if result.get(name):
             console.print(f"{name}: {result[name]}", highlight=False, soft_wrap=True)

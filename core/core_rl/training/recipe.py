@@ -17,10 +17,12 @@ from core_rl.errors import ConfigError, raise_all
 __all__ = [
     "CriticSection",
     "DataSection",
+    "KeepBest",
     "ModelSection",
     "Recipe",
     "RewardModelSection",
     "RolloutSection",
+    "WandbSection",
     "differing_fields",
     "load_recipe",
 ]
@@ -124,6 +126,32 @@ class DataSection(Config):
     there are rollouts: an error that names them, or a warning that counts them."""
 
 
+class KeepBest(Config):
+    """Which evaluation has the best model."""
+
+    metric: str = Field(pattern="^eval_")
+    """A metric of evaluations, such as ``eval_reward`` or ``eval_loss``."""
+    mode: Literal["max", "min"]
+    """Whether more of it is better, or less."""
+
+
+class WandbSection(Config):
+    """A run in Weights & Biases (``pip install wandb``), with the same values as ``metrics.jsonl``."""
+
+    project: str = "core-rl"
+    """The project there."""
+    entity: str | None = None
+    """Its owner; null for the default one."""
+    name: str | None = None
+    """The run's name there; null for that of ``output_dir``."""
+    group: str | None = None
+    """Runs that belong together."""
+    tags: tuple[str, ...] = ()
+    """Words to find it by."""
+    mode: Literal["online", "offline"] = "online"
+    """``offline`` writes to ``output_dir/wandb``, for ``wandb sync``."""
+
+
 class Recipe(Config):
     """A training run. Relative paths start at the working directory."""
 
@@ -164,6 +192,10 @@ class Recipe(Config):
     """Steps between run checkpoints; the last step always has one."""
     keep: int = Field(default=2, ge=1)
     """Run checkpoints that are kept."""
+    keep_best: KeepBest | None = None
+    """Keep the model of the best evaluation as ``best_model``, beside the checkpoints, in Hugging Face format."""
+    wandb: WandbSection | None = None
+    """Show the metrics in Weights & Biases as well."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on the held-out prompts; 0: only before and after the training."""
     eval_samples: int = Field(default=1, ge=1)
@@ -183,6 +215,12 @@ class Recipe(Config):
                 f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
                 "would be of another distribution than the answers; leave the former out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_to_compare(self) -> Self:
+        if self.keep_best is not None and not self.eval_every:
+            raise ValueError("keep_best compares evaluations; set eval_every above 0")
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.inference import InferenceEngine
@@ -18,7 +18,11 @@ from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import SamplingParams
 from core_rl.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, TokenGenerator
 from core_rl.training.data import NUMBER
+from core_rl.training.evaluation import Evaluation, rollout_samples
 from core_rl.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["NumberedWorkflow", "Rollouts", "UserCode"]
 
@@ -55,11 +59,17 @@ class Rollouts:
     """Answers to prompts, for training and for evaluation, as a recipe says."""
 
     def __init__(
-        self, recipe: Recipe, engine: InferenceEngine, user: UserCode, with_baseline: bool = False
+        self,
+        recipe: Recipe,
+        engine: InferenceEngine,
+        user: UserCode,
+        tokenizer: PreTrainedTokenizerBase,
+        with_baseline: bool = False,
     ) -> None:
         self._recipe = recipe
         self._engine = engine
         self._user = user
+        self._tokenizer = tokenizer
         chosen = recipe.rollout
         self._sampling = SamplingParams(
             max_new_tokens=chosen.max_new_tokens,
@@ -112,21 +122,28 @@ class Rollouts:
 
     # ------------------------------------------------------------- evaluation
 
-    def mean_rewards(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Means over held-out ``samples``: of sampled answers, the same seeds each time, and of greedy ones."""
-        seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
-        return {
-            "eval_reward": self._mean_reward(samples, seeded, self._recipe.eval_samples),
-            "eval_reward_greedy": self._mean_reward(samples, self._greedy, 1),
-        }
+    def evaluate(self, samples: Sequence[Mapping[str, Any]]) -> Evaluation:
+        """Mean rewards over held-out ``samples``: of sampled answers, the same seeds each time, and of greedy ones.
 
-    def _mean_reward(
+        Some of the sampled answers are kept as text.
+        """
+        seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
+        sampled = self._answers(samples, seeded, self._recipe.eval_samples)
+        greedy = self._answers(samples, self._greedy, 1)
+        return Evaluation(
+            metrics={
+                "eval_reward": float(sampled["rewards"].double().mean()),
+                "eval_reward_greedy": float(greedy["rewards"].double().mean()),
+            },
+            samples=rollout_samples(sampled, self._tokenizer),
+        )
+
+    def _answers(
         self, samples: Sequence[Mapping[str, Any]], sampling: SamplingParams, group_size: int
-    ) -> float:
+    ) -> SequenceBatch:
         numbered = [{**sample, NUMBER: number} for number, sample in enumerate(samples)]
         workflow = self._workflow(sampling, group_size)
-        batch = self._engine.rollout(numbered, workflow, self._recipe.rollout.timeout_s)
-        return float(batch["rewards"].double().mean())
+        return self._engine.rollout(numbered, workflow, self._recipe.rollout.timeout_s)
 
     def _workflow(self, sampling: SamplingParams, group_size: int) -> RolloutWorkflow:
         chosen, user = self._recipe.rollout, self._user

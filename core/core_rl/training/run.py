@@ -15,14 +15,16 @@ from core_rl.algorithms.interface import (
 )
 from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.training.best_model import BestModel
 from core_rl.training.loop import TrainingLoop
-from core_rl.training.metrics_log import MetricsLog
 from core_rl.training.online import prepare_online
 from core_rl.training.plot import plot_rewards
 from core_rl.training.progress import TrainingProgress, print_result
 from core_rl.training.recipe import Recipe, load_recipe
+from core_rl.training.records import RunRecords
 from core_rl.training.run_directory import RunDirectory, open_run_directory
 from core_rl.training.supervised import SupervisedLoop, prepare_supervised
+from core_rl.training.wandb_log import require_wandb
 
 __all__ = ["run_recipe", "train"]
 
@@ -38,6 +40,7 @@ def run_recipe(path: Path, overrides: list[str], console: Console | None = None)
 
 def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
+    require_wandb(recipe)
     algorithm = _make_algorithm(recipe)
     if isinstance(algorithm, SupervisedInterface):
         open_loop = prepare_supervised(recipe, algorithm)
@@ -47,9 +50,11 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
         result = directory.result()
         if result is None:
             checkpoint = directory.checkpoints.latest()
-            with open_loop(directory) as loop:
-                result = _Run(recipe, directory, loop, console).run(checkpoint)
+            done = checkpoint.step if checkpoint else -1
+            with RunRecords(recipe, directory, done) as records, open_loop(directory) as loop:
+                result = _Run(recipe, directory, loop, records, console).run(checkpoint)
                 loop.save_model(directory.model)
+                records.draw("complete")
             directory.finish(result)
         else:
             text = f"the run in {directory.path} is complete; fresh=true starts it over"
@@ -70,54 +75,71 @@ class _Run:
     """The steps of a run, with all records of them."""
 
     def __init__(
-        self, recipe: Recipe, directory: RunDirectory, loop: TrainingLoop | SupervisedLoop, console: Console
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        loop: TrainingLoop | SupervisedLoop,
+        records: RunRecords,
+        console: Console,
     ) -> None:
         self._recipe = recipe
         self._directory = directory
         self._loop = loop
+        self._records = records
         self._console = console
         self._evaluations: dict[str, dict[str, float]] = {}
         """Step, as text since JSON has no other keys, to the mean rewards on the held-out prompts."""
 
     def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
         """Train to the last step, from the first or from ``checkpoint``; the result as plain values."""
-        recipe, directory = self._recipe, self._directory
+        recipe, directory, records = self._recipe, self._directory, self._records
         done = checkpoint.step if checkpoint else 0
-        with (
-            MetricsLog(directory.path, done if checkpoint else -1) as log,
-            TrainingProgress(self._console, recipe.steps, done) as progress,
-        ):
-            self._begin(checkpoint, log, progress)
+        found = checkpoint.state.get("best") if checkpoint else None
+        best = BestModel(recipe.keep_best, directory.best, directory.best_model, found)
+        records.best = best.state_dict()
+        with TrainingProgress(self._console, recipe.steps, done) as progress:
+            self._begin(checkpoint, best, progress)
             for step in range(done + 1, recipe.steps + 1):
                 metrics = self._loop.step(step)
                 progress.update(step, metrics)
-                if step == recipe.steps or (recipe.eval_every and step % recipe.eval_every == 0):
-                    metrics |= self._evaluate(step)
-                log.write(step, metrics)
-                if step == recipe.steps or step % recipe.save_every == 0:
-                    log.sync()
-                    self._save(step)
-            drawn = plot_rewards(log.rows, directory.picture, f"{recipe.engine}, seed {recipe.seed}")
-        return self._result(drawn)
+                last = step == recipe.steps
+                evaluated = last or (recipe.eval_every and step % recipe.eval_every == 0)
+                if evaluated:
+                    metrics |= self._evaluate(step, best)
+                records.write(step, metrics)
+                if last or step % recipe.save_every == 0:
+                    records.sync()
+                    self._save(step, best)
+                    records.draw()
+                elif evaluated:
+                    records.draw()
+        drawn = plot_rewards(records.rows, directory.picture, f"{recipe.engine}, seed {recipe.seed}")
+        return self._result(best, drawn)
 
-    def _begin(self, checkpoint: RunCheckpoint | None, log: MetricsLog, progress: TrainingProgress) -> None:
+    def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
         if checkpoint is not None:
             progress.say(f"going on from the checkpoint of step {checkpoint.step} in {self._directory.path}")
             self._loop.restore(checkpoint)
             self._evaluations = dict(checkpoint.state["evaluations"])
         else:
             self._loop.start()
-            log.write(0, self._evaluate(0))
+            self._records.write(0, self._evaluate(0, best))
+        self._records.draw()
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        self._evaluations[str(step)] = found = self._loop.evaluate()
-        return found
+    def _evaluate(self, step: int, best: BestModel) -> dict[str, float]:
+        found = self._loop.evaluate()
+        self._records.add_samples(step, found.samples)
+        self._evaluations[str(step)] = found.metrics
+        best.offer(step, found.metrics, self._loop.save_model)
+        self._records.best = best.state_dict()
+        return found.metrics
 
-    def _save(self, step: int) -> None:
-        state = self._loop.state_dict() | {"evaluations": self._evaluations}
+    def _save(self, step: int, best: BestModel) -> None:
+        state = self._loop.state_dict() | {"evaluations": self._evaluations, "best": best.state_dict()}
         self._directory.checkpoints.save(step, self._loop.parts(), state)
+        best.settle()
 
-    def _result(self, drawn: bool) -> dict[str, Any]:
+    def _result(self, best: BestModel, drawn: bool) -> dict[str, Any]:
         recipe, directory = self._recipe, self._directory
         return {
             "engine": recipe.engine,
@@ -125,8 +147,11 @@ class _Run:
             "steps": recipe.steps,
             "before": self._evaluations["0"],
             "after": self._evaluations[str(recipe.steps)],
+            "best": best.state_dict(),
             "output_dir": str(directory.path),
             "model": str(directory.model),
+            "best_model": str(directory.best_model) if best.state_dict() else None,
             "metrics": str(directory.path / "metrics.jsonl"),
+            "page": str(directory.page),
             "picture": str(directory.picture) if drawn else None,
         }

@@ -18,16 +18,22 @@ from core_rl.training.recipe import Recipe, differing_fields
 
 __all__ = ["RunDirectory", "open_run_directory"]
 
-RECIPE, RESULT, LOCK = "recipe.yaml", "result.json", ".lock"
+RECIPE, RESULT, PAGE, LOCK = "recipe.yaml", "result.json", "index.html", ".lock"
 OWNED = (
     RECIPE,
     RESULT,
     "metrics.jsonl",
+    "samples.jsonl",
     "tensorboard",
+    "wandb",
+    ".wandb-run",
     "checkpoints",
     "weights",
     "model",
+    "best",
+    "best_model",
     "reward.png",
+    PAGE,
     "reference",
 )
 
@@ -76,6 +82,21 @@ class RunDirectory:
         """The rewards over the steps."""
         return self.path / "reward.png"
 
+    @property
+    def page(self) -> Path:
+        """The page that shows the run."""
+        return self.path / PAGE
+
+    @property
+    def best(self) -> Path:
+        """Holds the model of the best evaluation."""
+        return self.path / "best"
+
+    @property
+    def best_model(self) -> Path:
+        """A link to that model."""
+        return self.path / "best_model"
+
     def reference(self, name: str) -> Path:
         """The reference's log-probs of the rows to train on (``train``), or of the held-out ones (``eval``)."""
         directory = self.path / "reference"
@@ -89,6 +110,10 @@ class RunDirectory:
             return None
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
+
+    def write_page(self, text: str) -> None:
+        """Put the page into its place at once, so that nobody sees half of it."""
+        self._write(PAGE, text)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Record that the run is complete; the last thing that a run does."""

@@ -25,6 +25,7 @@ from core_rl.training.data import (
     Sample,
     prompt_loader,
 )
+from core_rl.training.evaluation import Evaluation
 from core_rl.training.loop import Clock, GroupWriter, restore_group
 from core_rl.training.recipe import Recipe
 from core_rl.training.reference_cache import ReferenceCache
@@ -113,11 +114,11 @@ class SupervisedLoop:
         batch = self._make_batch(samples)
         return self._references[name].add_to(batch, samples) if self._references else batch
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Evaluation:
         """The loss and its metrics over all held-out rows."""
         samples = [self._eval_data[index] for index in range(len(self._eval_data))]
         metrics = self._interface.evaluate(self._engine, self._batch("eval", samples), self._mb_spec)
-        return {f"eval_{name}": value for name, value in metrics.items()}
+        return Evaluation(metrics={f"eval_{name}": value for name, value in metrics.items()})
 
     def save_model(self, path: Path) -> None:
         """The model in Hugging Face format, with its tokenizer."""

@@ -1,0 +1,94 @@
+"""Where something was computed: what somebody needs who tries to get the same numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import importlib_metadata as metadata
+
+__all__ = ["Machine", "describe_machine"]
+
+CORE = "core-rl"
+CPU_INFO = Path("/proc/cpuinfo")
+EXTRA = re.compile(r"""extra == ['"]([\w.-]+)['"]""")
+REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A process and the machine that it runs on."""
+
+    python: str
+    system: str
+    processor: str
+    cores: int
+    """Cores that this process may use."""
+    threads: int
+    """Threads of torch in this process."""
+    gpus: tuple[str, ...]
+    packages: dict[str, str]
+    """Versions of distributions and of what they require."""
+
+
+def describe_machine(distributions: Iterable[str] = (), extra: str | None = None) -> Machine:
+    """This process and machine, with the versions of ``distributions`` and of what they and core-rl require.
+
+    Of core-rl's extras only ``extra`` counts: the others are tools, and engines that are not at work.
+    """
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Machine(
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        system=f"{platform.system()} {platform.release()}",
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        gpus=tuple(gpus),
+        packages=_versions([CORE, *distributions], extra),
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()
+
+
+def _versions(distributions: Iterable[str], extra: str | None) -> dict[str, str]:
+    names = {name for own in distributions for name in [own, *_requirements(own, extra)]}
+    versions = {_normalized(name): _version(name) for name in names}
+    return {name: version for name, version in sorted(versions.items()) if version is not None}
+
+
+def _requirements(distribution: str, extra: str | None) -> Iterator[str]:
+    """The direct requirements, those of extras included (what is not installed is left out later)."""
+    try:
+        lines = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        condition = EXTRA.search(line)
+        if distribution == CORE and condition is not None and condition[1] != extra:
+            continue
+        if match := REQUIREMENT.match(line):
+            yield match[0]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
