@@ -16,6 +16,7 @@ from core_rl.launch.group import EngineGroup
 
 LOSS = LossSpec(fn=support.weighted_nll)
 CUT = MicroBatchSpec(max_tokens=24)
+PADDING = 40
 SPREAD = {"distributed_optimizer": True}
 TENSOR = ("megatron", {"tp": 2}, None)
 INTERLEAVED = ("megatron", {"pp": 2}, {"virtual_stages": 2})
@@ -77,3 +78,19 @@ def test_recomputation_changes_nothing() -> None:
         with support.started(support.config(layout={"pp": 2}, options={"recompute": choice})) as group:
             results.append(_train(group, range(2)))
     torch.testing.assert_close(results[1:], [results[0]] * 2, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}], ids=["one", "tp", "pp"]
+)
+def test_the_padding_token_is_looked_up_without_a_gradient(layout: dict[str, Any]) -> None:
+    """As transformers does it (``padding_idx``), also where an answer contains it."""
+    data = support.batch()
+    assert bool((data.input_ids == PADDING).any())
+    found = []
+    for engine, where in (("reference", {}), ("megatron", layout)):
+        config = support.config(engine, where, model={"pad_token_id": PADDING})
+        with support.started(config, engine) as group:
+            group.forward_backward(data, LOSS, CUT)
+            found.append(group.named_tensors("grads")["model.embed_tokens.weight"])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)

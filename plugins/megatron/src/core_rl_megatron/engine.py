@@ -71,7 +71,7 @@ class MegatronEngine(MegatronTensors):
                 f"model.router_aux_coef = {chosen.router_aux_coef} needs the routers' logits, with their gradients, "
                 "where the loss is; set it to 0, or layout.pp to 1 and options.recompute to 'none' or 'selective'"
             )
-        self._hf = model.config
+        self._hf, self._padding_id = model.config, model.get_input_embeddings().padding_idx
         self._names = Written(model)
         source = unloaded.source if unloaded else written_weights(model, self._names)
         seed_dropout(seed)
@@ -98,7 +98,13 @@ class MegatronEngine(MegatronTensors):
     def _chunk(self, first: bool, last: bool, stage: int | None) -> PackedGPT:
         head = self.config.model.head
         chunk = build_chunk(
-            self._megatron_config, self._hf, head, first=first, last=last, virtual_stage=stage
+            self._megatron_config,
+            self._hf,
+            head,
+            first=first,
+            last=last,
+            virtual_stage=stage,
+            padding_id=self._padding_id,
         )
         chunk.to(self.device)
         rank, expert = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()

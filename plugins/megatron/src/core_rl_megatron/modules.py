@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -131,6 +132,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     inverse_frequencies: Tensor
     true_vocab_size: int
     """Without the rows that make the vocabulary divide evenly."""
+    padding_id: int | None
+    """The token that the model looks up without a gradient, where it has one."""
 
     def set_frequencies(self, model: PretrainedConfig) -> None:
         """Take the rotary frequencies of the transformers model, with whatever scaling its config asks for."""
@@ -152,7 +155,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     def forward(self, tokens: TokenSlice, context: World) -> Tensor:
         """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) of this stage."""
-        hidden = self.embedding(tokens.input_ids[None], None) if self.pre_process else None
+        hidden = self._embedded(tokens.input_ids) if self.pre_process else None
         if hidden is not None and self.config.recompute_granularity == "full" and torch.is_grad_enabled():
             # Under a frozen embedding: what is computed again (tensor_parallel/random.py) has a gradient only
             # where one of its inputs has one.
@@ -166,6 +169,17 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             packed_seq_params=_PackedParams(segments=segments),
         )
         return output
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """``[L, 1, H]`` of ``ids [L]``. As in transformers (``padding_idx``), which Megatron's embedding does not know,
+        the padding token has no gradient here; it may have one as a target, and in answers that contain it.
+        """
+        hidden: Tensor = self.embedding(ids[None], None)
+        if self.padding_id is None:
+            return hidden
+        if self.config.sequence_parallel:
+            ids = ids.chunk(self.config.tensor_model_parallel_size)[mpu.get_tensor_model_parallel_rank()]
+        return torch.where((ids == self.padding_id)[:, None, None], hidden.detach(), hidden)
 
     def head_weight(self, start: int) -> Tensor:
         """This rank's rows of the language-model head, from row ``start`` of the vocabulary on, without padding."""
@@ -185,6 +199,7 @@ def build_chunk(
     first: bool,
     last: bool,
     virtual_stage: int | None,
+    padding_id: int | None,
 ) -> PackedGPT:
     """The layers of one (virtual) stage, uninitialised, in float32."""
     rows = -(-model.vocab_size // config.tensor_model_parallel_size)
@@ -201,7 +216,7 @@ def build_chunk(
     )
     if last and head != "lm":
         chunk.output_layer = ScalarHead(model.hidden_size)
-    chunk.true_vocab_size = model.vocab_size
+    chunk.true_vocab_size, chunk.padding_id = model.vocab_size, padding_id
     chunk.set_frequencies(model)
     return chunk
 
