@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,28 +107,45 @@ RECIPES = {
     "sft": ("train", "eval", ["data.batch_size=8"]),
     "reward": ("pairs", "eval_pairs", ["data.batch_size=8"]),
     "dpo": ("pairs", "eval_pairs", ["data.batch_size=8"]),
+    "tool": (
+        "train",
+        "eval",
+        [
+            "rollout.prompts_per_step=4",
+            f"rollout.environment={EXAMPLES}/arithmetic/calculator.py:calculator_environment",
+        ],
+    ),
 }
+
+
+def test_every_recipe_without_a_server_is_run_below() -> None:
+    recipes = {path.name: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob("*.yaml")}
+    engines = {name: recipe.get("rollout", {}).get("engine") for name, recipe in recipes.items()}
+    local = {name for name, engine in engines.items() if engine in (None, "reference-rollout")}
+    assert local == {f"{name}_arithmetic.yaml" for name in RECIPES}
 
 
 @pytest.fixture(scope="module")
 def short_start(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `prepare` writes, with a model that is hardly warmed up, and a few rows."""
+    """What `prepare` writes, with a model that is hardly warmed up, and a few rows; with the calculator in ``tool``."""
     directory = tmp_path_factory.mktemp("start")
-    settings = example.Settings(engine="reference", seed=0, batch_size=4, max_steps=2)
-    example.prepare(settings, directory, Console(file=io.StringIO()))
-    for path in directory.glob("*.jsonl"):
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:24]))
+    for tool, output in ((False, directory), (True, directory / "tool")):
+        settings = example.Settings(engine="reference", seed=0, batch_size=4, max_steps=2, tool=tool)
+        example.prepare(settings, output, Console(file=io.StringIO()))
+        for path in output.glob("*.jsonl"):
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:24]))
     return directory
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_recipe_runs_to_its_end_in_short(short_start: Path, tmp_path: Path, name: str) -> None:
     train, held_out, smaller = RECIPES[name]
+    start = short_start / "tool" if name == "tool" else short_start
     overrides = [
         "engine=reference",
-        f"model.path={short_start}/model",
-        f"data.train={short_start}/{train}.jsonl",
-        f"data.eval={short_start}/{held_out}.jsonl",
+        f"model.path={start}/model",
+        f"data.train={start}/{train}.jsonl",
+        f"data.eval={start}/{held_out}.jsonl",
         f"output_dir={tmp_path}/out",
         "optimizer.schedule.warmup_steps=1",
         "steps=2",
