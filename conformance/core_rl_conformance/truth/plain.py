@@ -250,13 +250,17 @@ def _cuts(variant: Variant, count: int) -> Iterator[list[int]]:
         yield order[start : start + variant.rows_at_once]
 
 
+def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """``tensor`` with each entry moved by one unit in the last place, up or down."""
+    up = torch.rand(tensor.shape, generator=generator) < 0.5
+    return torch.nextafter(tensor, torch.where(up, torch.inf, -torch.inf).to(tensor))
+
+
 def _nudge(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            up = torch.rand(parameter.shape, generator=generator) < 0.5
-            ends = torch.where(up, torch.inf, -torch.inf).to(parameter)
-            parameter.copy_(torch.nextafter(parameter, ends))
+            parameter.copy_(nudged(parameter, generator))
 
 
 def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> float:
