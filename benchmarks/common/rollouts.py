@@ -1,0 +1,81 @@
+"""Answers that are given, so that trainers are compared and not what draws the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from common.workload import MODEL, skewed_lengths
+from core_rl.data.batch import SequenceBatch
+
+__all__ = ["GRPOPhases", "Rollout", "given_rollout", "packed_rollout", "reward_of", "word_tokenizer"]
+
+GRPOPhases = dict[str, float]
+"""Seconds of ``logprobs``, of ``update`` and of ``other``."""
+LOGPROB = -9.0
+"""What the answers' log-probs are said to be: about those of an untrained model over 8,192 tokens."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Groups of answers, in order: those to prompt ``i`` are at ``i * group`` and behind it."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    group: int
+
+    @property
+    def tokens(self) -> int:
+        """Prompts, which each of their answers repeats, and answers."""
+        return self.group * sum(map(len, self.prompts)) + sum(map(len, self.answers))
+
+
+def given_rollout(prompts: int, group: int, prompt_tokens: int, seed: int = 0) -> Rollout:
+    """``prompts * group`` random answers of skewed lengths."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(2, MODEL["vocab_size"], (length,), generator=random).tolist()
+
+    return Rollout(
+        prompts=[draw(prompt_tokens) for _ in range(prompts)],
+        answers=[draw(length) for length in skewed_lengths(prompts * group, seed=seed)],
+        group=group,
+    )
+
+
+def reward_of(answer: list[int]) -> float:
+    """Any function of the answer that differs within a group."""
+    return (len(answer) % 7) / 7
+
+
+def packed_rollout(rollout: Rollout) -> SequenceBatch:
+    """The rollout as a workflow of core-rl hands it over."""
+    rows, masks = [], []
+    for number, answer in enumerate(rollout.answers):
+        prompt = rollout.prompts[number // rollout.group]
+        rows.append(prompt + answer)
+        masks.append([False] * len(prompt) + [True] * len(answer))
+    groups = torch.arange(len(rollout.prompts)).repeat_interleave(rollout.group)
+    batch = SequenceBatch.from_sequences(rows, tokens={"loss_mask": masks})
+    rewards = torch.tensor([reward_of(answer) for answer in rollout.answers])
+    batch = batch.with_tokens(logprobs=_logprobs(batch)).with_sequences(rewards=rewards, group=groups)
+    return replace(batch, unit=groups)
+
+
+def _logprobs(batch: SequenceBatch) -> Tensor:
+    return torch.where(batch.loss_mask, LOGPROB, 0.0)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each token: ``w0`` pads, ``w1`` ends."""
+    words = [f"w{number}" for number in range(MODEL["vocab_size"])]
+    padding, end = words[:2]
+    ids = {word: number for number, word in enumerate(words)}
+    split = Tokenizer(models.WordLevel(ids, unk_token=padding))
+    split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=split, pad_token=padding, eos_token=end)

@@ -1,0 +1,142 @@
+"""TRL's GRPOTrainer on given answers, one generation batch at a time, with the seconds of its phases."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import torch
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from common.bare import build
+from common.rollouts import LOGPROB, GRPOPhases, Rollout, reward_of, word_tokenizer
+from common.workload import MODEL
+
+__all__ = ["trl_grpo"]
+
+NEVER = 10**9
+
+
+def trl_grpo(
+    path: str, rollout: Rollout, *, rows: int, minibatches: int, checkpointing: bool
+) -> Callable[[], GRPOPhases]:
+    """A function that lets the trainer take the same answers once more: log-probs, and ``minibatches`` updates.
+
+    Everything is the trainer's default but what makes the work the same: float32, a constant learning rate,
+    micro-batches of ``rows``, GRPO's loss, and no logging or saving. With several updates on one rollout the trainer
+    computes the log-probs before the first of them, as GRPO's ratios need.
+    """
+    updates = len(rollout.answers) // (rows * minibatches)
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="trl-"),
+        use_cpu=True,
+        bf16=False,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        loss_type="grpo",
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=updates,
+        steps_per_generation=updates * minibatches,
+        num_generations=rollout.group,
+        max_completion_length=max(map(len, rollout.answers)),
+        shuffle_dataset=False,
+        gradient_checkpointing=checkpointing,
+        max_steps=NEVER,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    names = [f"w{number}" for number in range(len(rollout.prompts))]
+    meeting = _Meeting(minibatches)
+    trainer = _Timed(
+        model=build(MODEL, packed=False, path=path),
+        reward_funcs=_reward,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict({"prompt": names}),
+        processing_class=word_tokenizer(),
+        callbacks=[meeting],
+        rollout_func=_Given(rollout, names),
+    )
+    for printing in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printing)
+    loop = threading.Thread(target=trainer.train, daemon=True)
+
+    def step() -> GRPOPhases:
+        trainer.seconds.clear()
+        start = time.perf_counter()
+        meeting.go.release()
+        if not loop.is_alive():
+            loop.start()
+        meeting.done.acquire()
+        total = time.perf_counter() - start
+        logprobs, scoring = trainer.seconds["logprobs"], trainer.seconds["scoring"]
+        return {"logprobs": logprobs, "update": total - scoring, "other": scoring - logprobs}
+
+    return step
+
+
+class _Timed(GRPOTrainer):
+    """Adds up the seconds between a rollout and the updates, and those of the log-probs among them."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.seconds: Counter[str] = Counter()
+        super().__init__(**arguments)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        start = time.perf_counter()
+        found = super()._generate_and_score_completions(inputs)
+        self.seconds["scoring"] += time.perf_counter() - start
+        return found
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        found = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        if not torch.is_grad_enabled():
+            self.seconds["logprobs"] += time.perf_counter() - start
+        return found
+
+
+class _Given:
+    """A rollout function that draws nothing: the answers of each prompt in turn."""
+
+    def __init__(self, rollout: Rollout, names: list[str]) -> None:
+        self._rollout = rollout
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def __call__(self, prompts: list[str], _trainer: GRPOTrainer) -> dict[str, Any]:
+        seen: Counter[int] = Counter()
+        prompt_ids, answers = [], []
+        for name in prompts:
+            number = self._numbers[name]
+            prompt_ids.append(self._rollout.prompts[number])
+            answers.append(self._rollout.answers[number * self._rollout.group + seen[number]])
+            seen[number] += 1
+        logprobs = [[LOGPROB] * len(answer) for answer in answers]
+        return {"prompt_ids": prompt_ids, "completion_ids": answers, "logprobs": logprobs}
+
+
+def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [reward_of(answer) for answer in completion_ids]
+
+
+class _Meeting(TrainerCallback):
+    """Holds the trainer after every ``minibatches`` updates until the next rollout is asked for."""
+
+    def __init__(self, minibatches: int) -> None:
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self._minibatches = minibatches
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.go.acquire()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self._minibatches == 0:
+            self.done.release()
+            self.go.acquire()

@@ -1,0 +1,147 @@
+"""Log-probs and updates of a GRPO step with the ``fsdp`` engine, and with TRL's ``GRPOTrainer``.
+
+    python benchmarks/trl_grpo.py
+
+The same weights, prompts and answers on both sides. The answers are given (TRL gets them from a ``rollout_func``), so
+that neither side pays for drawing them: the clock runs for the log-probs before the updates and for the updates
+alone, in which core-rl's side includes advantages and what it takes to reach the engine's process, and TRL's
+leaves out rewards, decoding and metrics of its rollouts. benchmarks/README.md says how to install TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common.bare import build
+from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
+from common.workload import MODEL
+
+from core_rl import EngineGroup, MicroBatchSpec, OptimizerConfig, get_spec, load_config
+from core_rl.algorithms import ModelInterfaceAbstraction, make_interface
+from core_rl.algorithms.fields import BEHAVIOUR, PROXIMAL
+
+PHASES = ("logprobs", "update")
+OURS = "fsdp engine"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=4, help="answers to each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--minibatches", type=int, default=2, help="updates of one step")
+    parser.add_argument("--rows", type=int, default=8, help="sequences in one micro-batch of TRL")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("trl") is None:
+        Console().print("left out, since trl is not installed: pip install trl==1.16.0")
+        return
+    measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All sides in this process and in the engine's."""
+    from common.trl_grpo_side import trl_grpo
+
+    torch.set_num_threads(arguments.threads)
+    rollout = given_rollout(arguments.prompts, arguments.group, arguments.prompt_tokens)
+    with tempfile.TemporaryDirectory() as path:
+        build(MODEL, packed=False).save_pretrained(path)
+        with fsdp_group(path, arguments.threads) as group:
+            sides = {
+                OURS: core_rl_step(group, rollout, arguments.minibatches, arguments.budget),
+                "TRL, default": trl_grpo(path, rollout, rows=arguments.rows, minibatches=arguments.minibatches,
+                                         checkpointing=True),
+                "TRL, no checkpointing": trl_grpo(path, rollout, rows=arguments.rows,
+                                                  minibatches=arguments.minibatches, checkpointing=False),
+            }  # fmt: skip
+            seconds = interleave(sides, arguments.repeats)
+    report(rollout, seconds, arguments.threads)
+
+
+def fsdp_group(path: str, threads: int) -> EngineGroup:
+    """One rank in a process of its own, as ``core-rl train`` starts it."""
+    spec = get_spec("fsdp")
+    config = load_config(spec).model_validate(
+        {"model": {"path": path}, "optimizer": OptimizerConfig(lr=1e-6), "device": "cpu"}
+    )
+    group = EngineGroup(spec, config, threads_per_rank=threads)
+    group.initialize()
+    return group
+
+
+def core_rl_step(
+    group: EngineGroup, rollout: Rollout, minibatches: int, budget: int
+) -> Callable[[], GRPOPhases]:
+    """Log-probs of the weights before the updates, and the updates, as the training loop makes them."""
+    actor = make_interface(ModelInterfaceAbstraction("grpo", {"minibatches": minibatches}))
+    batch, micro_batches = packed_rollout(rollout), MicroBatchSpec(max_tokens=budget)
+
+    def step() -> GRPOPhases:
+        start = time.perf_counter()
+        proximal = actor.inference(group, batch, micro_batches)[BEHAVIOUR]
+        between = time.perf_counter()
+        actor.train_step(group, batch.with_tokens(**{PROXIMAL: proximal}), micro_batches)
+        group.lr_scheduler_step()
+        return {"logprobs": between - start, "update": time.perf_counter() - between}
+
+    return step
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], GRPOPhases]], repeats: int, warmup: int = 1
+) -> dict[str, list[GRPOPhases]]:
+    """The phases of each round: every round runs every side once, and starts with another one each time."""
+    names = list(sides)
+    found: dict[str, list[GRPOPhases]] = {name: [] for name in names}
+    for number in track(range(-warmup, repeats), description="measuring"):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            phases = sides[name]()
+            if number >= 0:
+                found[name].append(phases)
+    return found
+
+
+def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: int) -> None:
+    """A table of the phases, and of the ratio of their sum to ours in the same round."""
+    title = f"{len(rollout.answers)} answers, {rollout.tokens} real tokens, float32, {threads} threads"
+    rounds = len(seconds[OURS])
+    table = Table(title=title, caption=f"median (quartiles) of {rounds} rounds; torch {torch.__version__}")
+    table.add_column("")
+    for column in ("log-probs, s", "updates, s", "both, s", f"both / {OURS}"):
+        table.add_column(column, justify="right")
+    totals = {name: [sum(phases[p] for p in PHASES) for phases in found] for name, found in seconds.items()}
+    for name, found in seconds.items():
+        columns = [[phases[phase] for phase in PHASES] for phases in found]
+        ratios = [own / other for own, other in zip(totals[name], totals[OURS], strict=True)]
+        parts = [spread([column[index] for column in columns]) for index in range(len(PHASES))]
+        table.add_row(name, *parts, spread(totals[name]), spread(ratios))
+    Console(width=max(120, Console().width)).print(table)
+
+
+def spread(values: list[float]) -> str:
+    """The median and the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+if __name__ == "__main__":
+    main()
