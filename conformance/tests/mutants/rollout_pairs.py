@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core_rl.engines.meta import TensorKind
+from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
 from core_rl.engines.named_tensors import NamedTensors
 from core_rl.engines.steps import MicroBatchStep
 from core_rl_conformance.reference.train import ReferenceEngine
@@ -70,6 +70,14 @@ class EndIsNotTrained(ReferenceEngine):
         }
 
 
+class PaddingHasAGradient(ReferenceEngine):
+    """The input embedding is of a make that knows nothing of ``padding_idx``."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        self.model.get_input_embeddings().padding_idx = None
+
+
 class EndIsNotSeen(ReferenceEngine):
     """The attention mask is made of ids that are not padding."""
 
@@ -125,5 +133,11 @@ MUTANTS = (
         killed_by="I19.eos-trained",
         issue="TRL #3200",
         says="after one with the id|EOS inside",
+    ),
+    Mutant(
+        engine=PaddingHasAGradient,
+        killed_by="I19.eos-trained",
+        issue="verl #4710: stock Megatron embeddings beside padding_idx of transformers",
+        says="only rows .* which are token ids",
     ),
 )

@@ -194,6 +194,9 @@ class TensorParallelEngine(HFTrainEngine):
         """The last hidden state ``[T, H]``, equal on all ranks of a copy."""
         trunk, embedding = self.model.base_model, self.model.get_input_embeddings()
         whole = self._vocabulary.embed(batch.input_ids, _local(embedding))
+        if (padding := getattr(embedding, "padding_idx", None)) is not None:
+            # The whole model's embedding gives this token no gradient.
+            whole = torch.where((batch.input_ids == padding)[:, None], whole.detach(), whole)
         self._tokens = tuple(len(part) for part in batch.input_ids.tensor_split(self.layout.tp))
         embedded = self._own_tokens(whole * getattr(embedding, "scalar_embed_scale", 1.0))
         inputs = {
