@@ -224,7 +224,7 @@ def test_evaluations_do_not_disturb_the_training(unbroken: Path, start: Path, tm
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(unbroken: Path, start: Path, tmp_path: Path) -> None:
-    """``kill -9`` of the driver's process at three moments; each time the same command goes on."""
+    """``kill -9`` of the driver's process at three drawn moments; each time the same command goes on."""
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe)]
     support.run_killed(command, tmp_path / "out")

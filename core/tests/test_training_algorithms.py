@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,15 @@ def test_ppo_goes_on_after_an_interruption_as_if_nothing_had_happened(
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, values)
     run(tmp_path, values)
+    assert support.curve(tmp_path / "out") == support.curve(ppo)
+
+
+@pytest.mark.slow
+def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(ppo: Path, start: Path, tmp_path: Path) -> None:
+    """``kill -9`` at drawn moments, also between the actor's part of a checkpoint and the critic's."""
+    values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, save_every=1)
+    recipe = support.write_recipe(tmp_path / "r.yaml", values)
+    support.run_killed([sys.executable, "-m", "core_rl.cli", "train", str(recipe)], tmp_path / "out", seed=1)
     assert support.curve(tmp_path / "out") == support.curve(ppo)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -132,10 +133,13 @@ def curve(output: Path) -> list[dict[str, Any]]:
     ]
 
 
-def run_killed(command: Sequence[str], output: Path) -> None:
-    """Run ``command``, which trains into ``output``, to its end; ``kill -9`` ends it at three moments before."""
+def run_killed(command: Sequence[str], output: Path, seed: int = 0) -> None:
+    """Run ``command``, which trains four steps into ``output``, to its end; ``kill -9`` ends it three times before.
+
+    Each time somewhere in the step after a row of metrics, or in what follows it, as ``seed`` draws.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    metrics = output / "metrics.jsonl"
+    draw, metrics = random.Random(seed), output / "metrics.jsonl"
     for rows in (1, 3, 4):
         process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
@@ -143,7 +147,9 @@ def run_killed(command: Sequence[str], output: Path) -> None:
             assert process.poll() is None, "the run ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.5))
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        # In its last step it may have come to its end.
+        assert process.wait() == -signal.SIGKILL or rows == 4
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
