@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from core_rl.training import run_recipe
-from core_rl.training.metrics_log import read_metrics
+from core_rl.training.step_log import read_steps
 from core_rl_conformance.truth.plain import nudged
 from core_rl_conformance.truth.tolerance import FLOOR_ULPS, Tolerance
 
@@ -39,7 +39,7 @@ Curve = list[dict[str, float]]
 def curve_of(recipe: Path, overrides: Sequence[str], output: Path) -> Curve:
     """Run ``recipe`` into ``output``; its curve."""
     run_recipe(recipe, [*overrides, f"output_dir={output}"], Console(file=io.StringIO()))
-    rows = read_metrics(output / "metrics.jsonl")
+    rows = read_steps(output / "metrics.jsonl")
     return [{name: value for name in COMPARED if (value := row.get(name)) is not None} for row in rows]
 
 
