@@ -37,12 +37,14 @@ logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
 
-NUMBER = "number"
+NUMBER = "_number"
 """The field of a sample that holds its place in the data order of the run."""
 
 
 class RowDataset(Dataset[Sample]):
-    """Rows of training data, each with what was encoded of it. A sample's ``index`` is its place among them.
+    """Rows of training data, each with what was encoded of it.
+
+    A sample's ``index`` is its place among them, unless its row has a field of that name.
 
     ``lengths`` are their tokens, and ``limit`` the most of them; longer ones are an error that names them, or, with
     ``drop``, left out.
@@ -52,7 +54,7 @@ class RowDataset(Dataset[Sample]):
         self, path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
     ) -> None:
         kept = within_limit(path, samples, lengths, limit, drop)
-        self._samples = [{**samples[number], "index": index} for index, number in enumerate(kept)]
+        self._samples = [{"index": index, **samples[number]} for index, number in enumerate(kept)]
         self.longest = max(lengths[number] for number in kept)
         """Tokens of the longest of them."""
 

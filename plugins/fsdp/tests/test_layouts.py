@@ -16,6 +16,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.engines.named_tensors import TensorDict
+from core_rl.engines.train import TrainEngine
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl.models.footprint import footprint_of
@@ -149,9 +150,9 @@ def test_replicas_that_do_not_divide_are_refused(group: EngineGroup) -> None:
         group.initialize(config=support.fsdp_config(4, replicas=3))
 
 
-def held_bytes(engine: FSDPEngine) -> tuple[int, int]:
+def held_bytes(engine: TrainEngine) -> tuple[int, int]:
     """Of weights and of moments on this rank."""
-    assert engine.optimizer is not None
+    assert isinstance(engine, FSDPEngine) and engine.optimizer is not None
     parameters = [weight for part in engine.optimizer.param_groups for weight in part["params"]]
     states = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
     return sum(weight.nbytes for weight in parameters), sum(value.nbytes for value in states)
