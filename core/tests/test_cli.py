@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import training_support as support
 
 from core_rl import __version__, errors
 from core_rl.cli import main
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.engines.registry import register_engine
 from core_rl.engines.spec import Capability, EngineSpec
 
@@ -142,9 +142,6 @@ class _Training(types.ModuleType):
             raise self.outcome
         return self.outcome
 
-    def load_recipe(self, path: Path, overrides: list[str]) -> TrainEngineConfig:
-        return TrainEngineConfig.model_validate({"model": {"path": str(path)}, "seed": len(overrides)})
-
 
 def _training(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str, float]) -> _Training:
     training = _Training(outcome)
@@ -167,13 +164,19 @@ def test_train_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == {"reward": 0.5}
 
 
-def test_train_dry_run_prints_the_recipe_and_runs_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_train_dry_run_prints_the_plan_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training = _training(monkeypatch, {})
-    assert _run("train", "recipe.yaml", "a=1", "--dry-run") == 0
-    assert json.loads(capsys.readouterr().out)["seed"] == 1
-    assert training.calls == []
+    start = support.make_start(tmp_path)
+    recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
+    capsys.readouterr()  # what saving the model printed
+    assert _run("train", str(recipe), "seed=1", "--dry-run", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["recipe"]["seed"] == 1 and printed["recipe"]["optimizer"]["lr"] == 0.02
+    assert [role["role"] for role in printed["plan"]["roles"]] == ["actor", "reference", "rollout"]
+    assert _run("train", str(recipe), "--dry-run") == 0
+    assert "Nothing was started" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 OUTCOMES = [

@@ -174,6 +174,7 @@ def test_a_complete_run_is_only_reported(unbroken: Path, start: Path, tmp_path: 
     assert result == json.loads((unbroken / "result.json").read_text())
     assert "is complete" in text
     assert f"{result['before']['eval_reward']:.3f} before" in text
+    assert run(unbroken / "recipe.yaml")[0] == result  # as the page of the run says
     assert support.curve(unbroken) == before
 
 

@@ -191,6 +191,8 @@ def test_sft_lowers_the_loss_on_the_data(start: Path, tmp_path: Path) -> None:
     rows = support.curve(tmp_path / "out")
     assert [row["step"] for row in rows if "eval_nll" in row] == [0, 3, 4]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "eval_loss" in page and ">complete<" in page and "Samples of rollouts" not in page
 
 
 def test_a_reward_model_tells_chosen_from_rejected(reward_model: Path) -> None:
@@ -217,8 +219,9 @@ def test_dpo_starts_at_the_reference_and_leaves_it(start: Path, tmp_path: Path) 
 def test_an_interrupted_run_on_data_goes_on_as_if_nothing_had_happened(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
-    run(tmp_path, support.supervised_values(start, tmp_path / "whole", algorithm))
-    values = support.supervised_values(start, tmp_path / "broken", algorithm)
+    rule = {"metric": "eval_loss", "mode": "min"}
+    run(tmp_path, support.supervised_values(start, tmp_path / "whole", algorithm, keep_best=rule, keep=1))
+    values = support.supervised_values(start, tmp_path / "broken", algorithm, keep_best=rule, keep=1)
     step = SupervisedLoop.step
 
     def interrupted(loop: SupervisedLoop, number: int) -> dict[str, float]:
@@ -230,8 +233,15 @@ def test_an_interrupted_run_on_data_goes_on_as_if_nothing_had_happened(
         patch.setattr(SupervisedLoop, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, values)
-    run(tmp_path, values)
+    resumed = run(tmp_path, values)
     assert support.curve(tmp_path / "broken") == support.curve(tmp_path / "whole")
+    losses = {
+        row["step"]: row["eval_loss"] for row in support.curve(tmp_path / "whole") if "eval_loss" in row
+    }
+    assert resumed["best"]["step"] == min(losses, key=losses.__getitem__)
+    weights = [tmp_path / name / "best_model" / "model.safetensors" for name in ("broken", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert len(list((tmp_path / "broken" / "best").iterdir())) == 1
 
 
 def test_data_of_another_algorithm_is_named(start: Path, tmp_path: Path) -> None:

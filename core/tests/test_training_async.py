@@ -27,6 +27,7 @@ from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCap
 from core_rl.rollout.types import SamplingParams
 from core_rl.rollout.workflow import SingleTurnWorkflow
 from core_rl.training import run_recipe
+from core_rl.training.data import NUMBER
 from core_rl.training.filters import rewards_differ
 from core_rl.training.loop import TrainingLoop, interrupted
 from core_rl.training.rollouts import Rollouts
@@ -126,7 +127,7 @@ def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe:
 def outstanding(output: Path) -> list[int]:
     checkpoint = RunCheckpoints(output / "checkpoints", 2).latest()
     assert checkpoint is not None
-    return [entry["data"]["number"] for entry in checkpoint.state["rollouts"]["outstanding"]]
+    return [entry["data"][NUMBER] for entry in checkpoint.state["rollouts"]["outstanding"]]
 
 
 def check_history(trained: list[tuple[int, list[int]]], output: Path) -> None:

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.errors import BatchError
-from core_rl.training.data import PromptDataset, ShuffledOrder, encode_prompt, prompt_loader, read_jsonl
+from core_rl.training.data import (
+    NumberedBatches,
+    PromptDataset,
+    ShuffledOrder,
+    encode_prompt,
+    prompt_loader,
+    read_jsonl,
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +89,14 @@ def test_samples_keep_what_their_line_says(dataset: PromptDataset) -> None:
     assert dataset[3]["answer"] == 3
     assert dataset[3]["prompt_ids"][0] == support.BOS
     assert len(dataset) == 10
+
+
+def test_fields_of_a_row_are_never_replaced(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"prompt": "1=", "index": "gsm-7", "number": 40}
+    support.write_jsonl(tmp_path / "data.jsonl", [row, row])
+    batches = NumberedBatches(prompt_loader(PromptDataset(tmp_path / "data.jsonl", tokenizer), 2, seed=0))
+    for sample in next(batches):
+        assert {name: sample[name] for name in row} == row
 
 
 @settings(max_examples=30, deadline=None)

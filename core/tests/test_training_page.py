@@ -27,7 +27,8 @@ from core_rl.training.run_directory import open_run_directory
 ROWS: list[Row] = [
     {"step": 0, "eval_reward": 0.2, "eval_reward_greedy": 0.3},
     *(
-        {"step": step, "reward": step / 10, "grad_norm": 2.0, "time_update_s": 0.5, "odd_<one>": -1.0 * step}
+        dict[str, float | None](step=step, reward=step / 10, grad_norm=2.0, time_update_s=0.5)
+        | {"odd_<one>": -1.0 * step}
         for step in range(1, 8)
     ),
     {"step": 8, "reward": None, "eval_reward": 0.7, "eval_reward_greedy": 0.8},

@@ -20,10 +20,11 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe, print it in full, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Check the recipe, print what the run would do and need, and stop."),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON at the end; progress goes to stderr.")
+        bool, typer.Option("--json", help="Print the result, or the plan, as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
     """Train a model as RECIPE says.
@@ -37,12 +38,13 @@ def train(
 
         start_fork_server()  # imports torch for the ranks while this process does so for itself
 
-    from core_rl.training import load_recipe, run_recipe
-
     changes = overrides or []
     if dry_run:
-        typer.echo(load_recipe(recipe, changes).model_dump_json(indent=2))
+        _print_plan(recipe, changes, as_json)
         return
+
+    from core_rl.training import run_recipe
+
     try:
         result = run_recipe(recipe, changes)
     except KeyboardInterrupt:
@@ -50,3 +52,17 @@ def train(
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(result))
+
+
+def _print_plan(recipe: Path, overrides: list[str], as_json: bool) -> None:
+    import dataclasses
+
+    from core_rl.cli.plan import print_plan
+    from core_rl.training import dry_run, load_recipe
+
+    plan = dry_run(recipe, overrides)
+    if as_json:
+        values = load_recipe(recipe, overrides).model_dump(mode="json")
+        typer.echo(json.dumps({"recipe": values, "plan": dataclasses.asdict(plan)}, indent=2))
+    else:
+        print_plan(plan)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
+from core_rl.config.state_bytes import StateBytes
 
 Head = Literal["lm", "value", "reward"]
 DType = Literal["float32", "bfloat16"]
@@ -116,6 +117,25 @@ class TrainEngineConfig(EngineConfig):
     """Keep weights and gradients in host memory outside of `train_mode`, `eval_mode` and the calls that need them."""
     offload_optimizer: bool = False
     """Keep the moments in host memory outside of `optimizer_step` and checkpoints."""
+
+    def state_bytes(self, parameters: int, trained: int) -> StateBytes:
+        """What one rank holds of a model with so many weights: an estimate for plans, which an engine overrides.
+
+        Here tensor and pipeline parallel ranks share one copy, and data parallel ones hold copies: 4 bytes for each
+        weight, 2 more in bfloat16, 4 for a gradient and 8 for the moments of what is trained.
+        """
+        ranks = self.layout.tp * self.layout.pp
+        trained = trained if self.optimizer is not None else 0
+        return StateBytes(
+            weights=(6 if self.dtype == "bfloat16" else 4) * parameters / ranks,
+            gradients=4 * trained / ranks,
+            moments=8 * trained / ranks,
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes the activations of whole layers again; an engine that can overrides it."""
+        return False
 
 
 class InferenceEngineConfig(EngineConfig):

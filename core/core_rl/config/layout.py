@@ -32,6 +32,13 @@ class ParallelLayout(Config):
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
 
+    def place(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands along each degree, as engines count: tp fastest, then cp, dp and pp."""
+        found = {}
+        for name in ("tp", "cp", "dp", "pp"):
+            rank, found[name] = divmod(rank, getattr(self, name))
+        return found
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.sequence_parallel and self.tp == 1:

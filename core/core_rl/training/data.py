@@ -37,15 +37,26 @@ logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
 
-NUMBER = "number"
+NUMBER = "_number"
 """The field of a sample that holds its place in the data order of the run."""
 
 
 class RowDataset(Dataset[Sample]):
-    """Rows of training data, each with what was encoded of it. A sample's ``index`` is its place among them."""
+    """Rows of training data, each with what was encoded of it.
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = [{**sample, "index": index} for index, sample in enumerate(samples)]
+    A sample's ``index`` is its place among them, unless its row has a field of that name.
+
+    ``lengths`` are their tokens, and ``limit`` the most of them; longer ones are an error that names them, or, with
+    ``drop``, left out.
+    """
+
+    def __init__(
+        self, path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
+    ) -> None:
+        kept = within_limit(path, samples, lengths, limit, drop)
+        self._samples = [{"index": index, **samples[number]} for index, number in enumerate(kept)]
+        self.longest = max(lengths[number] for number in kept)
+        """Tokens of the longest of them."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -55,10 +66,7 @@ class RowDataset(Dataset[Sample]):
 
 
 class PromptDataset(RowDataset):
-    """Prompts, each with its ``prompt_ids``.
-
-    ``limit`` is the most tokens of a prompt; longer ones are an error that names them, or, with ``drop``, left out.
-    """
+    """Prompts, each with its ``prompt_ids``."""
 
     def __init__(
         self,
@@ -74,7 +82,7 @@ class PromptDataset(RowDataset):
         empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
         if empty:
             raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
-        super().__init__(within_limit(path, samples, [len(s["prompt_ids"]) for s in samples], limit, drop))
+        super().__init__(path, samples, [len(sample["prompt_ids"]) for sample in samples], limit, drop)
 
 
 class DemonstrationDataset(RowDataset):
@@ -85,7 +93,7 @@ class DemonstrationDataset(RowDataset):
     ) -> None:
         encoded = [encode_demonstration(tokenizer, row) for row in read_rows(path, check_demonstration)]
         samples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in encoded]
-        super().__init__(within_limit(path, samples, [len(ids) for ids, _ in encoded], limit, drop))
+        super().__init__(path, samples, [len(ids) for ids, _ in encoded], limit, drop)
 
 
 class PreferenceDataset(RowDataset):
@@ -99,16 +107,16 @@ class PreferenceDataset(RowDataset):
             for row in read_rows(path, check_preference)
         ]
         lengths = [max(len(ids) for ids, _ in sample.values()) for sample in samples]
-        super().__init__(within_limit(path, samples, lengths, limit, drop))
+        super().__init__(path, samples, lengths, limit, drop)
 
 
 def within_limit(
     path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
-) -> list[Sample]:
-    """The samples of at most ``limit`` tokens; see `PromptDataset`."""
+) -> list[int]:
+    """The numbers of the samples of at most ``limit`` tokens; see `RowDataset`."""
     wrong = [n for n, length in enumerate(lengths) if limit is not None and length > limit]
     if not wrong:
-        return list(samples)
+        return list(range(len(samples)))
     kind = "prompt" if "prompt_ids" in samples[0] else "row"
     text = f"{len(wrong)} of {len(samples)} {kind}s are longer than the {limit} tokens that the model's context leaves"
     if not drop or len(wrong) == len(samples):
@@ -119,7 +127,7 @@ def within_limit(
         )
     logger.warning("%s: %s; they are left out", path, text)
     longer = set(wrong)
-    return [sample for n, sample in enumerate(samples) if n not in longer]
+    return [n for n in range(len(samples)) if n not in longer]
 
 
 class ShuffledOrder(Iterator[int]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from core_rl.training.rollouts import Rollouts
 from core_rl.training.scoring import Scoring
 
 __all__ = ["Clock", "GroupWriter", "TrainingLoop", "interrupted", "restore_group"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingLoop:
@@ -64,6 +68,8 @@ class TrainingLoop:
             mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
         )
         self._timeout_s = recipe.rollout.timeout_s
+        self._compares = recipe.rollout.group_size > 1
+        self._warned = False
         prompts = recipe.rollout.prompts_per_step
         loader = prompt_loader(train_data, prompts, recipe.seed)
         # Without a filter, the last steps need not run ahead of what is left to train on.
@@ -77,7 +83,9 @@ class TrainingLoop:
             batch = self._rollouts.training_batch(step, self._data)
         with clock.phase("logprobs"):
             complete, recomputed = self._scoring.complete(batch)
-        metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
+        described = _describe(complete)
+        self._warn_once(step, described)
+        metrics = described | self._rollouts.counters() | staleness_of(batch, step - 1)
         with clock.phase("update"):
             metrics |= self._scoring.train(complete)
         with clock.phase("sync"):
@@ -85,6 +93,18 @@ class TrainingLoop:
         metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)
         speed = {"tokens_per_s": batch.num_tokens / clock.total()}
         return metrics | speed | clock.seconds | {"version": float(step)}
+
+    def _warn_once(self, step: int, described: dict[str, float]) -> None:
+        """A run in which no group has a signal is no error: its rewards may come to differ."""
+        if self._warned or not self._compares or described["groups_without_signal"] < 1:
+            return
+        self._warned = True
+        logger.warning(
+            "step %d: the answers to each prompt all have the same reward (%g on average), so that an algorithm that "
+            "compares them learns nothing; look at samples.jsonl, and at the reward function",
+            step,
+            described["reward"],
+        )
 
     def publish(self, version: int) -> None:
         """Hand the actor's weights to the rollout engine as ``version``, while episodes run.

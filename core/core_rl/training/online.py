@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from core_rl.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
 from core_rl.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
+from core_rl.algorithms.ppo_critic import PPOCriticInterface
+from core_rl.algorithms.updates import UpdatesConfig
 from core_rl.errors import ConfigError
 from core_rl.rollout.process_reward import ProcessReward
 from core_rl.rollout.rewards import RewardFn
@@ -17,6 +20,7 @@ from core_rl.training.context import context_length, load_tokenizer
 from core_rl.training.data import PromptDataset
 from core_rl.training.loop import TrainingLoop
 from core_rl.training.named import load_named
+from core_rl.training.prepared import Load, Prepared
 from core_rl.training.recipe import Recipe
 from core_rl.training.rewards import NamedReward, TextReward, TextRewardFn
 from core_rl.training.roles import open_roles, plan_roles
@@ -32,8 +36,8 @@ FROM_CRITIC = frozenset({VALUES, BOOTSTRAP})
 PROVIDED = frozenset({PROXIMAL, REFERENCE, BASELINE_REWARDS}) | FROM_CRITIC
 
 
-def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Callable[[RunDirectory], Any]:
-    """All checks and the data; the result opens the loop in a run directory."""
+def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Prepared:
+    """All checks and the data."""
     _check_fields(recipe, algorithm)
     critic = _critic(recipe)
     plan = plan_roles(recipe, algorithm.wanted_fields)
@@ -52,7 +56,24 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Callable[[
             data = (train_data, eval_data)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
 
-    return opened
+    return Prepared(roles=plan.roles(), load=_load(recipe, algorithm, train_data, eval_data), open=opened)
+
+
+def _load(
+    recipe: Recipe, algorithm: ModelInterface[Any], train_data: PromptDataset, eval_data: PromptDataset
+) -> Load:
+    chosen, context = recipe.rollout, context_length(recipe.model.path)
+    turns = chosen.max_turns if chosen.environment else 1
+    config = algorithm.config
+    updates = config.minibatches * config.epochs if isinstance(config, UpdatesConfig) else 1
+    return Load(
+        rows=len(train_data),
+        held_out=len(eval_data),
+        rows_per_step=chosen.prompts_per_step,
+        sequences_per_row=chosen.group_size,
+        longest=min(train_data.longest + turns * chosen.max_new_tokens, context or sys.maxsize),
+        updates_per_step=updates,
+    )
 
 
 def no_reward(
@@ -128,6 +149,11 @@ def _critic(recipe: Recipe) -> ModelInterface[Any] | None:
 def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:
     """Raise `ConfigError` where the algorithm wants what the recipe does not give, or the other way round."""
     name, wanted = recipe.algorithm.type_, algorithm.wanted_fields
+    if isinstance(algorithm, PPOCriticInterface):
+        raise ConfigError(
+            f"the interface {name!r} trains a critic, which needs an actor beside it; set algorithm.type_=ppo, and put "
+            "these settings into the section 'critic'"
+        )
     unknown = sorted(wanted - PROVIDED)
     if unknown:
         raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 from core_rl.algorithms.fields import REFERENCE
 from core_rl.config.base import parse_config
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
+from core_rl.engines import guards, inference_guards
 from core_rl.engines.guards import require_sync
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import FinetuneSpec, SaveLoadMeta
@@ -36,6 +37,12 @@ class Plan:
     rollout: tuple[EngineSpec, InferenceEngineConfig]
     finetune: FinetuneSpec
     colocated: bool
+
+    def roles(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
+        """Those that there are, by name."""
+        parts = (self.actor, self.critic, self.reference, self.reward, self.rollout)
+        names = ("actor", "critic", "reference", "reward", "rollout")
+        return {name: part for name, part in zip(names, parts, strict=True) if part is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +139,7 @@ def _reward_model(recipe: Recipe) -> TrainPlan | None:
 def _train_plan(recipe: Recipe, model: dict[str, Any], optimizer: dict[str, Any] | None) -> TrainPlan:
     spec, config = _config(recipe, recipe.engine, "train", {"model": model, "optimizer": optimizer})
     assert isinstance(config, TrainEngineConfig)
+    guards.check_config(spec, config)
     return spec, config
 
 
@@ -150,6 +158,7 @@ def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
     fields = {"model": {"path": recipe.model.path}, **bounds}
     spec, config = _config(recipe, recipe.rollout.engine, "inference", fields)
     assert isinstance(config, InferenceEngineConfig)
+    inference_guards.check_config(spec, config)
     return spec, config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ __all__ = ["NumberedWorkflow", "Rollouts", "UserCode"]
 TRAINING, EVALUATION = 0, 1
 """Streams of seeds."""
 
+SHOWN = 120
+"""Characters of a prompt that an error shows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NumberedWorkflow:
@@ -42,8 +46,12 @@ class NumberedWorkflow:
     async def arun_episode(
         self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
     ) -> SequenceBatch | None:
-        """The sequences of one sample."""
-        return await self.inner.arun_episode(engine, data, int(data[NUMBER]))
+        """The sequences of one sample. A `RolloutError` says which prompt it was."""
+        try:
+            return await self.inner.arun_episode(engine, data, int(data[NUMBER]))
+        except RolloutError as error:
+            prompt = textwrap.shorten(repr(data.get("prompt")), SHOWN)
+            raise RolloutError(f"prompt {prompt}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

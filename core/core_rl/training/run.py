@@ -16,17 +16,18 @@ from core_rl.algorithms.interface import (
 from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.training.best_model import BestModel
-from core_rl.training.loop import TrainingLoop
 from core_rl.training.online import prepare_online
 from core_rl.training.plot import plot_rewards
+from core_rl.training.prepared import Loop, Prepared
 from core_rl.training.progress import TrainingProgress, print_result
 from core_rl.training.recipe import Recipe, load_recipe
 from core_rl.training.records import RunRecords
 from core_rl.training.run_directory import RunDirectory, open_run_directory
-from core_rl.training.supervised import SupervisedLoop, prepare_supervised
+from core_rl.training.run_plan import RunPlan, plan_run
+from core_rl.training.supervised import prepare_supervised
 from core_rl.training.wandb_log import require_wandb
 
-__all__ = ["run_recipe", "train"]
+__all__ = ["dry_run", "prepare", "run_recipe", "train"]
 
 
 def run_recipe(path: Path, overrides: list[str], console: Console | None = None) -> dict[str, Any]:
@@ -40,18 +41,13 @@ def run_recipe(path: Path, overrides: list[str], console: Console | None = None)
 
 def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
-    require_wandb(recipe)
-    algorithm = _make_algorithm(recipe)
-    if isinstance(algorithm, SupervisedInterface):
-        open_loop = prepare_supervised(recipe, algorithm)
-    else:
-        open_loop = prepare_online(recipe, algorithm)
+    prepared = prepare(recipe)
     with open_run_directory(recipe) as directory:
         result = directory.result()
         if result is None:
             checkpoint = directory.checkpoints.latest()
             done = checkpoint.step if checkpoint else -1
-            with RunRecords(recipe, directory, done) as records, open_loop(directory) as loop:
+            with RunRecords(recipe, directory, done) as records, prepared.open(directory) as loop:
                 result = _Run(recipe, directory, loop, records, console).run(checkpoint)
                 loop.save_model(directory.model)
                 records.draw("complete")
@@ -61,6 +57,21 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
             console.print(text, highlight=False, soft_wrap=True)
     print_result(console, result)
     return result
+
+
+def dry_run(path: Path, overrides: list[str]) -> RunPlan:
+    """What `run_recipe` would do. The recipe is checked and the data is read; nothing starts, nothing is written."""
+    recipe = load_recipe(path, overrides)
+    return plan_run(recipe, prepare(recipe))
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """All checks of ``recipe``, and its data."""
+    require_wandb(recipe)
+    algorithm = _make_algorithm(recipe)
+    if isinstance(algorithm, SupervisedInterface):
+        return prepare_supervised(recipe, algorithm)
+    return prepare_online(recipe, algorithm)
 
 
 def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
@@ -78,7 +89,7 @@ class _Run:
         self,
         recipe: Recipe,
         directory: RunDirectory,
-        loop: TrainingLoop | SupervisedLoop,
+        loop: Loop,
         records: RunRecords,
         console: Console,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from core_rl.training.data import (
 )
 from core_rl.training.evaluation import Evaluation
 from core_rl.training.loop import Clock, GroupWriter, restore_group
+from core_rl.training.prepared import Load, Prepared
 from core_rl.training.recipe import Recipe
 from core_rl.training.reference_cache import ReferenceCache
 from core_rl.training.roles import open_trained, plan_trained
@@ -37,8 +38,8 @@ __all__ = ["SupervisedLoop", "prepare_supervised"]
 MODEL = "model"
 
 
-def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> Callable[[RunDirectory], Any]:
-    """All checks and the data; the result opens the loop in a run directory. See `TrainingLoop`."""
+def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> Prepared:
+    """All checks and the data."""
     refused = [name for name in ("critic", "reward_model") if getattr(recipe, name) is not None]
     if refused:
         raise ConfigError(
@@ -57,7 +58,14 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> C
         with open_trained(plan, finetune) as group:
             yield SupervisedLoop(recipe, interface, group, (data[0], data[1]), directory)
 
-    return opened
+    load = Load(
+        rows=len(data[0]),
+        held_out=len(data[1]),
+        rows_per_step=rows,
+        sequences_per_row=1 if interface.trains_on == "demonstrations" else 2,
+        longest=data[0].longest,
+    )
+    return Prepared(roles={MODEL: plan}, load=load, open=opened)
 
 
 def _head(interface: SupervisedInterface[Any]) -> str:

@@ -16,8 +16,11 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.loss import LossSpec
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.engines.named_tensors import TensorDict
+from core_rl.engines.train import TrainEngine
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
+from core_rl.models.footprint import footprint_of
+from core_rl_fsdp.engine import FSDPEngine
 
 LOSSES = {
     "lm": LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8),
@@ -145,6 +148,28 @@ def test_a_layout_that_the_model_cannot_take_is_refused(
 def test_replicas_that_do_not_divide_are_refused(group: EngineGroup) -> None:
     with pytest.raises(LayoutError, match="replicas=3 must divide dp=4"):
         group.initialize(config=support.fsdp_config(4, replicas=3))
+
+
+def held_bytes(engine: TrainEngine) -> tuple[int, int]:
+    """Of weights and of moments on this rank."""
+    assert isinstance(engine, FSDPEngine) and engine.optimizer is not None
+    parameters = [weight for part in engine.optimizer.param_groups for weight in part["params"]]
+    states = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
+    return sum(weight.nbytes for weight in parameters), sum(value.nbytes for value in states)
+
+
+@pytest.mark.parametrize("case", ["hybrid", "replicated", "dp2cp2", "uneven-dp2tp2"])
+def test_a_plan_knows_what_a_rank_holds(group: EngineGroup, case: str) -> None:
+    """Within a tenth: norms are held by every tensor parallel rank, and tiny tensors do not divide."""
+    model, layout, options = CASES[case]
+    config = support.fsdp_config(layout, model=MODELS[model], **options)
+    group.initialize(config=config)
+    group.train_batch(support.make_batch(0), LOSSES["lm"], BUDGET)
+    footprint = footprint_of(config.model)
+    planned = config.state_bytes(footprint.parameters, footprint.trained)
+    held = group.run(held_bytes)
+    mean = [sum(values) / len(held) for values in zip(*held, strict=True)]
+    assert mean == pytest.approx([planned.weights, planned.moments], rel=0.1)
 
 
 def losses(group: EngineGroup) -> Tensor:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from core_rl.config.base import Config
 from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.state_bytes import StateBytes
 
 __all__ = ["FSDPConfig", "FSDPOptions"]
 
@@ -38,3 +39,16 @@ class FSDPConfig(TrainEngineConfig):
     """The common config and FSDP's own section."""
 
     options: FSDPOptions = FSDPOptions()
+
+    def state_bytes(self, parameters: int, trained: int) -> StateBytes:
+        """Everything in float32, spread over the ranks of one copy (ZeRO-3, arXiv:1910.02054, section 5.3)."""
+        ranks = self.layout.world_size / self.options.replicas
+        trained = trained if self.optimizer is not None else 0
+        return StateBytes(
+            weights=4 * parameters / ranks, gradients=4 * trained / ranks, moments=8 * trained / ranks
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """As `options.gradient_checkpointing` says."""
+        return self.options.gradient_checkpointing

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from core_rl.config.base import Config
 from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.state_bytes import StateBytes
 
 __all__ = ["MegatronConfig", "MegatronOptions"]
 
@@ -28,3 +29,24 @@ class MegatronConfig(TrainEngineConfig):
     """The common config and Megatron's own section."""
 
     options: MegatronOptions = MegatronOptions()
+
+    def state_bytes(self, parameters: int, trained: int) -> StateBytes:
+        """Weights and gradients on every data parallel rank; with the distributed optimizer, the rest is spread.
+
+        In bfloat16 that is 2 bytes for a weight, and 4 for its float32 copy, which goes with the moments
+        (ZeRO-1, arXiv:1910.02054, section 5.1).
+        """
+        model = self.layout.tp * self.layout.pp
+        shared = self.layout.world_size if self.options.distributed_optimizer else model
+        trained = trained if self.optimizer is not None else 0
+        copies = 4 * trained / shared if self.dtype == "bfloat16" else 0.0
+        return StateBytes(
+            weights=(2 if self.dtype == "bfloat16" else 4) * parameters / model + copies,
+            gradients=4 * trained / model,
+            moments=8 * trained / shared,
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """As `options.recompute` says, where it is ``full``."""
+        return self.options.recompute == "full"
