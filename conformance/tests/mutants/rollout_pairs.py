@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
 from core_rl.engines.named_tensors import NamedTensors
@@ -75,7 +75,9 @@ class PaddingHasAGradient(ReferenceEngine):
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
         super()._build(addr, ft_spec)
-        self.model.get_input_embeddings().padding_idx = None
+        embedding = self.model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        embedding.padding_idx = None
 
 
 class EndIsNotSeen(ReferenceEngine):

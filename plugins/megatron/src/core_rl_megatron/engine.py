@@ -32,7 +32,7 @@ from core_rl.models.routers import Routing, own_routing
 from core_rl.models.shards import TokenSlice
 from core_rl_megatron import cpu_shim
 from core_rl_megatron.experts import PackedRouter, mark_experts, routers_of, whole_outputs
-from core_rl_megatron.modules import PackedGPT, build_chunk
+from core_rl_megatron.modules import PackedGPT, build_chunk, padding_token
 from core_rl_megatron.naming import placements
 from core_rl_megatron.pipeline import schedule_groups
 from core_rl_megatron.places import leave_groups, make_groups, seed_dropout
@@ -71,7 +71,7 @@ class MegatronEngine(MegatronTensors):
                 f"model.router_aux_coef = {chosen.router_aux_coef} needs the routers' logits, with their gradients, "
                 "where the loss is; set it to 0, or layout.pp to 1 and options.recompute to 'none' or 'selective'"
             )
-        self._hf, self._padding_id = model.config, model.get_input_embeddings().padding_idx
+        self._hf, self._padding_id = model.config, padding_token(model)
         self._names = Written(model)
         source = unloaded.source if unloaded else written_weights(model, self._names)
         seed_dropout(seed)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from core_rl.config.engine import Head
@@ -26,7 +26,7 @@ from core_rl.models.attention import Segments, packed_attention
 from core_rl.models.shards import TokenSlice
 from core_rl_megatron.experts import PackedRouter
 
-__all__ = ["PackedGPT", "build_chunk"]
+__all__ = ["PackedGPT", "build_chunk", "padding_token"]
 
 
 FIXED_ROPE = ("linear", "llama3")
@@ -251,3 +251,9 @@ def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+def padding_token(model: PreTrainedModel) -> int | None:
+    """The token that the Hugging Face ``model`` looks up without a gradient, where it has one."""
+    embedding = model.get_input_embeddings()
+    return embedding.padding_idx if isinstance(embedding, nn.Embedding) else None
