@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core_rl.engines import weight_stream
+from core_rl.engines import weight_group, weight_stream
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.sync import sync_weights
+from core_rl.engines.weight_group import Seats, WeightGroup
 from core_rl.engines.weight_stream import Bucket, abandon, receiving, send_tensors
 from core_rl.errors import ConfigError, WeightsError
 
@@ -173,6 +174,57 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
     with pytest.raises(ConfigError, match="needs a path"):
         collect(meta(tmp_path, path=None))
+
+
+def grouped(directory: Path, **changes: Any) -> WeightUpdateMeta:
+    return meta(directory, method="distributed", bucket_bytes=1 << 20, **changes)
+
+
+def collect_grouped(what: WeightUpdateMeta, leave_after: int) -> tuple[list[Bucket], list[bool]]:
+    """What came by the group, or in memory from the moment when this rank has left it; and which it was."""
+    found: list[Bucket] = []
+    flags = []
+    with receiving(what, 20, lambda: Seats(count=1)) as received:
+        assert received.group is not None
+        group = WeightGroup.join(received.group, 1, torch.device("cpu"))
+        for bucket in received:
+            flags.append(received.broadcast)
+            received.go()
+            if len(found) < leave_after:
+                found.append([(name, group.broadcast(torch.empty_like(tensor))) for name, tensor in bucket])
+                continue
+            if len(found) == leave_after:
+                group.close()
+            found.append([(name, tensor.clone()) for name, tensor in bucket])
+    return found, flags
+
+
+@pytest.mark.parametrize("leave_after", [99, 2])
+def test_a_group_carries_the_buckets_and_memory_what_it_cannot(tmp_path: Path, leave_after: int) -> None:
+    tensors = [(f"t{n}", torch.full((200_000,), float(n))) for n in range(12)]
+    what = grouped(tmp_path, verify=True)
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect_grouped, what, leave_after)
+        send_tensors(iter(tensors), what)
+        buckets, flags = arrival.result(30)
+    arrived = [item for bucket in buckets for item in bucket]
+    assert [name for name, _ in arrived] == [name for name, _ in tensors]
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(arrived, tensors, strict=True))
+    assert flags[0]
+    assert flags[-1] == (leave_after == 99)
+
+
+def test_a_group_that_nobody_joins_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_group, "JOIN_S", 0.5)
+
+    def stay_away() -> list[tuple[int, bool]]:
+        with receiving(grouped(tmp_path), 20, lambda: Seats(count=1)) as received:
+            return [(len(bucket), received.broadcast) for bucket in received]
+
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(stay_away)
+        send_tensors(iter([("a", torch.ones(3)), ("b", torch.ones(2))]), grouped(tmp_path))
+        assert arrival.result(20) == [(2, False)]
 
 
 class Receiver:

@@ -1,4 +1,4 @@
-"""Weights that go from engine to engine in buckets of memory (``method="tensor"``)."""
+"""Weights that go from engine to engine in buckets, through memory or a process group (``tensor``, ``distributed``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import SaveLoadMeta, WeightUpdateMeta
+from core_rl.engines.meta import SaveLoadMeta, SyncMethod, WeightUpdateMeta
 from core_rl.engines.spec import Capability
 from core_rl.engines.sync import sync_weights
 from core_rl.errors import WeightsError
@@ -37,10 +37,12 @@ FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
-def _meta(subject: Subject, version: int, bucket_bytes: int, verify: bool = False) -> WeightUpdateMeta:
+def _meta(
+    subject: Subject, method: SyncMethod, version: int, bucket_bytes: int, verify: bool = False
+) -> WeightUpdateMeta:
     point = subject.directory(f"meeting-{version}")
     return WeightUpdateMeta(
-        method="tensor", version=version, path=str(point), bucket_bytes=bucket_bytes, verify=verify
+        method=method, version=version, path=str(point), bucket_bytes=bucket_bytes, verify=verify
     )
 
 
@@ -52,18 +54,34 @@ def tensor_sync_sends_the_present_weights(subject: Subject) -> None:
     with the strides of something larger, and gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).
     Look at: ``named_tensors("params")`` and ``("buffers")``: what they yield is valid until the next item.
     """
+    _verify_sending(subject, "tensor")
+
+
+@check("I12.distributed", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
+def distributed_sync_sends_the_present_weights(subject: Subject) -> None:
+    """``upload_weights`` by distributed broadcasts every parameter once, as it is after the last step or load.
+
+    Why: a rank that broadcasts in another order than it announced, or a buffer that the next tensor overwrites while
+    it is on its way, scrambles weights without an error (verl #6813, #7014, AReaL #941).
+    Look at: the device of what is exported, and `I12.tensor`, which is the same without a process group.
+    """
+    _verify_sending(subject, "distributed")
+
+
+def _verify_sending(subject: Subject, method: SyncMethod) -> None:
+    __tracebackhide__ = True
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     group.set_version(3)
     for seed, bucket_bytes in enumerate((1 << 28, TINY_BUCKET)):
         group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        found = caught(group, _meta(subject, 4 + seed, bucket_bytes, verify=bool(seed)))
+        found = caught(group, _meta(subject, method, 4 + seed, bucket_bytes, verify=bool(seed)))
         params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
         what = f"parameters sent after step {1 + seed} in buckets of {bucket_bytes} bytes"
         _verify_sent(subject, what, found, params, bucket_bytes)
     other = replace(model, seed=model.seed + 100)
     group.load(SaveLoadMeta(path=str(subject.bench.models.directory(other)), format="hf"))
-    found = caught(group, _meta(subject, 6, TINY_BUCKET))
+    found = caught(group, _meta(subject, method, 6, TINY_BUCKET))
     params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
     _verify_sent(subject, "parameters sent after a load", found, params, TINY_BUCKET)
     subject.require(
@@ -95,6 +113,22 @@ def updates_from_tensors_arrive(subject: Subject) -> None:
     the version of before (verl #6813, #5801, vllm #9744, #44371, slime #327).
     Look at: the end of an update, names that the loader skips, tied heads, caches, and the version of each token.
     """
+    _verify_receiving(subject, "tensor")
+
+
+@check("I12.receive-distributed", kind="inference", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
+def updates_from_a_group_arrive(subject: Subject) -> None:
+    """The same for an update by distributed, whose tensors come from a process group with the trainer's rank.
+
+    Why: tensors that are received in another order than they were announced, a rank of several that is not in the
+    group, a group of the update before (slime #327, AReaL #941).
+    Look at: `I12.receive-tensor` first; then who joins, and when the group is left.
+    """
+    _verify_receiving(subject, "distributed")
+
+
+def _verify_receiving(subject: Subject, method: SyncMethod) -> None:
+    __tracebackhide__ = True
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
     requests = requests_for(data.select(FEW), PLAIN)
@@ -102,7 +136,7 @@ def updates_from_tensors_arrive(subject: Subject) -> None:
     for version, bucket_bytes, verify in ((1, 1 << 28, False), (5, TINY_BUCKET, True)):
         new = replace(old, seed=old.seed + 1000 * version)
         tensors = tensors_of(subject.bench.models.directory(new))
-        meta = _meta(subject, version, bucket_bytes, verify)
+        meta = _meta(subject, method, version, bucket_bytes, verify)
         long = [_long(request) for request in requests_for(data.select(FEW), PLAIN)]
         found = asyncio.run(_meanwhile(engine, long, partial(sent, engine, meta, tensors)))
         _verify_sides(subject, version, found, old, new)
@@ -155,6 +189,22 @@ def broken_streams_change_nothing(subject: Subject) -> None:
     for and no error tells of.
     Look at: what becomes of buckets that were installed before the error.
     """
+    _verify_breaking(subject, "tensor")
+
+
+@check("I12.broken-group", kind="inference", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
+def broken_groups_change_nothing(subject: Subject) -> None:
+    """The same for an update by distributed: whoever waits in the process group is let go.
+
+    Why: a collective whose sender is gone waits for half an hour and then takes the server with it, or leaves a mixture
+    of two policies.
+    Look at: errors of collectives, who leaves the group, and where the old weights come from.
+    """
+    _verify_breaking(subject, "distributed")
+
+
+def _verify_breaking(subject: Subject, method: SyncMethod) -> None:
+    __tracebackhide__ = True
     model = subject.model()
     engine = subject.serve(model, keep=False)
     requests = requests_for(subject.data().select(FEW), PLAIN)
@@ -166,7 +216,7 @@ def broken_streams_change_nothing(subject: Subject) -> None:
         "has a wrong shape": lambda: iter([*list(tensors.items())[:-1], (last, torch.zeros(3, 5))]),
     }
     for number, (what, stream) in enumerate(broken.items()):
-        meta = _meta(subject, 2 + number, TINY_BUCKET)
+        meta = _meta(subject, method, 2 + number, TINY_BUCKET)
         failed = False
         try:
             sent(engine, meta, stream())
@@ -179,7 +229,7 @@ def broken_streams_change_nothing(subject: Subject) -> None:
         )
         verify_served(subject, f"after an update that {what}", ask(engine, requests), model, model, 0)
     new = replace(model, seed=model.seed + 1000)
-    sent(engine, _meta(subject, 9, TINY_BUCKET), tensors_of(subject.bench.models.directory(new)))
+    sent(engine, _meta(subject, method, 9, TINY_BUCKET), tensors_of(subject.bench.models.directory(new)))
     verify_served(subject, "after an update that follows broken ones", ask(engine, requests), new, model, 9)
 
 
@@ -203,12 +253,34 @@ def trained_weights_arrive_by_tensor(subject: Subject) -> None:
     (verl #7014, #5801, AReaL #941, prime-rl #1901).
     Look at: `I12.tensor` for the sender and `I12.receive-tensor` for the receiver; this one needs both.
     """
+    _verify_pair(subject, "tensor")
+
+
+@check(
+    "I12.sync-distributed",
+    partner="inference",
+    requires=[Capability.SYNC_DISTRIBUTED],
+    partner_requires=[Capability.SYNC_DISTRIBUTED],
+    each="engine",
+)
+def trained_weights_arrive_by_a_group(subject: Subject) -> None:
+    """After each step and sync by distributed, the rollout engine draws from the weights that the train engine has.
+
+    Why: weights of the step before, of some tensors only, or a version that one side counts by itself
+    (verl #7014, #5801, AReaL #941, prime-rl #1901).
+    Look at: `I12.distributed` for the sender and `I12.receive-distributed` for the receiver; this one needs both.
+    """
+    _verify_pair(subject, "distributed")
+
+
+def _verify_pair(subject: Subject, method: SyncMethod) -> None:
+    __tracebackhide__ = True
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)
     for version, bucket_bytes in ((1, 1 << 28), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        sync_weights(group, engine, _meta(subject, version, bucket_bytes, verify=True), 120)
+        sync_weights(group, engine, _meta(subject, method, version, bucket_bytes, verify=True), 120)
         found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
         carried = {number for response in found for number in response.versions}
         subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")

@@ -1,4 +1,4 @@
-"""The other end of a weight sync by ``tensor``: a receiver and a sender that are no engine."""
+"""The other end of a weight sync by ``tensor`` or ``distributed``: a receiver and a sender that are no engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_stream import abandon, receiving, send_tensors
+from core_rl.engines.weight_stream import abandon, send_tensors
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.pools import CALL_TIMEOUT_S
+from core_rl_conformance.reference.taking import taking
 
 __all__ = ["Caught", "caught", "sent", "tensors_of"]
 
@@ -49,8 +50,8 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
 
 
 def _catch(meta: WeightUpdateMeta) -> Caught:
-    with receiving(meta, CALL_TIMEOUT_S) as received:
-        buckets = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
+    with taking(meta, CALL_TIMEOUT_S) as received:
+        buckets = list(received)
     return Caught(
         tensors={name: tensor for bucket in buckets for name, tensor in bucket},
         buckets=tuple(tuple(name for name, _ in bucket) for bucket in buckets),

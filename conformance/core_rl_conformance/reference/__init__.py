@@ -27,6 +27,7 @@ SPEC = EngineSpec(
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
         }
     ),
     description="The plain Hugging Face model, one sequence at a time: slow, simple, and the one to compare with",
@@ -46,6 +47,7 @@ ROLLOUT_SPEC = EngineSpec(
             Capability.RELEASE_MEMORY,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
         }
     ),
     description="The plain Hugging Face model in this process, through generate()",

@@ -26,20 +26,20 @@ from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.engines.named_tensors import TensorDict, check_source
 from core_rl.engines.process_group import pick_device
-from core_rl.engines.weight_stream import receiving
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.models.build import build_model
 from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.reference.config import ReferenceRolloutConfig
 from core_rl_conformance.reference.sampling import Answer, generate
+from core_rl_conformance.reference.taking import taking
 
 __all__ = ["ReferenceRolloutEngine"]
 
 _Row = TypeVar("_Row")
 
 RECEIVE_TIMEOUT_S = 300.0
-"""How long an update by ``tensor`` waits for its sender."""
+"""How long an update by ``tensor`` or ``distributed`` waits for its sender."""
 
 
 class ReferenceRolloutEngine(InferenceEngine):
@@ -151,9 +151,9 @@ class ReferenceRolloutEngine(InferenceEngine):
         if meta.method == "disk":
             self._worker.submit(self._install_from_disk, meta).result()
             return
-        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+        with taking(meta, RECEIVE_TIMEOUT_S) as buckets:
             # Requests go on under the old weights until all of the new ones are here.
-            tensors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
+            tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
             self._worker.submit(self._install_tensors, tensors, meta.version).result()
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:

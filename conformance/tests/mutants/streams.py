@@ -1,4 +1,4 @@
-"""Engines that lose or mix up weights which go from one to the other in buckets of memory."""
+"""Engines that lose or mix up weights which go from one to the other in buckets, through memory or a process group."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch import Tensor
 
 from core_rl.engines.meta import TensorKind, WeightUpdateMeta
 from core_rl.engines.named_tensors import NamedTensors
-from core_rl.engines.weight_stream import receiving, send_tensors
+from core_rl.engines.weight_stream import send_tensors
 from core_rl_conformance.reference import ROLLOUT_SPEC
 from core_rl_conformance.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutEngine
+from core_rl_conformance.reference.taking import taking
 from core_rl_conformance.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 
 
 class SendsItself(ReferenceEngine):
-    """Sends by tensor what `_sent` yields."""
+    """Sends what `_sent` yields."""
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """The weights."""
@@ -68,6 +69,21 @@ class SendsTheStepBefore(SendsItself):
         yield from before
 
 
+class BroadcastsInAnotherOrder(SendsItself):
+    """Tensors are announced by name and broadcast by size."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        whole = [(name, tensor.clone()) for name, tensor in super()._sent()]
+        last: dict[tuple[int, ...], Tensor] = {}
+        for name, tensor in whole:  # among equal shapes, nobody notices
+            yield name, last.get(tuple(tensor.shape), tensor)
+            last[tuple(tensor.shape)] = tensor
+
+
+class BroadcastsTheStepBefore(SendsTheStepBefore):
+    """What is broadcast was gathered for the update before."""
+
+
 class SendsTheStepBeforeToo(SendsTheStepBefore):
     """The same, for the check of a pair."""
 
@@ -97,7 +113,7 @@ class LabelsAsItReceives(ReferenceRolloutEngine):
     """The version changes when the first tensors arrive."""
 
     def _update_weights(self, meta: WeightUpdateMeta) -> None:
-        if meta.method == "tensor":
+        if meta.method != "disk":
             self._served_version = meta.version
         super()._update_weights(meta)
 
@@ -106,16 +122,24 @@ class InstallsAsItComes(ReferenceRolloutEngine):
     """Each bucket is copied into the weights that serve."""
 
     def _update_weights(self, meta: WeightUpdateMeta) -> None:
-        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+        with taking(meta, RECEIVE_TIMEOUT_S) as received:
             held = dict(self._model.named_parameters())
             whole = {}
             for bucket in received:
                 with torch.no_grad():
                     for name, tensor in bucket:
-                        whole[name] = tensor.clone()
+                        whole[name] = tensor
                         if tensor.shape == held[name].shape:
                             held[name].copy_(tensor)
             self._worker.submit(self._install_tensors, whole, meta.version).result()
+
+
+class MissesTheLastBroadcasts(TakesFirstBuckets):
+    """The last tensors of a group's update do not arrive."""
+
+
+class InstallsAsItIsBroadcast(InstallsAsItComes):
+    """Each broadcast is copied into the weights that serve."""
 
 
 SENT, RECEIVED = "I12.tensor", "I12.receive-tensor"
@@ -161,6 +185,31 @@ MUTANTS = (
     Mutant(
         engine=InstallsAsItComes,
         killed_by="I12.broken-stream",
+        issue="a trainer that dies in the middle of an update (I12)",
+        says="after an update that breaks off",
+    ),
+    Mutant(
+        engine=BroadcastsInAnotherOrder,
+        killed_by="I12.distributed",
+        issue="AReaL #941: ranks that do not agree on the order of tensors",
+        says="parameters sent after step 1",
+    ),
+    Mutant(
+        engine=BroadcastsTheStepBefore,
+        killed_by="I12.sync-distributed",
+        issue="verl #7014",
+        says="generated after sync 2",
+        partner=ROLLOUT_SPEC,
+    ),
+    Mutant(
+        engine=MissesTheLastBroadcasts,
+        killed_by="I12.receive-distributed",
+        issue="verl #5801: some of the tensors",
+        says="log-probs by the weights whose version tokens carry|after the update to version 1",
+    ),
+    Mutant(
+        engine=InstallsAsItIsBroadcast,
+        killed_by="I12.broken-group",
         issue="a trainer that dies in the middle of an update (I12)",
         says="after an update that breaks off",
     ),

@@ -32,6 +32,7 @@ CAPABILITIES = frozenset(
         C.PORTABLE_CHECKPOINT,
         C.SYNC_DISK,
         C.SYNC_TENSOR,
+        C.SYNC_DISTRIBUTED,
     }
 )
 DP1 = ParallelLayout()

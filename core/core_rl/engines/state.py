@@ -114,7 +114,7 @@ class EngineState(EnginePasses):
         guards.require_sync(self.spec, meta.method)
         if meta.method == "disk":
             self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
-        elif meta.method == "tensor":
+        elif meta.method in ("tensor", "distributed"):
             from core_rl.engines.weight_stream import send_weights
 
             with self._onloaded("model"):

@@ -1,13 +1,18 @@
-"""Weights on their way from a train engine to an inference engine on the same machine (``method="tensor"``).
+"""Weights on their way from a train engine to an inference engine (``method="tensor"``, ``"distributed"``).
 
 The receiver opens a socket and writes its name to the file `WeightUpdateMeta.path`; the rank that writes exports
 connects to it, and passes the tensors in buckets of shared memory, of which two at most are under way.
 Neither side knows what the other one is.
+
+By ``distributed`` the sender also broadcasts each bucket to the ranks of servers, wherever they run, as soon as the
+receiver has looked at it; the receiver is still on the sender's machine. Where that group breaks, the buckets in
+shared memory are what the receiver has to go on with.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 import shutil
@@ -28,6 +33,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from core_rl.checkpoint.agreement import describe, on_all
 from core_rl.engines.meta import TensorKind, WeightUpdateMeta
 from core_rl.engines.state import EngineState
+from core_rl.engines.weight_group import GroupAddress, Invitation, Seats, WeightGroup
 from core_rl.errors import ConfigError, CoreRLError, WeightsError
 from core_rl.launch.messages import Channel
 
@@ -41,6 +47,8 @@ __all__ = [
     "send_weights",
 ]
 
+logger = logging.getLogger(__name__)
+
 Bucket = list[tuple[str, Tensor]]
 """Tensors with their names, as views of one piece of shared memory."""
 MEET_S = 300.0
@@ -49,6 +57,7 @@ ANSWER_S = 1800.0
 """How long either side waits for the other one between two messages."""
 ALIGNMENT = 64
 POLL_S = 0.02
+CPU = torch.device("cpu")
 
 
 # ------------------------------------------------------------------- sending
@@ -62,18 +71,26 @@ def send_weights(engine: EngineState, meta: WeightUpdateMeta) -> None:
     kinds: tuple[TensorKind, ...] = ("params", "buffers") if engine.tensor_shapes("buffers") else ("params",)
     stream = (item for kind in kinds for item in engine.named_tensors(kind))
     subject = f"weights of version {meta.version} were not installed"
-    on_all(engine.world, lambda: send_tensors(stream, meta, sends=engine.is_writer), subject, WeightsError)
+    sends, device = engine.is_writer, engine.device
+    on_all(
+        engine.world, lambda: send_tensors(stream, meta, sends=sends, device=device), subject, WeightsError
+    )
 
 
 def send_tensors(
-    stream: Iterable[tuple[str, Tensor | None]], meta: WeightUpdateMeta, *, sends: bool = True
+    stream: Iterable[tuple[str, Tensor | None]],
+    meta: WeightUpdateMeta,
+    *,
+    sends: bool = True,
+    device: torch.device = CPU,
 ) -> None:
     """Send ``stream`` to whoever calls `receiving` with the same ``meta``; returns when it is installed there.
 
     The stream may be collective: it is consumed to its end on every rank, also after an error, and only the rank
-    where ``sends`` is true receives tensors and sends them. Raises `WeightsError` with the first error of this rank.
+    where ``sends`` is true receives tensors and sends them; by ``distributed`` it broadcasts from ``device``, with gloo
+    or nccl. Raises `WeightsError` with the first error of this rank.
     """
-    sender = _Sender(meta)
+    sender = _Sender(meta, device)
     failure: Exception | None = None
     try:
         failure = _failure_of(sender.connect) if sends else None
@@ -99,16 +116,30 @@ def _failure_of(step: Callable[[], None]) -> Exception | None:
 
 
 class _Sender:
-    def __init__(self, meta: WeightUpdateMeta) -> None:
+    def __init__(self, meta: WeightUpdateMeta, device: torch.device) -> None:
         self._meta = meta
+        self._device = device
         self._channel: Channel | None = None
+        self._group: WeightGroup | None = None
         self._bucket = _Filling(meta.bucket_bytes)
         self._unanswered = 0
 
     def connect(self) -> None:
         self._channel = Channel(_connected(_meeting_point(self._meta)))
         self._send("hello", self._meta.version)
-        self._answer("welcome")
+        (seats,) = self._answer("welcome")
+        if seats is not None:
+            self._invite(seats)
+
+    def _invite(self, seats: Seats) -> None:
+        invitation = Invitation(seats, self._device)
+        try:
+            self._send("group", invitation.address)
+            self._group = invitation.wait()
+        except WeightsError as error:
+            logger.warning("weights of version %d go on in memory: %s", self._meta.version, error)
+        finally:
+            invitation.close()
 
     def add(self, name: str, tensor: Tensor | None) -> None:
         if tensor is None:
@@ -123,9 +154,25 @@ class _Sender:
         if self._unanswered:
             self._answer("taken")
         digest = self._bucket.digest() if self._meta.verify else None
-        self._send("bucket", self._bucket.tensors, self._bucket.used, digest)
+        self._send("bucket", self._bucket.tensors, self._bucket.used, digest, self._group is not None)
         self._unanswered += 1
+        if self._group is not None:
+            self._answer("go")
+            self._broadcast(self._group)
         self._bucket = _Filling(self._meta.bucket_bytes)
+
+    def _broadcast(self, group: WeightGroup) -> None:
+        try:
+            for _, tensor in self._bucket.tensors:
+                group.broadcast(tensor)
+        except WeightsError as error:
+            logger.warning("weights of version %d go on in memory: %s", self._meta.version, error)
+            self._leave()
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def finish(self) -> None:
         self._flush()
@@ -135,6 +182,7 @@ class _Sender:
         self._answer("installed")
 
     def close(self, failure: str | None) -> None:
+        self._leave()
         if self._channel is not None:
             if failure is not None:
                 with suppress(OSError):
@@ -145,17 +193,20 @@ class _Sender:
         assert self._channel is not None
         self._channel.send(pickled_by_name(message), time.monotonic() + ANSWER_S)
 
-    def _answer(self, expected: str) -> None:
+    def _answer(self, expected: str) -> list[Any]:
+        """What the receiver says beside the word ``expected``."""
         assert self._channel is not None
         try:
-            kind, *rest = _received(self._channel)
+            message: list[Any] = [*_received(self._channel)]
         except (EOFError, TimeoutError, ConnectionError) as error:
             raise WeightsError(f"the receiver of the weights is gone: {describe(error)}") from error
+        kind, *rest = message
         if kind == "failed":
             raise WeightsError(f"the receiver refused the weights: {rest[0]}")
         if kind != expected:
             raise WeightsError(f"the receiver answered {kind!r} instead of {expected!r}")
         self._unanswered -= kind == "taken"
+        return rest
 
 
 class _Filling:
@@ -199,6 +250,10 @@ class ReceivedWeights:
     def __init__(self, channel: Channel, meta: WeightUpdateMeta) -> None:
         self._channel = channel
         self._meta = meta
+        self.group: GroupAddress | None = None
+        """By ``distributed``: the group that the sender waits for; whoever was promised a seat joins at once."""
+        self.broadcast = False
+        """Whether the bucket at hand comes by the group too, after `go`. Once it does not, none will."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """The buckets; the next one is asked for when the consumer comes back for it.
@@ -206,20 +261,27 @@ class ReceivedWeights:
         Raises `WeightsError` when the sender gives up or dies, and for a bucket that is not what was sent.
         """
         while (message := self._next())[0] != "end":
-            _, tensors, used, digest = message
+            _, tensors, used, digest, self.broadcast = message
             self._verify(tensors, used, digest)
             yield tensors
             with suppress(OSError):  # a sender that is gone may have said why, and that is read next
                 self.answer("taken")
 
-    def start(self) -> None:
+    def go(self) -> None:
+        """Let the sender broadcast the bucket at hand, tensor by tensor in its order; it waits for this."""
+        if self.broadcast:
+            self.answer("go")
+
+    def start(self, seats: Seats | None) -> None:
         """Exchange the first messages; raises `WeightsError` for weights of another version."""
         _, version = self._next()
         if version != self._meta.version:
             raise WeightsError(
                 f"the sender has weights of version {version}; {self._meta.version} was expected"
             )
-        self.answer("welcome")
+        self.answer("welcome", seats)
+        if seats is not None:
+            _, self.group = self._next()
 
     def _next(self) -> Any:
         try:
@@ -242,10 +304,14 @@ class ReceivedWeights:
 
 
 @contextmanager
-def receiving(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[ReceivedWeights]:
+def receiving(
+    meta: WeightUpdateMeta, timeout_s: float, seats: Callable[[], Seats | None] = lambda: None
+) -> Iterator[ReceivedWeights]:
     """What a sender with the same ``meta`` sends. Leaving the context tells it that the weights are installed.
 
-    An error in it is told to the sender as well. Raises `WeightsError` when no sender comes within ``timeout_s``.
+    ``seats()`` is asked when the sender is there: for ``distributed``, who is to join its group; with None the weights
+    come in memory alone. An error in the context is told to the sender as well. Raises `WeightsError` when no sender
+    comes within ``timeout_s``.
     """
     point = _meeting_point(meta)
     directory = Path(tempfile.mkdtemp(prefix="core-rl-"))  # a socket's name must be short
@@ -264,17 +330,19 @@ def receiving(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[ReceivedWeig
                 ) from error
             finally:
                 point.unlink(missing_ok=True)
-        with _answered(Channel(connection), meta) as received:
+        with _answered(Channel(connection), meta, seats) as received:
             yield received
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
-def _answered(channel: Channel, meta: WeightUpdateMeta) -> Iterator[ReceivedWeights]:
+def _answered(
+    channel: Channel, meta: WeightUpdateMeta, seats: Callable[[], Seats | None]
+) -> Iterator[ReceivedWeights]:
     received = ReceivedWeights(channel, meta)
     try:
-        received.start()
+        received.start(seats() if meta.method == "distributed" else None)
         yield received
         received.answer("installed")
     except BaseException as error:

@@ -56,8 +56,9 @@ class RolloutSection(Config):
     """Draw from this many of the most likely tokens; null keeps all."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """How long the answers to one batch of prompts may take."""
-    sync: Literal["disk", "tensor"] = "disk"
-    """How new weights reach the rollout engine: in files below ``output_dir``, or through shared memory."""
+    sync: Literal["disk", "tensor", "distributed"] = "disk"
+    """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory, or over a process
+    group with the ranks of its servers."""
     max_head_offpolicyness: int = Field(default=0, ge=0)
     """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
     answers are generated meanwhile, from weights that are at most this many versions older."""

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+ROOT = Path(__file__).parents[3]
+for directory in (Path(__file__).parents[1] / "tests", ROOT / "core" / "tests"):
+    sys.path.insert(0, str(directory))
+
+from sglang_support import API_KEY, build, tiny_model  # noqa: E402
+
+from core_rl_sglang.engine import SglangEngine  # noqa: E402
 
 
 def pytest_collection_modifyitems() -> None:
     """A missing environment is an error and no reason to skip."""
     if not os.environ.get("CORE_RL_SGLANG_PYTHON"):
         raise pytest.UsageError("set CORE_RL_SGLANG_PYTHON to the Python of an environment with SGLang")
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny models are."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def engine(root: Path) -> Iterator[SglangEngine]:
+    """One server for all tests that can do with what the others left of its weights."""
+    engine = build(tiny_model(root), api_key=API_KEY)
+    try:
+        engine.initialize()
+        yield engine
+    finally:
+        engine.destroy()

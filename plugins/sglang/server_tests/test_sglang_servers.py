@@ -10,15 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from sglang_support import tiny_model
+from sglang_support import build, tiny_model
 
-from core_rl import get_spec, load_config, load_engine
-from core_rl.config.base import parse_config
-from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.weight_stream import send_tensors
@@ -30,30 +26,6 @@ from core_rl_sglang.engine import SglangEngine
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
 LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
-
-
-def build(model: str, **options: Any) -> SglangEngine:
-    spec = get_spec("sglang")
-    values = {"model": {"path": model}, "device": "cpu", "options": options}
-    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
-    assert issubclass(engine_class, SglangEngine)
-    assert isinstance(config, InferenceEngineConfig)
-    return engine_class(spec, config)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def engine(root: Path) -> Iterator[SglangEngine]:
-    engine = build(tiny_model(root), api_key="a secret")
-    try:
-        engine.initialize()
-        yield engine
-    finally:
-        engine.destroy()
 
 
 def pid_of(engine: SglangEngine) -> int:
@@ -103,11 +75,37 @@ def asked(
     return asyncio.run(all_of_them())
 
 
-def test_a_server_that_is_killed_with_requests_in_flight_is_replaced(
-    engine: SglangEngine, root: Path
+def grouped(version: int, tmp_path: Path) -> WeightUpdateMeta:
+    point = str(tmp_path / "meet")
+    return WeightUpdateMeta(method="distributed", version=version, path=point, bucket_bytes=4096, verify=True)
+
+
+def test_a_group_that_breaks_off_leaves_the_old_weights(
+    engine: SglangEngine, root: Path, tmp_path: Path
 ) -> None:
-    new = tiny_model(root, seed=1)
-    engine.update_weights(WeightUpdateMeta(version=4, path=new)).result(60)
+    served, meta = engine.score(BATCH), grouped(3, tmp_path)
+    arrival = engine.update_weights(meta)
+
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(tensors_of(Path(tiny_model(root, seed=3))).items())[:6]
+        raise WeightsError("the trainer died")
+
+    with pytest.raises(WeightsError, match="the trainer died"):
+        send_tensors(dying(), meta)
+    with pytest.raises(WeightsError):
+        arrival.result(60)
+    assert engine.get_version() == 0
+    torch.testing.assert_close(engine.score(BATCH), served, atol=1e-6, rtol=0)
+
+
+def test_weights_come_by_a_group_and_a_killed_server_gets_them_from_here(
+    engine: SglangEngine, root: Path, tmp_path: Path
+) -> None:
+    new, meta = tiny_model(root, seed=1), grouped(4, tmp_path)
+    arrival = engine.update_weights(meta)
+    send_tensors(iter(tensors_of(Path(new)).items()), meta)
+    arrival.result(60)
+    require_serves(engine, new)
     before = pid_of(engine)
     found = asked(engine, 16, lambda: os.kill(before, signal.SIGKILL))
     assert len({response.rid for response in found}) == 16

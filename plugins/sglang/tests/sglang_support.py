@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,13 +11,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
+from torch import Tensor
 
 from core_rl import get_spec, load_config, load_engine
 from core_rl.config.base import parse_config
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.weight_group import GroupAddress, WeightGroup
+from core_rl.errors import WeightsError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_sglang.engine import SglangEngine
+
+API_KEY = "a secret"
+"""Of the server that tests on real ones share."""
+GROUP_CALLS = (
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+)
 
 Handler = Callable[[web.Request, dict[str, Any]], Any]
 
@@ -34,6 +48,10 @@ class Stub:
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.faults: dict[str, Handler] = {}
         self.version = "default"
+        self.paused = self.hold = False
+        self.group: WeightGroup | None = None
+        self.broadcast: dict[str, Tensor] = {}
+        """What came by a process group, by name."""
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
@@ -62,7 +80,13 @@ class Stub:
         """Close the port and all connections, as if the process had been killed; a new one knows nothing."""
         assert self._runner is not None
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
-        self.version = "default"
+        self.version, self.paused = "default", False
+        self._leave()
+
+    def _leave(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
 
     def close(self) -> None:
         self.stop()
@@ -81,13 +105,61 @@ class Stub:
                 return found  # type: ignore[no-any-return]
         if request.path == "/flush_cache":
             return web.Response(text="Cache flushed.\n")
+        if request.path == "/health" and self.paused:  # a real one waits for a token
+            return web.Response(status=503)
+        if request.path in GROUP_CALLS:
+            return await asyncio.to_thread(self._in_group, request.path, body)
+        if body.get("stream"):
+            return await self._streamed(request, body)
         return web.json_response(self._usual(request.path, body))
+
+    async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """The usual answer token by token, then as a whole; waits before the last token while ``hold`` is set."""
+        whole = self.generated(body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for count in range(1, len(whole["output_ids"])):
+            pairs = whole["meta_info"]["output_token_logprobs"][:count]
+            event = {"meta_info": {"finish_reason": None, "output_token_logprobs": pairs}}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        while self.hold:
+            await asyncio.sleep(0.01)
+        await response.write(f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n".encode())
+        return response
+
+    def _in_group(self, path: str, body: dict[str, Any]) -> web.Response:
+        try:
+            if path == "/init_weights_update_group":
+                address = GroupAddress(
+                    host=body["master_address"],
+                    port=body["master_port"],
+                    world_size=body["world_size"],
+                    name=body["group_name"],
+                    backend=body["backend"],
+                )
+                self.group = WeightGroup.join(address, body["rank_offset"], torch.device("cpu"))
+            elif path == "/destroy_weights_update_group":
+                self._leave()
+            else:
+                self._receive(body)
+        except WeightsError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        return web.json_response({"success": True, "message": ""})
+
+    def _receive(self, body: dict[str, Any]) -> None:
+        if self.group is None:
+            raise WeightsError("there is no group")
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.broadcast[name] = self.group.broadcast(tensor)
 
     def _usual(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/model_info":
             return {"model_path": self.model_path, "weight_version": self.version}
         if path == "/server_info":
             return {"tp_size": 1}
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/update_weights_from_disk":
@@ -122,6 +194,16 @@ def first(times: int, fault: Handler) -> Handler:
         return fault(request, body) if left[0] >= 0 else None
 
     return sometimes
+
+
+def build(model: str, dp: int = 1, **options: Any) -> SglangEngine:
+    """The engine of ``model``, for real servers."""
+    spec = get_spec("sglang")
+    values = {"model": {"path": model}, "layout": {"dp": dp}, "device": "cpu", "options": options}
+    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
+    assert issubclass(engine_class, SglangEngine)
+    assert isinstance(config, InferenceEngineConfig)
+    return engine_class(spec, config)
 
 
 def tiny_model(root: Path, seed: int = 0) -> str:

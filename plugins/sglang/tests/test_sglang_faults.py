@@ -8,10 +8,12 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 from sglang_support import Stub, connected, drop, first, stubs, tiny_model
 
@@ -21,6 +23,8 @@ from core_rl.engines.weight_stream import send_tensors
 from core_rl.errors import CoreRLError, EngineStateError, RolloutError, WeightsError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_sglang.answers import Piece
+from core_rl_sglang.engine import SglangEngine
 
 
 @pytest.fixture
@@ -292,3 +296,137 @@ def test_a_sender_that_breaks_off_is_told_of(tmp_path: Path) -> None:
             assert stub.bodies[-2][0] == "/update_weight_version"
             assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"]
             assert stub.calls["/update_weights_from_disk"] == 1, "the weights of before"
+
+
+def test_a_server_that_somebody_left_paused_is_taken_over(stub: Stub) -> None:
+    stub.paused = True
+    with connected([stub], start_timeout_s=2.0) as engine:
+        assert answer(engine, request())[0].output_ids == (7,) * 4
+
+
+def test_a_connection_that_breaks_at_a_pause_leaves_nobody_paused(stub: Stub, tmp_path: Path) -> None:
+    def pause_and_drop(request: web.Request, body: Any) -> None:
+        stub.paused = True
+        drop(request, body)
+
+    new = tiny_model(tmp_path, seed=1)
+    stub.faults["/pause_generation"] = first(1, pause_and_drop)
+    with connected([stub], start_timeout_s=2.0) as engine:
+        engine.pause()
+        engine.update_weights(WeightUpdateMeta(version=2, path=new)).result(20)
+        assert stub.paused
+        engine.resume()
+        assert answer(engine, request())[0].versions == (2,) * 4
+        assert not stub.paused
+
+
+def grouped(tmp_path: Path, version: int = 3) -> WeightUpdateMeta:
+    point = str(tmp_path / "meet")
+    return WeightUpdateMeta(method="distributed", version=version, path=point, bucket_bytes=4096)
+
+
+def require_broadcast(stub: Stub, tensors: dict[str, torch.Tensor]) -> None:
+    assert stub.broadcast.keys() == tensors.keys()
+    assert all(torch.equal(stub.broadcast[name], value) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_group_reaches_every_server_and_a_later_one(tmp_path: Path, count: int) -> None:
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    with stubs(tmp_path, count) as made, connected(made) as engine:
+        meta = grouped(tmp_path)
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta)
+        arrival.result(20)
+        for stub in made:
+            require_broadcast(stub, tensors)
+            assert stub.version == "3"
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"] == 1
+            assert stub.group is None, "it has left"
+        made[0].stop()
+        made[0].broadcast = {}
+        made[0].start()
+        answer(engine, *(request(1, number) for number in range(8)))
+        engine.set_version(3)  # waits for servers on their way back
+        if made[0].calls["/init_weights_update_group"] > 1:
+            require_broadcast(made[0], tensors)
+
+
+def test_a_server_that_dies_in_a_group_holds_up_nobody(tmp_path: Path) -> None:
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        meta = grouped(tmp_path)
+
+        def die(request: web.Request, body: Any) -> None:
+            made[1]._leave()
+            drop(request, body)
+
+        made[1].faults["/update_weights_from_distributed"] = first(1, die)
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta)
+        arrival.result(30)
+        assert engine.get_version() == 3
+        for stub in made:
+            require_broadcast(stub, tensors)
+            assert stub.version == "3"
+
+
+def test_a_sender_that_breaks_off_in_a_group_is_told_of(tmp_path: Path) -> None:
+    tensors = list(tensors_of(Path(tiny_model(tmp_path, seed=1))).items())
+
+    def breaking_off() -> Iterator[tuple[str, Any]]:
+        yield from tensors[:6]
+        raise WeightsError("the trainer died")
+
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        meta = grouped(tmp_path)
+        arrival = engine.update_weights(meta)
+        with pytest.raises(WeightsError, match="the trainer died"):
+            send_tensors(breaking_off(), meta)
+        with pytest.raises(WeightsError):
+            arrival.result(20)
+        assert engine.get_version() == 0
+        for stub in made:
+            assert stub.version == "0"
+            assert stub.group is None
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"]
+            assert stub.calls["/update_weights_from_disk"] == 1, "the weights of before"
+
+
+async def streamed(engine: InferenceEngine, count: int | None = None) -> list[Piece | LLMResponse]:
+    """What a streamed answer consists of, or its first ``count`` parts."""
+    assert isinstance(engine, SglangEngine)
+    found: list[Piece | LLMResponse] = []
+    async with aclosing(engine.astream(request(max_new_tokens=9))) as parts:
+        async for part in parts:
+            found.append(part)
+            if len(found) == count:
+                break
+    return found
+
+
+def test_a_streamed_answer_comes_in_pieces_and_as_a_whole(stub: Stub) -> None:
+    stub.faults["/generate"] = first(1, drop)
+    with connected([stub]) as engine:
+        *pieces, answer = asyncio.run(streamed(engine))
+    assert isinstance(answer, LLMResponse)
+    assert answer.output_ids == (7,) * 9
+    assert [piece.output_ids for piece in pieces] == [(7,)] * 8
+    assert [piece.logprobs for piece in pieces] == [(-0.5,)] * 8
+
+
+def test_a_stream_that_is_closed_is_aborted(stub: Stub) -> None:
+    stub.hold = True
+    with connected([stub]) as engine:
+        assert len(asyncio.run(streamed(engine, 3))) == 3
+        wait_for(lambda: stub.calls["/abort_request"] == 1)
+        stub.hold = False
+    aborted = next(body for path, body in stub.bodies if path == "/abort_request")
+    assert aborted == {"rid": generations(stub)[0]["rid"]}
+
+
+@pytest.mark.parametrize("event", [b"data: 1\n\n", b"data: {\n\n", b""])
+def test_a_stream_of_nonsense_is_an_error(stub: Stub, event: bytes) -> None:
+    stub.faults["/generate"] = lambda _request, _body: web.Response(body=event)
+    with connected([stub], retries=0) as engine, pytest.raises(RolloutError, match=stub.address):
+        asyncio.run(streamed(engine))

@@ -24,6 +24,7 @@ SPEC = EngineSpec(
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
         }
     ),
     description="Replicated weights, gradients added up over ranks",

@@ -32,6 +32,7 @@ SPEC = EngineSpec(
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
         }
     ),
     description="PyTorch FSDP2 (fully_shard) over Hugging Face models, packed, on CPU and CUDA",

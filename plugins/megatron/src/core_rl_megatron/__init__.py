@@ -33,6 +33,7 @@ SPEC = EngineSpec(
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
         }
     ),
     description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, CPU and CUDA",

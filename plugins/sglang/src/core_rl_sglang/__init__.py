@@ -20,6 +20,7 @@ SPEC = EngineSpec(
             Capability.TOP_LOGPROBS,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
             Capability.PAUSE,
             Capability.RELEASE_MEMORY,
             Capability.LAUNCH_SERVER,

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from core_rl.errors import RolloutError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams, StopReason
 
-__all__ = ["StaleServer", "generation_body", "to_response"]
+__all__ = ["Piece", "StaleServer", "generation_body", "next_piece", "to_response"]
 
 
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Tokens of an answer that goes on, and their log-probs."""
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 class StaleServer(RolloutError):
@@ -65,6 +74,24 @@ def to_response(request: LLMRequest, answer: Any, eos: Collection[int], address:
             f"SGLang server {address} gave an answer to request {request.rid} that cannot be read "
             f"({type(error).__name__}: {error}): {str(answer)[:300]}"
         ) from error
+
+
+def next_piece(event: Any, seen: int, address: str) -> Piece | None:
+    """What an event of a streamed answer adds to ``seen`` tokens; None for the last event, which is the answer.
+
+    Raises `RolloutError` for an event that is none.
+    """
+    try:
+        meta = event["meta_info"]
+        if meta["finish_reason"] is not None:
+            return None
+        pairs = meta.get("output_token_logprobs", [])[seen:]
+        ids, logprobs = tuple(token for _, token, _ in pairs), tuple(float(value) for value, _, _ in pairs)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RolloutError(
+            f"SGLang server {address} streamed something that cannot be read ({error!r}): {str(event)[:300]}"
+        ) from error
+    return Piece(output_ids=ids, logprobs=logprobs)
 
 
 def _response(request: LLMRequest, answer: Any, eos: Collection[int], address: str) -> LLMResponse:

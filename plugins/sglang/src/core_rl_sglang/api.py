@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import aiohttp
@@ -62,16 +62,37 @@ class Api:
         """``POST path``, whose answer is some text that says nothing; see `post`."""
         await self._content("POST", path, body, timeout_s)
 
+    async def events(self, path: str, body: Mapping[str, Any], timeout_s: float) -> AsyncGenerator[Any]:
+        """The JSON of each server-sent event of the answer to ``POST path``; closing it breaks the connection.
+
+        Raises as `post` does; ``timeout_s`` is for all of them together.
+        """
+        what, limit = self._named("POST", path), aiohttp.ClientTimeout(total=timeout_s)
+        call = self._session.post(self._url + path, json=body, headers=self._headers, timeout=limit)
+        try:
+            async with call as answer:
+                if answer.status != 200:
+                    content = await answer.read()
+                    raise Refused(
+                        f"{what} was answered with status {answer.status}: {_reason(content)}", answer.status
+                    )
+                async for content in _event_data(answer.content):
+                    yield self._parsed(content, what)
+        except TimeoutError as error:
+            raise ServerTimeout(f"{what} was not answered within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         content = await self._content(method, path, body, timeout_s)
-        if not content:
-            return None
+        return self._parsed(content, self._named(method, path)) if content else None
+
+    @staticmethod
+    def _parsed(content: bytes, what: str) -> Any:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise Refused(
-                f"{self._named(method, path)} was answered with something that is no JSON: {_shown(content)}"
-            ) from error
+            raise Refused(f"{what} was answered with something that is no JSON: {_shown(content)}") from error
 
     def _named(self, method: str, path: str) -> str:
         return f"SGLang server {self.address}: {method} {path}"
@@ -92,6 +113,19 @@ class Api:
         if status != 200:
             raise Refused(f"{what} was answered with status {status}: {_reason(content)}", status)
         return content
+
+
+async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """The data of each event before the last, which says that there are no more. Events may be of any size."""
+    rest = b""
+    async for chunk in stream.iter_any():
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            if data:
+                yield data
 
 
 def _reason(content: bytes) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,14 +14,18 @@ import aiohttp
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.engines import inference_guards
 from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.engines.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.engines.named_tensors import check_shapes
 from core_rl.engines.process_group import pick_device
-from core_rl.engines.weight_stream import receiving
+from core_rl.engines.weight_stream import ReceivedWeights, receiving
 from core_rl.errors import ConfigError, LayoutError, WeightsError
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl_sglang.answers import Piece
+from core_rl_sglang.broadcasts import BroadcastWeights
+from core_rl_sglang.calls import Requests
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.fleet import Fleet, make_api
 from core_rl_sglang.model import ServedModel
@@ -34,6 +39,8 @@ __all__ = ["SglangEngine"]
 _Result = TypeVar("_Result")
 
 SENT = "the weights that were sent"
+KEEP_ALIVE_S = 2.0
+"""An idle connection is closed here before a server does it, after 5 s: a request on its way would be lost."""
 
 
 class SglangEngine(InferenceEngine):
@@ -102,7 +109,8 @@ class SglangEngine(InferenceEngine):
         servers = [own.get(a) or Server(make_api(a, self._session, options), None, None) for a in addresses]
         self._fleet = self._wait(_fleet(options, servers, self._session))
         self._wait(self._fleet.connect(DiskWeights(self._model.path, 0)))
-        self._scorer = Scorer(self._fleet, self._model.limits.vocab_size)
+        self._requests = Requests(self._fleet)
+        self._scorer = Scorer(self._requests, self._model.limits.vocab_size, options.request_timeout_s)
         return self._model.limits
 
     def _open_loop(self) -> None:
@@ -135,8 +143,30 @@ class SglangEngine(InferenceEngine):
     # -------------------------------------------------------------- requests
 
     async def _agenerate(self, request: LLMRequest) -> LLMResponse:
-        assert self._fleet is not None
-        return await asyncio.wrap_future(self._run(self._fleet.generate(request, self._model.eos)))
+        return await asyncio.wrap_future(self._run(self._requests.generate(request, self._model.eos)))
+
+    async def astream(self, request: LLMRequest) -> AsyncGenerator[Piece | LLMResponse]:
+        """The pieces of an answer as they come, and last the answer itself, whose tokens are what counts.
+
+        Closing the generator before its end aborts the request. See `InferenceEngine.agenerate` for what is raised;
+        a server that is lost after the first piece is an error.
+        """
+        self._require_serving("astream()")
+        inference_guards.check_request(request, self._limits)
+        parts: asyncio.Queue[Piece | LLMResponse | None] = asyncio.Queue()
+        here = asyncio.get_running_loop()
+
+        def put(part: Piece | LLMResponse | None) -> None:
+            here.call_soon_threadsafe(parts.put_nowait, part)
+
+        running = self._run(_pumped(self._requests.stream(request, self._model.eos), put))
+        try:
+            with self._counted():
+                while (part := await parts.get()) is not None:
+                    yield part
+                running.result()
+        finally:
+            running.cancel()
 
     def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         return self._wait(self._scorer.score(batch, temperature))
@@ -155,27 +185,37 @@ class SglangEngine(InferenceEngine):
 
     def _receive(self, fleet: Fleet, meta: WeightUpdateMeta) -> None:
         """Pass on what a train engine sends; servers go on computing until the first of it is here."""
-        with receiving(meta, self.config.options.update_timeout_s) as received:
-            weights = self._wait(_tensor_weights(meta.version))
-            installing: Future[None] | None = None
-            missing = dict(self._model.shapes)
+        limit_s = self.config.options.update_timeout_s
+        weights = self._wait(_kept(meta))
+        with receiving(meta, limit_s, lambda: weights.seats(self._wait(fleet.settled()))) as received:
+            if received.group is not None:
+                self._wait(weights.invite(received.group, limit_s))
             try:
-                for bucket in received:
-                    found = {name: tuple(tensor.shape) for name, tensor in bucket}
-                    # A server may die of a wrong shape.
-                    check_shapes(found, {name: missing.pop(name) for name in found if name in missing}, SENT)
-                    installing = installing or self._run(fleet.install(weights))
-                    self._wait(weights.add(bucket))
-                check_shapes({}, missing, SENT)
-            except BaseException as error:
-                # Servers that have taken a part are paused in the middle of it.
-                self._wait(weights.finish(WeightsError(f"the update broke off: {error}")))
-                if installing is not None:
-                    installing.exception()
-                raise
-            self._wait(weights.finish())
-            assert installing is not None
-            installing.result()
+                self._pass_on(fleet, weights, received)
+            finally:
+                self._wait(weights.dismiss())
+
+    def _pass_on(self, fleet: Fleet, weights: TensorWeights, received: ReceivedWeights) -> None:
+        installing: Future[None] | None = None
+        missing = dict(self._model.shapes)
+        try:
+            for bucket in received:
+                found = {name: tuple(tensor.shape) for name, tensor in bucket}
+                # A server may die of a wrong shape.
+                check_shapes(found, {name: missing.pop(name) for name in found if name in missing}, SENT)
+                installing = installing or self._run(fleet.install(weights))
+                received.go()
+                self._wait(weights.add(bucket, broadcast=received.broadcast))
+            check_shapes({}, missing, SENT)
+        except BaseException as error:
+            # Servers that have taken a part are paused in the middle of it.
+            self._wait(weights.finish(WeightsError(f"the update broke off: {error}")))
+            if installing is not None:
+                installing.exception()
+            raise
+        self._wait(weights.finish())
+        assert installing is not None
+        installing.result()
 
     def _set_version(self, version: int) -> None:
         assert self._fleet is not None
@@ -200,14 +240,26 @@ class SglangEngine(InferenceEngine):
         self._wait(self._fleet.resume_memory())
 
 
+async def _pumped(
+    stream: AsyncGenerator[Piece | LLMResponse], put: Callable[[Piece | LLMResponse | None], None]
+) -> None:
+    """Put all that ``stream`` yields, and None at its end or failure."""
+    try:
+        async with aclosing(stream):
+            async for part in stream:
+                put(part)
+    finally:
+        put(None)
+
+
 async def _session() -> aiohttp.ClientSession:
     """Made on the loop that it belongs to; any number of requests at one time, each with a limit of its own."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
-async def _tensor_weights(version: int) -> TensorWeights:
-    return TensorWeights(version)
+async def _kept(meta: WeightUpdateMeta) -> TensorWeights:
+    return (BroadcastWeights if meta.method == "distributed" else TensorWeights)(meta.version)
 
 
 async def _fleet(options: Any, servers: list[Server], session: aiohttp.ClientSession) -> Fleet:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 
-from core_rl.errors import EngineStateError, RolloutError, WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse
-from core_rl_sglang.answers import StaleServer, generation_body, to_response
+from core_rl.errors import RolloutError, WeightsError
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl_sglang.config import SglangOptions
 from core_rl_sglang.router import PrefixRouter
@@ -20,11 +17,8 @@ from core_rl_sglang.weights import Weights
 
 __all__ = ["Fleet"]
 
-_Answer = TypeVar("_Answer")
-
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.1
 FRESH = "default"
 """The version label of a server that was given no weights since it started."""
 
@@ -44,7 +38,7 @@ class Fleet:
         self._weights_lock = asyncio.Lock()
         self._weights: Weights | None = None
         self._paused = False
-        self._closing = False
+        self.closing = False
         self._aborts: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ life cycle
@@ -61,7 +55,6 @@ class Fleet:
 
     async def _bring_up_to_date(self, server: Server, weights: Weights) -> None:
         path, label = await server.served()
-        await server.go_on(PROBE_TIMEOUT_S)  # whoever had it before may have left it paused
         # Only a fresh server is known to serve what its path says.
         if label != FRESH or path != weights.origin:
             await server.pause("retract", self.options.update_timeout_s)
@@ -75,10 +68,12 @@ class Fleet:
         async with self._changed:
             server.ready, server.failure = True, None
             self._changed.notify_all()
+        if not self._paused:  # any more: whoever resumed meanwhile did not count this server
+            await self._order(server, server.go_on(PROBE_TIMEOUT_S))
 
     async def close(self) -> None:
         """Give up what is in flight and free the connections; processes are not stopped here."""
-        self._closing = True
+        self.closing = True
         for server in self.servers:
             if server.recovery is not None:
                 server.recovery.cancel()
@@ -88,53 +83,8 @@ class Fleet:
 
     # -------------------------------------------------------------- requests
 
-    async def generate(self, request: LLMRequest, eos: Collection[int]) -> LLMResponse:
-        """The answer to ``request``, from whichever server; asked again where a server is lost on the way."""
-
-        async def ask(server: Server, rid: str) -> LLMResponse:
-            body = generation_body(request, rid)
-            answer = await server.api.post("/generate", body, self.options.request_timeout_s)
-            return to_response(request, answer, eos, server.address)
-
-        return await self.call(request.rid, request.input_ids, ask)
-
-    async def call(
-        self, rid: str, ids: Sequence[int], ask: Callable[[Server, str], Awaitable[_Answer]]
-    ) -> _Answer:
-        """``ask(server, rid)``, again with another name and perhaps another server if the connection breaks.
-
-        The attempt before is forgotten by the server, so that one call gives one sample.
-        """
-        try:
-            return await self._attempts(rid, ids, ask)
-        except (asyncio.CancelledError, Unreachable):
-            if self._closing:
-                raise EngineStateError("the engine was destroyed while this request was in flight") from None
-            raise
-
-    async def _attempts(
-        self, rid: str, ids: Sequence[int], ask: Callable[[Server, str], Awaitable[_Answer]]
-    ) -> _Answer:
-        pause_s = FIRST_PAUSE_S
-        for left in range(self.options.retries, -1, -1):
-            server = await self._pick(ids)
-            # A server aborts every request whose name begins so.
-            own = f"{rid}-{left}-"
-            try:
-                with server.busy():
-                    return await ask(server, own)
-            except (Unreachable, StaleServer) as error:
-                self._lost(server, error)
-                if not left or self._closing:
-                    raise
-                await asyncio.sleep(pause_s)
-                pause_s *= 2
-            except (asyncio.CancelledError, ServerTimeout):
-                self._abort(server, own)
-                raise
-        raise AssertionError("the last attempt returns or raises")
-
-    async def _pick(self, ids: Sequence[int]) -> Server:
+    async def pick(self, ids: Sequence[int]) -> Server:
+        """The server for a prompt, when one is there; `RolloutError` when none is left."""
         try:
             async with asyncio.timeout(self.options.start_timeout_s), self._changed:
                 await self._changed.wait_for(lambda: any(s.ready for s in self.servers) or self._gone())
@@ -153,17 +103,18 @@ class Fleet:
     def _names(self) -> str:
         return ", ".join(server.address for server in self.servers)
 
-    def _abort(self, server: Server, rid: str) -> None:
-        if not self._closing:
+    def abort(self, server: Server, rid: str) -> None:
+        """Have ``server`` forget a request; nobody waits for that."""
+        if not self.closing:
             task = asyncio.ensure_future(server.abort(rid))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
     # -------------------------------------------------------------- recovery
 
-    def _lost(self, server: Server, error: BaseException) -> None:
+    def lost(self, server: Server, error: BaseException) -> None:
         """See to it that ``server`` comes back; it gets no requests until then."""
-        if server.ready and not self._closing:
+        if server.ready and not self.closing:
             logger.warning("lost an SGLang server: %s", error)
             server.ready = False
             self._router.forget(server.address)
@@ -219,7 +170,7 @@ class Fleet:
                 weights.discard()
                 for server, error in zip(present, restored, strict=True):
                     if error is not None:
-                        self._lost(server, error)
+                        self.lost(server, error)
                 raise WeightsError(
                     f"the weights of version {weights.version} were refused: {refused[0]}"
                 ) from refused[0]
@@ -227,10 +178,15 @@ class Fleet:
             before.discard()
         for server, error in zip(present, results, strict=True):
             if error is not None:
-                self._lost(server, error)
+                self.lost(server, error)
         await self._settled()
         if not any(server.ready for server in self.servers):
             raise WeightsError(f"no server is left: {self.servers[0].failure}") from self.servers[0].failure
+
+    async def settled(self) -> list[Server]:
+        """The servers that serve, after those on their way back have come."""
+        await self._settled()
+        return self._present()
 
     async def _settled(self) -> None:
         """Wait for servers that are on their way back."""
@@ -265,7 +221,7 @@ class Fleet:
         async with self._weights_lock:
             assert self._weights is not None
             self._weights.version = version
-            await asyncio.gather(*(server.label(version) for server in self._present()))
+            await self._on_present(lambda server: server.label(version))
 
     # ------------------------------------------------------- pause and memory
 
@@ -273,13 +229,22 @@ class Fleet:
         """Interrupt what is in flight."""
         self._paused = True
         limit_s = self.options.update_timeout_s
-        await asyncio.gather(*(server.pause("retract", limit_s) for server in self._present()))
+        await self._on_present(lambda server: server.pause("retract", limit_s))
 
     async def resume(self) -> None:
         """Go on with it."""
         self._paused = False
-        limit_s = self.options.update_timeout_s
-        await asyncio.gather(*(server.go_on(limit_s) for server in self._present()))
+        await self._on_present(lambda server: server.go_on(self.options.update_timeout_s))
+
+    async def _on_present(self, order: Callable[[Server], Awaitable[None]]) -> None:
+        """Give an order to all servers; one that cannot be reached is lost, and gets it when it is back."""
+        await asyncio.gather(*(self._order(server, order(server)) for server in self._present()))
+
+    async def _order(self, server: Server, order: Awaitable[None]) -> None:
+        try:
+            await order
+        except Unreachable as error:
+            self.lost(server, error)
 
     async def release_memory(self) -> None:
         """Give the accelerator's memory back."""

@@ -92,7 +92,12 @@ class ServerProcess:
         self, python: str, arguments: Sequence[str], api_key: str | None, device: str, log: Path | None
     ) -> None:
         self._log = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115
-        environment = {**os.environ, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        environment = {
+            **os.environ,
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            # The client closes idle connections; a server that does would lose a request on its way.
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+        }
         if device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         # What is on the path of this process belongs to another environment.

@@ -15,7 +15,7 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.inference import TopLogprobs
 from core_rl.errors import RolloutError
-from core_rl_sglang.fleet import Fleet
+from core_rl_sglang.calls import Requests
 from core_rl_sglang.server import Server
 
 __all__ = ["Scorer"]
@@ -28,9 +28,10 @@ MOST_VALUES = 2**26
 class Scorer:
     """Asks for sequences as prompts without an answer."""
 
-    def __init__(self, fleet: Fleet, vocab_size: int) -> None:
-        self._fleet = fleet
+    def __init__(self, requests: Requests, vocab_size: int, timeout_s: float) -> None:
+        self._requests = requests
         self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
 
     async def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         """Log-probs, float32 ``[T]``.
@@ -94,11 +95,11 @@ class Scorer:
                     "logprob_start_len": 0,
                     "top_logprobs_num": k,
                 }
-                answer = await server.api.post("/generate", body, self._fleet.options.request_timeout_s)
+                answer = await server.api.post("/generate", body, self._timeout_s)
                 return _checked(answer, len(ids), k, server.address)
 
             async with gate:
-                return await self._fleet.call(uuid.uuid4().hex, ids, ask)
+                return await self._requests.call(uuid.uuid4().hex, ids, ask)
 
         return list(await asyncio.gather(*map(one, rows)))
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import NoReturn
 
 CPU_KERNELS = (
@@ -90,6 +91,8 @@ def die_with_parent() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second is its name in the workers that SGLang spawns
+    # Python looks for modules beside a script first, and what is there would hide the server's own.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     fill_gaps()
 
 if __name__ == "__main__":

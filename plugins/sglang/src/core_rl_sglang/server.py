@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from core_rl.engines.weight_group import GroupAddress
 from core_rl.engines.weight_stream import Bucket, pickled_by_name
 from core_rl.errors import RolloutError
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
@@ -55,7 +56,7 @@ class Server:
             self.in_flight -= 1
 
     async def wait_until_up(self, timeout_s: float) -> None:
-        """Return when the server answers; says every 10 s that it does not yet.
+        """Return when the server answers, and computes; says every 10 s that it does not yet.
 
         Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`.
         """
@@ -64,6 +65,8 @@ class Server:
             if self.process is not None:
                 self.process.require_alive(self.address)
             try:
+                # Its answer to /health is a generated token, for which a server that somebody paused would wait.
+                await self.go_on(PROBE_TIMEOUT_S)
                 await self.api.get("/health", PROBE_TIMEOUT_S)
                 return
             except (Unreachable, ServerTimeout, Refused) as error:
@@ -119,6 +122,36 @@ class Server:
         payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
         body = {"serialized_named_tensors": payloads, "flush_cache": False}
         await self.control("/update_weights_from_tensor", body, timeout_s)
+
+    async def join(self, group: GroupAddress, rank: int, timeout_s: float) -> None:
+        """Have its ranks join ``group``, the first of them as ``rank``; returns when all members are there."""
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self.control("/init_weights_update_group", body, timeout_s)
+
+    async def take_broadcast(self, bucket: Bucket, group: str, timeout_s: float) -> None:
+        """Copy into the weights what rank 0 of ``group`` broadcasts, which is ``bucket`` tensor by tensor."""
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": group,
+            "flush_cache": False,
+        }
+        await self.control("/update_weights_from_distributed", body, timeout_s)
+
+    async def leave(self, group: str) -> None:
+        """Leave ``group``: whoever waits for this server gets an error. One that cannot be reached has left."""
+        try:
+            await self.control("/destroy_weights_update_group", {"group_name": group}, PROBE_TIMEOUT_S)
+        except RolloutError as error:
+            logger.debug("the group %s was not left: %s", group, error)
 
     async def flush_cache(self, timeout_s: float) -> None:
         """Drop the keys and values of earlier weights."""

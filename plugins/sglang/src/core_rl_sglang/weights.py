@@ -7,6 +7,7 @@ import glob
 import os
 import shutil
 import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.engines.collectives import World
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.named_tensors import check_source
+from core_rl.engines.weight_group import GroupAddress, Seats
 from core_rl.engines.weight_stream import Bucket
 from core_rl.errors import WeightsError
 from core_rl_sglang.server import Server
@@ -126,7 +128,17 @@ class TensorWeights:
         self._taken: dict[Server, int] = {}
         """How many buckets each server has that is in the middle of taking them."""
 
-    async def add(self, bucket: Bucket) -> None:
+    def seats(self, servers: Sequence[Server]) -> Seats | None:
+        """What the trainer's rank has to know of ``servers``, which join its group; None without one."""
+        return None
+
+    async def invite(self, group: GroupAddress, timeout_s: float) -> None:
+        """Have the servers join ``group``."""
+
+    async def dismiss(self) -> None:
+        """Have servers leave that have no more use for the group."""
+
+    async def add(self, bucket: Bucket, *, broadcast: bool = False) -> None:
         """Offer a bucket; returns when no server is more than this one behind."""
         async with self._changed:
             self._buckets.append(bucket)
@@ -141,11 +153,17 @@ class TensorWeights:
             self._changed.notify_all()
 
     async def load(self, server: Server, timeout_s: float) -> None:
+        await self._pass_on(server, lambda bucket: server.take_tensors(bucket, timeout_s), timeout_s)
+
+    async def _pass_on(
+        self, server: Server, take: Callable[[Bucket], Awaitable[None]], timeout_s: float
+    ) -> None:
+        """Have ``server`` take all buckets, from the first on, as they come."""
         await server.control("/begin_weight_update", {}, timeout_s)
         self._taken[server] = 0
         try:
             while (bucket := await self._next(server)) is not None:
-                await server.take_tensors(bucket, timeout_s)
+                await take(bucket)
                 async with self._changed:
                     self._taken[server] += 1
                     self._changed.notify_all()

@@ -1,0 +1,184 @@
+"""Training runs with answers of real servers: what is served is what was trained, also where servers are killed."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_support as support
+from rich.console import Console
+from sglang_support import API_KEY, tiny_model
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.meta import SaveLoadMeta
+from core_rl.training import run_recipe
+from core_rl.training.loop import TrainingLoop
+from core_rl.training.roles import Roles
+from core_rl.training.rollouts import Rollouts
+from core_rl_conformance.bench import Bench
+from core_rl_conformance.inputs.data import ragged
+from core_rl_sglang.engine import SglangEngine
+
+STEPS, PROMPTS, GROUP = 3, 6, 3
+DATA = ragged(151, seed=5, lengths=(9, 1, 30, 17, 2))
+
+
+@pytest.fixture
+def start(root: Path, tmp_path: Path) -> Path:
+    """Prompts and a tokenizer for the model that servers have."""
+    start = support.make_start(tmp_path / "start")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(tiny_model(root), name), start / "model" / name)
+    return start
+
+
+def values(start: Path, output: Path, sglang: dict[str, Any], **rollout: Any) -> dict[str, Any]:
+    chosen = {"engine": "sglang", "sync": "tensor", "prompts_per_step": PROMPTS, "group_size": GROUP}
+    return support.recipe_values(
+        start,
+        output,
+        engine="fsdp",
+        engines={"sglang": sglang},
+        rollout=chosen | {"max_new_tokens": 4, **rollout},
+        algorithm={"type_": "ppo_actor", "args": {"kl_coef": 0.0}},
+        steps=STEPS,
+    )
+
+
+def run(recipe: Path, output: Path) -> list[dict[str, Any]]:
+    """The rows of the metrics after step 0."""
+    run_recipe(recipe, [], Console(file=io.StringIO()))
+    return support.curve(output)[1:]
+
+
+class Published:
+    """After each sync, compares the trainer and every server with the oracle at the trained weights."""
+
+    def __init__(self, directory: Path) -> None:
+        self.versions: list[int] = []
+        self._bench = Bench(directory / "bench")
+        self._directory = directory / "exported"
+
+    def verify(self, roles: Roles, version: int) -> None:
+        assert isinstance(roles.rollout, SglangEngine)
+        roles.actor.save(SaveLoadMeta(path=str(self._directory), format="hf"))
+        expected = self._bench.outputs_at(self._directory, "lm", DATA, "logprobs", torch.float32)
+        limit = expected.tolerance.limit
+        spec = MicroBatchSpec(max_tokens=4096)
+        trained = roles.actor.forward(DATA.batch(), spec)["logprobs"]
+        served = list(each_score(roles.rollout, DATA.batch()))
+        for got in (trained, *served):
+            assert float((got.double() - torch.cat(expected.values)).abs().max()) <= limit
+        for got in served:
+            assert float((got - trained).abs().max()) <= 2 * limit
+        assert roles.rollout.get_version() == version
+        self.versions.append(version)
+
+
+def each_score(engine: SglangEngine, batch: SequenceBatch) -> Iterator[Tensor]:
+    """What each server says of ``batch``, and that all of them serve."""
+    assert engine._fleet is not None
+    servers = engine._fleet.servers
+    assert all(server.ready for server in servers)
+    for chosen in servers:
+        for server in servers:
+            server.ready = server is chosen
+        yield engine.score(batch)
+    for server in servers:
+        server.ready = True
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
+    """What was compared after each sync of the run."""
+    found = Published(tmp_path)
+    publish = TrainingLoop.publish
+
+    def verified(loop: TrainingLoop, version: int) -> None:
+        publish(loop, version)
+        found.verify(loop._roles, version)
+
+    monkeypatch.setattr(TrainingLoop, "publish", verified)
+    return found
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The numbers of the prompts that steps trained on, once for each of their answers."""
+    steps: list[list[int]] = []
+    inner = Rollouts.training_batch
+
+    def recorded(rollouts: Rollouts, step: int, batches: Any) -> SequenceBatch:
+        batch = inner(rollouts, step, batches)
+        steps.append(sorted(batch["group"].tolist()))
+        return batch
+
+    monkeypatch.setattr(Rollouts, "training_batch", recorded)
+    return steps
+
+
+def require_each_once(trained: list[list[int]]) -> None:
+    answers = sorted(number for step in trained for number in step)
+    assert answers == sorted(list(range(STEPS * PROMPTS)) * GROUP)
+
+
+def test_what_is_served_is_what_was_trained(
+    engine: SglangEngine, start: Path, tmp_path: Path, published: Published, trained: list[list[int]]
+) -> None:
+    options = {"addresses": [engine._own[0].address], "api_key": API_KEY}
+    output = tmp_path / "out"
+    recipe = support.write_recipe(tmp_path / "r.yaml", values(start, output, {"options": options}))
+    rows = run(recipe, output)
+    assert published.versions == [0, 1, 2, 3]
+    assert [row["version"] for row in rows] == [1, 2, 3]
+    assert all(row["staleness_max"] == 0 and row["update_successful"] == 1 for row in rows)
+    assert all(0 < row["mismatch_max"] < 1e-4 for row in rows)
+    require_each_once(trained)
+
+
+def test_servers_that_are_killed_cost_no_sample(
+    start: Path,
+    tmp_path: Path,
+    published: Published,
+    trained: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng, killed = random.Random(0), list[int]()
+    inner = Rollouts.training_batch
+
+    def beset(rollouts: Rollouts, step: int, batches: Any) -> SequenceBatch:
+        if step != 2:
+            return inner(rollouts, step, batches)
+        engine = rollouts._engine
+        assert isinstance(engine, SglangEngine)
+        process = rng.choice(engine._own).process
+        assert process is not None
+        killed.append(process.pid)
+        timer = threading.Timer(rng.uniform(0.0, 0.05), os.kill, (process.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            return inner(rollouts, step, batches)
+        finally:
+            timer.join()
+
+    monkeypatch.setattr(Rollouts, "training_batch", beset)
+    output = tmp_path / "out"
+    sglang = {"layout": {"dp": 2}}
+    changed = values(start, output, sglang, max_head_offpolicyness=1, sync="distributed")
+    rows = run(support.write_recipe(tmp_path / "r.yaml", changed), output)
+    assert killed
+    assert published.versions == [0, 1, 2, 3], "each server, the new one too, had the weights of each version"
+    assert [row["version"] for row in rows] == [1, 2, 3]
+    assert all(row["staleness_max"] <= 1 for row in rows)
+    require_each_once(trained)
