@@ -71,7 +71,8 @@ class MegatronEngine(MegatronTensors):
                 f"model.router_aux_coef = {chosen.router_aux_coef} needs the routers' logits, with their gradients, "
                 "where the loss is; set it to 0, or layout.pp to 1 and options.recompute to 'none' or 'selective'"
             )
-        self._hf, self._padding_id = model.config, model.get_input_embeddings().padding_idx
+        self._hf = model.config
+        self._padding_id: int | None = getattr(model.get_input_embeddings(), "padding_idx", None)
         self._names = Written(model)
         source = unloaded.source if unloaded else written_weights(model, self._names)
         seed_dropout(seed)
