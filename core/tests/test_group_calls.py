@@ -119,7 +119,8 @@ def test_ranks_adopt_the_drivers_surroundings(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("CORE_RL_TEST", "later")
     monkeypatch.chdir(tmp_path)
     ft_spec = FinetuneSpec(dataset_size=7)
-    with EngineGroup(support.SPEC, support.config(dp=2), timeout_s=140, threads_per_rank=3) as group:
+    settings: dict[str, Any] = {"timeout_s": 140, "threads_per_rank": 3, "devices": (5, 4)}
+    with EngineGroup(support.SPEC, support.config(dp=2), **settings) as group:
         group.initialize(ft_spec)
         for rank, found in enumerate(group.run(support.surroundings)):
             assert found == {
@@ -128,7 +129,7 @@ def test_ranks_adopt_the_drivers_surroundings(monkeypatch: pytest.MonkeyPatch, t
                 "path": sys.path,
                 "threads": 3,
                 "ft_spec": ft_spec,
-                "world": (2, rank, 140),
+                "world": (2, 5 - rank, 140),
                 "preloaded": True,
                 "sigint": signal.SIG_IGN,
             }
@@ -199,6 +200,8 @@ def test_the_meeting_place_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ({"spec": "no-such-engine"}, EngineNotFound, "no-such-engine"),
         ({"timeout_s": 0}, ConfigError, "timeout_s = 0"),
         ({"threads_per_rank": 0}, ConfigError, "threads_per_rank = 0"),
+        ({"devices": (0, 1)}, ConfigError, r"devices = \[0, 1\] for 1 ranks"),
+        ({"devices": (1, 1), "config": support.config(dp=2)}, ConfigError, r"devices = \[1, 1\] for 2 ranks"),
         ({"config": support.config(pp=2)}, LayoutError, "pipeline_parallel"),
     ],
 )

@@ -17,6 +17,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl.errors import BatchError, ConfigError
+from core_rl.launch.group import EngineGroup
 from core_rl.training import run_recipe
 from core_rl.training.loop import TrainingLoop
 from core_rl.training.supervised import SupervisedLoop
@@ -108,6 +109,39 @@ def test_taking_turns_on_the_devices_changes_nothing(ppo: Path, start: Path, tmp
     assert support.curve(tmp_path / "out") == support.curve(ppo)
 
 
+@pytest.fixture
+def offloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The heads of the models that were moved to host memory, in order."""
+    moved: list[str] = []
+    offload = EngineGroup.offload
+
+    def noted(group: EngineGroup) -> None:
+        moved.append(group.config.model.head)
+        offload(group)
+
+    monkeypatch.setattr(EngineGroup, "offload", noted)
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("placement", "moved"),
+    [({"critic": [1]}, {"lm"}), ({"actor": [0], "critic": [1], "reference": [2]}, set())],
+    ids=["critic", "all"],
+)
+def test_roles_on_devices_of_their_own_give_the_same_curve_and_stay(
+    ppo: Path,
+    start: Path,
+    tmp_path: Path,
+    offloads: list[str],
+    placement: dict[str, list[int]],
+    moved: set[str],
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
+    run(tmp_path, values | {"placement": placement})
+    assert support.curve(tmp_path / "out") == support.curve(ppo)
+    assert set(offloads) == moved
+
+
 def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Path, tmp_path: Path) -> None:
     section = {"path": str(reward_model / "model"), "weight": 2.0}
     algorithm = {"type_": "rloo"}
@@ -151,6 +185,12 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         ({"algorithm": {"type_": "ppo"}}, "'ppo' needs a critic; add a section 'critic'"),
         ({"critic": {}}, "'ppo_actor' has no use for a critic"),
         ({"algorithm": PPO, "critic": {"args": {"clip": 1}}}, "'ppo_critic': unknown field 'clip'"),
+        (
+            {"placement": {"actor": [0, 1]}},
+            r"actor = \[0, 1\]: it has 1 ranks; name a different device for each",
+        ),
+        ({"placement": {"critic": [0]}}, r"critic = \[0\]: this run has no such role"),
+        ({"placement": {"actor": [-1]}}, "'placement.actor.0' = -1"),
         ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
         ({"reward_model": {"path": "nowhere"}}, "'reward_model.path' = 'nowhere'"),
         ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),

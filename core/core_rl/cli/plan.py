@@ -24,7 +24,7 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     console.print(_roles(plan.roles))
     console.print(_memory(plan.roles))
     if plan.colocated:
-        console.print("Roles take turns on the same devices: at one time, one of them is there.\n")
+        console.print("Roles that share devices take turns: at one time, one of them is there.\n")
     for role in plan.roles:
         if role.ranks:
             console.print(_ranks(role))

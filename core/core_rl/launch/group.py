@@ -46,7 +46,8 @@ class EngineGroup(EngineRanks):
 
     ``EngineGroup(spec, config)`` starts ``config.layout.world_size`` ranks and has the engine check
     ``config``; `initialize` builds it. ``threads_per_rank`` is for kernels on the CPU; by default
-    the ranks share the cores equally.
+    the ranks share the cores equally. ``devices`` are the numbers of the accelerators, one for each rank;
+    by default those from 0 on.
     """
 
     # -------------------------------------------------------------- training

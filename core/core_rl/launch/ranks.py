@@ -38,6 +38,7 @@ class EngineRanks:
         *,
         timeout_s: float = 600.0,
         threads_per_rank: int | None = None,
+        devices: Sequence[int] | None = None,
     ) -> None:
         self.spec = get_spec(spec) if isinstance(spec, str) else spec
         if self.spec.kind != "train":
@@ -53,6 +54,7 @@ class EngineRanks:
         self.config = config
         self.timeout_s = timeout_s
         self._threads_per_rank = threads_per_rank
+        self._devices = devices
         self._places: list[remote.Place] = []
         self._meeting: tempfile.TemporaryDirectory[str] | None = None
         self._start()
@@ -86,9 +88,9 @@ class EngineRanks:
         size = self.world_size
         addresses = [
             RankAddress(
-                rank=rank, world_size=size, store_path=store, local_rank=rank, timeout_s=self.timeout_s
+                rank=rank, world_size=size, store_path=store, local_rank=device, timeout_s=self.timeout_s
             )
-            for rank in range(size)
+            for rank, device in enumerate(self._devices or range(size))
         ]
         self._places = self._pool.call(
             "initialize", remote.initialize, [(addr, ft_spec) for addr in addresses], self.timeout_s
@@ -124,6 +126,10 @@ class EngineRanks:
 
     def _prepare(self, config: TrainEngineConfig) -> None:
         size = config.layout.world_size
+        if self._devices is not None and len(set(self._devices)) != size:
+            raise ConfigError(
+                f"devices = {list(self._devices)} for {size} ranks; name a different one for each rank"
+            )
         self._pool.grow(size)
         threads = self._threads_per_rank or max(1, _cores() // size)
         self._pool.call(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from core_rl.algorithms.interface import ModelInterfaceAbstraction
 from core_rl.config.base import Config, parse_config
 from core_rl.config.engine import DType, LoraConfig, OptimizerConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.errors import ConfigError, raise_all
 
@@ -19,6 +20,7 @@ __all__ = [
     "DataSection",
     "KeepBest",
     "ModelSection",
+    "PlacementSection",
     "Recipe",
     "RewardModelSection",
     "RolloutSection",
@@ -26,6 +28,10 @@ __all__ = [
     "differing_fields",
     "load_recipe",
 ]
+
+
+Device = Annotated[int, Field(ge=0)]
+"""The number of a device of this machine."""
 
 
 class ModelSection(Config):
@@ -97,6 +103,8 @@ class CriticSection(Config):
     """Settings of the interface ``ppo_critic``."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Its own optimizer."""
+    layout: ParallelLayout | None = None
+    """Its own parallel degrees, by default the actor's."""
 
 
 class RewardModelSection(Config):
@@ -106,6 +114,24 @@ class RewardModelSection(Config):
     """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""
     weight: float = 1.0
     """What scores are multiplied with."""
+    layout: ParallelLayout | None = None
+    """Its own parallel degrees, by default the actor's."""
+
+
+class PlacementSection(Config):
+    """On which devices of the machine each role is: the number of the device of each of its ranks, in rank order.
+
+    By default every role begins at device 0, so that they share their devices.
+    """
+
+    actor: tuple[Device, ...] | None = None
+    """Devices of the actor."""
+    critic: tuple[Device, ...] | None = None
+    """Devices of the critic."""
+    reference: tuple[Device, ...] | None = None
+    """Devices of the reference."""
+    reward: tuple[Device, ...] | None = None
+    """Devices of the reward model."""
 
 
 class DataSection(Config):
@@ -185,8 +211,11 @@ class Recipe(Config):
     """The critic, where the algorithm has one (``ppo``)."""
     reward_model: RewardModelSection | None = None
     """A reward model."""
+    placement: PlacementSection = PlacementSection()
+    """On which devices each role is."""
     colocated: bool = False
-    """Models take turns on the same devices: each is in host memory while another one works."""
+    """Roles take turns on the same devices: each is in host memory while another one works. One whose
+    ``placement`` names devices of its own stays there."""
     steps: int = Field(ge=1)
     """Training steps; each ends with new weights in the rollout engine."""
     save_every: int = Field(default=10, ge=1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from core_rl.algorithms.fields import REFERENCE
 from core_rl.config.base import parse_config
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.engines import guards, inference_guards
 from core_rl.engines.guards import require_sync
 from core_rl.engines.inference import InferenceEngine
@@ -18,7 +20,7 @@ from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineKind, EngineSpec
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.launch.group import EngineGroup
-from core_rl.training.recipe import Recipe
+from core_rl.training.recipe import PlacementSection, Recipe
 
 __all__ = ["Plan", "Roles", "open_roles", "open_trained", "plan_roles", "plan_trained"]
 
@@ -37,12 +39,31 @@ class Plan:
     rollout: tuple[EngineSpec, InferenceEngineConfig]
     finetune: FinetuneSpec
     colocated: bool
+    placement: PlacementSection
+
+    def trainers(self) -> dict[str, TrainPlan]:
+        """The train roles that there are, by name."""
+        parts = (self.actor, self.critic, self.reference, self.reward)
+        names = ("actor", "critic", "reference", "reward")
+        return {name: part for name, part in zip(names, parts, strict=True) if part is not None}
 
     def roles(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
-        """Those that there are, by name."""
-        parts = (self.actor, self.critic, self.reference, self.reward, self.rollout)
-        names = ("actor", "critic", "reference", "reward", "rollout")
-        return {name: part for name, part in zip(names, parts, strict=True) if part is not None}
+        """All roles that there are, by name."""
+        return {**self.trainers(), "rollout": self.rollout}
+
+    def devices(self, name: str) -> tuple[int, ...]:
+        """The number of the device of each rank of the role ``name``."""
+        chosen: tuple[int, ...] | None = getattr(self.placement, name)
+        return chosen or tuple(range(self.trainers()[name][1].layout.world_size))
+
+    def takes_turns(self, name: str) -> bool:
+        """Whether the role ``name`` makes room for others: where it is colocated, unless its devices are its own.
+
+        Without a placement it makes room even alone, for rollouts on its devices.
+        """
+        others = {device for other in self.trainers() if other != name for device in self.devices(other)}
+        shares = getattr(self.placement, name) is None or not others.isdisjoint(self.devices(name))
+        return self.colocated and shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +75,13 @@ class Roles:
     reference: EngineGroup | None
     reward: EngineGroup | None
     rollout: InferenceEngine
-    colocated: bool
+    taking_turns: tuple[EngineGroup, ...]
+    """Those that are in host memory while they do not work."""
 
     @contextmanager
     def working(self, group: EngineGroup) -> Iterator[EngineGroup]:
-        """``group``, for calls inside the context; where roles share their devices, it is offloaded afterwards."""
-        if not self.colocated:
+        """``group``, for calls inside the context; where it takes turns with others, it is offloaded afterwards."""
+        if group not in self.taking_turns:
             yield group
             return
         group.onload()
@@ -100,7 +122,7 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         require_sync(spec, recipe.rollout.sync)
     separate = REFERENCE in wanted_fields and recipe.model.lora is None
     prompts = recipe.rollout.prompts_per_step
-    return Plan(
+    plan = Plan(
         actor=actor,
         critic=_critic(recipe),
         reference=_train_plan(recipe, {"path": recipe.model.path}, None) if separate else None,
@@ -108,7 +130,21 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         rollout=rollout,
         finetune=FinetuneSpec(dataset_size=recipe.steps * prompts, train_batch_size=prompts),
         colocated=recipe.colocated,
+        placement=recipe.placement,
     )
+    raise_all(ConfigError, "placement", _misplaced(plan))
+    return plan
+
+
+def _misplaced(plan: Plan) -> Iterator[str]:
+    for name in PlacementSection.model_fields:
+        chosen, trainers = getattr(plan.placement, name), plan.trainers()
+        if chosen is None:
+            continue
+        if name not in trainers:
+            yield f"{name} = {list(chosen)}: this run has no such role with ranks of its own; leave it out"
+        elif len(set(chosen)) != (ranks := trainers[name][1].layout.world_size):
+            yield f"{name} = {list(chosen)}: it has {ranks} ranks; name a different device for each"
 
 
 def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
@@ -127,17 +163,25 @@ def _critic(recipe: Recipe) -> TrainPlan | None:
     if recipe.critic is None:
         return None
     model = {"path": recipe.critic.path or recipe.model.path, "head": "value"}
-    return _train_plan(recipe, model, recipe.critic.optimizer.model_dump())
+    return _train_plan(recipe, model, recipe.critic.optimizer.model_dump(), recipe.critic.layout)
 
 
 def _reward_model(recipe: Recipe) -> TrainPlan | None:
     if recipe.reward_model is None:
         return None
-    return _train_plan(recipe, {"path": recipe.reward_model.path, "head": "reward"}, None)
+    model = {"path": recipe.reward_model.path, "head": "reward"}
+    return _train_plan(recipe, model, None, recipe.reward_model.layout)
 
 
-def _train_plan(recipe: Recipe, model: dict[str, Any], optimizer: dict[str, Any] | None) -> TrainPlan:
-    spec, config = _config(recipe, recipe.engine, "train", {"model": model, "optimizer": optimizer})
+def _train_plan(
+    recipe: Recipe,
+    model: dict[str, Any],
+    optimizer: dict[str, Any] | None,
+    layout: ParallelLayout | None = None,
+) -> TrainPlan:
+    own = {} if layout is None else {"layout": layout.model_dump()}
+    fields = {"model": model, "optimizer": optimizer}
+    spec, config = _config(recipe, recipe.engine, "train", fields, own)
     assert isinstance(config, TrainEngineConfig)
     guards.check_config(spec, config)
     return spec, config
@@ -163,14 +207,19 @@ def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
 
 
 def _config(
-    recipe: Recipe, name: str, kind: EngineKind, fields: dict[str, Any]
+    recipe: Recipe,
+    name: str,
+    kind: EngineKind,
+    fields: dict[str, Any],
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[EngineSpec, EngineConfig]:
+    """``own`` comes before the engine's section, which comes before ``fields``."""
     spec = get_spec(name)
     if spec.kind != kind:
         raise ConfigError(f"the engine {name!r} is for {spec.kind}; this place needs one for {kind}")
     common = {"dtype": recipe.dtype, "device": recipe.device, "seed": recipe.seed}
     section = recipe.engines.get(name, {})
-    return spec, parse_config(load_config(spec), common | fields | section, f"engine {name!r}")
+    return spec, parse_config(load_config(spec), common | fields | section | dict(own), f"engine {name!r}")
 
 
 @contextmanager
@@ -178,31 +227,33 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
     """Start the engines; all are closed on the way out."""
     with ExitStack() as stack:
         groups = {
-            name: None if part is None else stack.enter_context(open_trained(part, plan.finetune))
-            for name, part in (
-                ("critic", plan.critic),
-                ("reference", plan.reference),
-                ("reward", plan.reward),
-            )
+            name: stack.enter_context(open_trained(part, plan.finetune, plan.devices(name)))
+            for name, part in plan.trainers().items()
         }
-        actor = stack.enter_context(open_trained(plan.actor, plan.finetune))
         spec, config = plan.rollout
         engine_class = load_engine(spec)
         assert issubclass(engine_class, InferenceEngine)
         rollout = engine_class(spec, config)
         stack.callback(rollout.destroy)
         rollout.initialize(None, plan.finetune)
-        roles = Roles(actor=actor, rollout=rollout, colocated=plan.colocated, **groups)
-        if plan.colocated:
-            for group in (actor, *groups.values()):
-                if group is not None:
-                    group.offload()
-        yield roles
+        taking_turns = tuple(group for name, group in groups.items() if plan.takes_turns(name))
+        for group in taking_turns:
+            group.offload()
+        yield Roles(
+            actor=groups["actor"],
+            critic=groups.get("critic"),
+            reference=groups.get("reference"),
+            reward=groups.get("reward"),
+            rollout=rollout,
+            taking_turns=taking_turns,
+        )
 
 
 @contextmanager
-def open_trained(plan: TrainPlan, finetune: FinetuneSpec) -> Iterator[EngineGroup]:
+def open_trained(
+    plan: TrainPlan, finetune: FinetuneSpec, devices: Sequence[int] | None = None
+) -> Iterator[EngineGroup]:
     """Start one train engine; closed on the way out."""
-    with EngineGroup(*plan) as group:
+    with EngineGroup(*plan, devices=devices) as group:
         group.initialize(finetune)
         yield group
