@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import sys
@@ -40,8 +41,7 @@ def _chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _records(directory: Path) -> list[Any]:
     """What was written for ``wandb sync``, run by run, in order."""
-    from wandb.proto import wandb_internal_pb2 as messages
-
+    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     found = []
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         text = b""
