@@ -235,14 +235,18 @@ class Subject:
             f"the output {name!r} is NaN or infinite at {len(broken)} of {count} tokens of the packed batch, "
             f"first at {broken[:6].tolist()}",
         )
-        self._verify_precision(name, value)
+        self.verify_precision(name, value)
         firsts = value[data.batch().cu_seqlens[:-1].long()]
         self.require(
             not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts"
         )
 
-    def _verify_precision(self, name: OutputName, value: Tensor) -> None:
-        """Float32 holds other numbers than bfloat16 nearly always; logits may come as the model has them."""
+    def verify_precision(self, name: OutputName, value: Tensor) -> None:
+        """Require other numbers than those of bfloat16, which float32 holds nearly always.
+
+        Logits may come as the model has them.
+        """
+        __tracebackhide__ = True
         known = value[value != 0]
         rounded = known.numel() >= ENOUGH and torch.equal(known, known.bfloat16().float())
         self.require(

@@ -446,6 +446,18 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     assert hidden(tmp_path) == []
 
 
+def test_what_is_written_can_still_be_offloaded(start: Start, tmp_path: Path) -> None:
+    engine = start()
+    train(engine, 1)
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
+    saved = {name: tensor.clone() for name, tensor in engine.named_tensors("exp_avg") if tensor is not None}
+    engine.offload()
+    engine.onload()
+    for name, tensor in engine.named_tensors("exp_avg"):
+        assert tensor is not None
+        assert tensor.equal(saved[name])
+
+
 def test_the_state_is_readable_without_loading(start: Start, tmp_path: Path) -> None:
     engine = start()
     train(engine, 2)

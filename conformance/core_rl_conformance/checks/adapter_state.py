@@ -30,6 +30,7 @@ from core_rl_conformance.procedures.adapters import (
     start,
     verify_present_outputs,
 )
+from core_rl_conformance.procedures.streaming import caught
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.subject import ONE_PASS, Subject
@@ -41,12 +42,14 @@ MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")
 
 @check("I12.adapter-merged", requires=[Capability.LORA])
 def exports_are_merged(subject: Subject) -> None:
-    """``params``, an ``hf`` export and a disk sync hold ``W + alpha / rank * B A``; the engine's own base stays.
+    """``params``, an ``hf`` export and every sync hold ``W + alpha / rank * B A``; the engine's own base stays.
 
-    Weights without an adapter are the base's, bit for bit: a tied embedding too.
+    With rank-stabilised adapters, the root of the rank. Weights without an adapter are the base's, bit for bit: a
+    tied embedding too.
     Why: a server without LoRA that gets base weights samples from the policy before training (verl #7014:
-    the stream was read after the merged context had closed); a merge in place that is taken back rounds the base,
-    and one on a tied head changes the embedding (peft #2018).
+    the stream was read after the merged context had closed; verl #7495: one way of syncing never merged); a
+    merge in place that is taken back rounds the base, one on a tied head changes the embedding (peft #2018), and one
+    with a scale of its own is another policy than the forward pass (TensorRT-LLM #1668).
     Look at: ``named_tensors("params")``: merged in float32 on a copy of each weight, as it is read, and rounded last.
     """
     model = subject.model()
@@ -69,6 +72,15 @@ def exports_are_merged(subject: Subject) -> None:
         group.upload_weights(WeightUpdateMeta(version=1, path=str(path)))
         params = _verify_merged(subject, group, adapter)
         subject.verify(same_named("parameters of a sync", _in_files(path), params))
+    if subject.spec.supports(Capability.SYNC_TENSOR):
+        point = str(subject.directory("meeting"))
+        found = caught(group, WeightUpdateMeta(method="tensor", version=2, path=point)).tensors
+        sent = {name: value for name, value in found.items() if name in params}
+        subject.verify(same_named("parameters of a sync by tensor", sent, params))
+    adapter = TinyAdapter(model=model, rslora=True, some=True, seed=1)
+    group = start(subject, adapter)
+    load(subject, group, adapter, "rank-stabilised")
+    _verify_merged(subject, group, adapter)
 
 
 def _in_files(path: Path) -> dict[str, Tensor]:
@@ -91,7 +103,8 @@ def _verify_merged(subject: Subject, group: EngineGroup, adapter: TinyAdapter) -
     ]
     allowed = tolerances(variants, expected, subject.dtype)
     found = {name: value for name, value in params.items() if name in adapted}
-    subject.verify(compare_named("merged weights", found, expected, allowed))
+    what = f"merged weights (rslora: {adapter.rslora})"
+    subject.verify(compare_named(what, found, expected, allowed))
     others = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
     found = {name: value for name, value in params.items() if name not in adapted}
     subject.verify(same_named("exported weights without an adapter", found, others))
@@ -102,12 +115,13 @@ def _verify_merged(subject: Subject, group: EngineGroup, adapter: TinyAdapter) -
 def an_adapter_is_saved_alone(subject: Subject) -> None:
     """``format="adapter"`` writes what ``peft`` and servers read, float32 and nothing else; it comes back bit for bit.
 
+    The adapter is a rank-stabilised one, which the saved config says.
     Why: names or a scale that only the engine knows make a server load nothing, without an error; an adapter in
     the compute dtype loses what training moved.
     Look at: ``named_tensors("adapter")``, ``_adapter_config``, and what a load fills.
     """
     model = subject.model()
-    adapter = TinyAdapter(model=model)
+    adapter = TinyAdapter(model=model, rslora=True)
     group = start(subject, adapter, optimizer={"lr": 3e-3})
     load(subject, group, adapter)
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
@@ -144,21 +158,25 @@ def _verify_config(subject: Subject, path: Path, adapter: TinyAdapter) -> None:
 def training_of_an_adapter_resumes(subject: Subject) -> None:
     """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
 
-    ``portable`` too, where it is declared: weights and moments are the same.
+    ``portable`` too, where it is declared: weights and moments are the same. Nor do these change on the way to
+    the host and back, where ``offload`` is declared.
     Why: moments that are looked up by the names of the base are not there (AReaL #1468), and a checkpoint of what
-    is trained alone goes on from another base.
-    Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint.
+    is trained alone goes on from another base; so does what is offloaded.
+    Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint,
+    and among what ``_offload`` copies each time.
     """
     declared = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
     formats: list[CheckpointFormat] = ["sharded", "portable"] if declared else ["sharded"]
     adapter = TinyAdapter(model=subject.model())
     group = _start(subject, adapter)
     load(subject, group, adapter)
+    moving.offload_and_onload(subject, group)
     _train(group, subject, [0, 1])
     for form in formats:
         group.save(moving.meta(subject.directory(form), form))
     saved = moving.state(group)
     _verify_kept(subject, group, saved)
+    moving.offload_and_onload(subject, group, saved)
     reports = _train(group, subject, [2])
     expected = moving.state(group)
     other = replace(adapter, model=moving.elsewhere(adapter.model))

@@ -60,10 +60,13 @@ def adapted_logprobs_match_the_oracle(subject: Subject) -> None:
 def a_disabled_adapter_leaves_the_base_model(subject: Subject) -> None:
     """Inside ``disable_adapter()`` outputs are those of an engine without an adapter, bit for bit; after it, as before.
 
-    A new adapter, whose ``B`` is 0, changes nothing either.
+    A new adapter, whose ``B`` is 0, changes nothing either. Gradients that wait for a step are left as they are,
+    and the adapter is trained after it as before.
     Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; one that stays
-    off after an error trains a policy that nobody serves.
-    Look at: ``_adapter_disabled``: every adapter layer, on every rank, and back in a ``finally``.
+    off after an error trains a policy that nobody serves, and one that is on again without ``requires_grad``
+    trains nothing.
+    Look at: ``_adapter_disabled``: every adapter layer, on every rank, and back in a ``finally``; what else it
+    switches.
     """
     model, data = subject.model(), subject.data()
     plain = outputs_of(subject.start(model), data)
@@ -80,6 +83,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: Subject) -> None:
     group.run(fail_without_adapter)
     after = outputs_of(group, data)
     subject.verify(same_named("outputs after an error inside disable_adapter()", after, adapted))
+    _verify_gradients(subject, group, adapter, data, LOSS, ONE_PASS, disabled=True)
 
 
 @check("I9.adapter-dropout", requires=[Capability.LORA], each="layout")
@@ -122,14 +126,19 @@ def gradients_of_the_adapter_match_the_oracle(subject: Subject) -> None:
 def a_head_is_trained_beside_the_adapter(subject: Subject) -> None:
     """Values with an adapter are the oracle's, and the gradients of a critic's loss: of the adapter and of the head.
 
+    Their steps are AdamW's, and the norm is that of both.
     Why: an adapter freezes all that is not its own, and a new head that is frozen stays noise.
-    Look at: ``requires_grad`` of the head after the adapter was added.
+    Look at: ``requires_grad`` of the head after the adapter was added; what the optimizer and the norm take for
+    trained.
     """
     adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
-    group = start(subject, adapter)
+    group = start(subject, adapter, optimizer=optimizer_config(CONFIG))
     load(subject, group, adapter)
     verify_present_outputs(subject, group, adapter, "with an adapter")
     _verify_gradients(subject, group, adapter, data, ValueLoss(), TWO)
+    shadow = Shadow.of(group, CONFIG, frozen=list(base_of(group.named_tensors("master"))))
+    shadow.train(subject, group, [data.batch()], ValueLoss().spec(), TWO)
+    shadow.verify(subject, group, "with an adapter and a head")
 
 
 def _verify_gradients(
@@ -139,10 +148,17 @@ def _verify_gradients(
     data: Ragged,
     loss: CheckLoss,
     cut: MicroBatchSpec,
+    *,
+    disabled: bool = False,
 ) -> None:
+    """Compare with the oracle; with ``disabled``, there is a pass without the adapter before gradients are read."""
     expected = subject.bench.adapted_gradients(adapter, data, loss, subject.dtype, subject.case.device)
     metrics = group.forward_backward(data.batch(), loss.spec(), cut)
     what = f"with an adapter and {cut}"
+    if disabled:
+        what = f"with an adapter, {cut} and disable_adapter() before and after the backward pass"
+        with group.disable_adapter():
+            outputs_of(group, data)
     subject.verify(compare_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss))
     base = base_of(written(expected.oracle.grads))
     trained = {name: grad for name, grad in written(expected.oracle.grads).items() if name not in base}

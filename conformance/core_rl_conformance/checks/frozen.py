@@ -38,18 +38,20 @@ def frozen_parameters_stay(subject: Subject) -> None:
 
 @check("I20.frozen-parts", requires=[Capability.FROZEN_PARAMETERS], each="layout")
 def any_part_can_be_frozen(subject: Subject) -> None:
-    """The embedding alone, all but the last layer, or the trunk under a value head can be frozen.
+    """The embedding alone, the last layer, all but the last layer, or the trunk under a value head can be frozen.
 
     Why: a tie that is made again turns the gradients of a frozen embedding on, a wrapper expects that its
-    first or last group has some, and training a head alone is how most critics begin.
+    first or last group has some, a stage without parameters to train sends none back, and training a head alone is
+    how most critics begin.
     Look at: ``requires_grad`` after tying, wrapping and casting; hooks that wait for gradients which do
-    not come.
+    not come; what a frozen part hands back to those before it.
     """
     model = subject.model()
     names = list(subject.bench.oracle(model).parameters())
     last = list(filter(None, map(layer_of, names)))[-1]
     _verify_frozen(subject, model, LOSS, names[:1])
     _verify_frozen(subject, model, LOSS, [name for name in names if layer_of(name) != last])
+    _verify_frozen(subject, model, LOSS, [name for name in names if layer_of(name) == last])
     if subject.spec.supports(Capability.VALUE_HEAD):
         model = subject.model(head="value")
         trunk = [name for name in subject.bench.oracle(model).parameters() if not name.startswith("score.")]

@@ -60,6 +60,7 @@ def scores_match_the_oracle(subject: Subject) -> None:
             scores.dtype == torch.float32 and scores.shape == (len(data.rows),),
             f"the output 'scores'{of} is {form}; expected float32 [{len(data.rows)}]",
         )
+        subject.verify_precision("scores", scores)
         expected = subject.outputs(model, data, "scores")
         got = list(scores.unbind())
         subject.verify(compare_tokens(f"scores{of}", got, expected.values, expected.tolerance))

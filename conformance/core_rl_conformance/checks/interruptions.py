@@ -11,7 +11,16 @@ from core_rl.engines.spec import Capability
 from core_rl.errors import EngineStateError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.procedures.serving import answers, ask, requests_for, verify_logprobs
+from core_rl_conformance.checks.updates import published
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.serving import (
+    answers,
+    ask,
+    installed,
+    requests_for,
+    verify_logprobs,
+    verify_served,
+)
 from core_rl_conformance.subject import Subject
 
 FEW = (0, 1, 3, 4, 7, 10)
@@ -72,33 +81,44 @@ async def _interrupted(
 
 @check("I15.sleep", kind="inference", requires=[Capability.RELEASE_MEMORY], each="layout")
 def sleep_changes_nothing(subject: Subject) -> None:
-    """After ``release_memory`` and ``resume_memory``, greedy answers and log-probs are those of before, twice over.
+    """After ``release_memory`` and ``resume_memory``, greedy answers, log-probs and versions are those of before.
 
-    While the memory is released, requests are refused and not left to hang.
+    Twice over, with an update of the weights between where ``sync_disk`` is declared. While the memory is
+    released, requests are refused and not left to hang.
 
-    Why: weights or buffers that do not survive, and cached prefixes whose memory is somebody else's by now, give
-    answers that look like any other (vllm #44371).
-    Look at: what is released: weights that nobody keeps a copy of, buffers such as rotary frequencies, prefix caches.
+    Why: weights or buffers that do not survive, copies of an earlier sleep that come back over an update, and
+    cached prefixes whose memory is somebody else's by now, give answers that look like any other (vllm #44371).
+    Look at: what is released: weights that nobody keeps a copy of, copies that are made once, a directory that is
+    read again, buffers such as rotary frequencies, prefix caches.
     """
     model = subject.model()
     engine = subject.serve(model, keep=False)
+    _verify_sleep(subject, engine, "the first sleep", model, model, 0)
+    served, version = model, 0
+    if subject.spec.supports(Capability.SYNC_DISK):
+        served, version = replace(model, seed=model.seed + 1000), 1
+        installed(engine, published(subject, served, version))
+    _verify_sleep(subject, engine, "the second sleep", served, model, version)
+
+
+def _verify_sleep(
+    subject: Subject, engine: InferenceEngine, turn: str, model: TinyModel, old: TinyModel, version: int
+) -> None:
+    """Put ``engine``, which serves ``model`` as ``version``, to sleep and wake it."""
     requests = requests_for(subject.data().select(FEW), GREEDY)
     before = [response.output_ids for response in ask(engine, requests)]
-    for turn in ("first", "second"):
-        engine.release_memory()
-        refused = False
-        try:
-            ask(engine, requests[:1])
-        except EngineStateError:
-            refused = True
-        engine.resume_memory()
-        subject.require(refused, "a request to an engine whose memory is released was not refused")
-        found = ask(engine, requests)
-        changed = sum(a != b.output_ids for a, b in zip(before, found, strict=True))
-        subject.require(
-            not changed, f"after the {turn} sleep, {changed} of {len(found)} greedy answers are other ones"
-        )
-        verify_logprobs(subject, f"log-probs of greedy tokens after the {turn} sleep", model, found)
+    engine.release_memory()
+    refused = False
+    try:
+        ask(engine, requests[:1])
+    except EngineStateError:
+        refused = True
+    engine.resume_memory()
+    subject.require(refused, "a request to an engine whose memory is released was not refused")
+    found = ask(engine, requests)
+    verify_served(subject, f"of greedy tokens after {turn}", found, model, old, version)
+    changed = sum(a != b.output_ids for a, b in zip(before, found, strict=True))
+    subject.require(not changed, f"after {turn}, {changed} of {len(found)} greedy answers are other ones")
 
 
 @check("contract.launched-servers", kind="inference", requires=[Capability.LAUNCH_SERVER], each="engine")

@@ -10,7 +10,7 @@ from core_rl.engines.spec import Capability
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.hints.tokens import Places
-from core_rl_conformance.inputs.data import LONG, Ragged, ragged
+from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
 from core_rl_conformance.inputs.losses import LogitsLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import forward_inside_train_mode, train_mode_losses
@@ -142,14 +142,17 @@ def _compare(
 def long_batches_match_the_oracle(subject: Subject) -> None:
     """In one pass over more than 1,000 tokens on a rank, every log-prob, entropy and gradient is the oracle's.
 
-    The vocabulary is larger than 1,024 and odd; from four ranks on, each has some 500 tokens.
+    The vocabulary is larger than 1,024 and odd; from four ranks on, each has some 500 tokens. Among these are the
+    ids where halves and quarters of the vocabulary meet.
 
     Why: kernels that work in chunks, of tokens or of the vocabulary, are wrong at the edges of their chunks,
     or in the last incomplete one, and small batches never reach an edge (I7).
-    Look at: the loop over chunks, in the forward and in the backward pass.
+    Look at: the loop over chunks, in the forward and in the backward pass; which rank has the first and the last row
+    of its part of the vocabulary.
     """
     model = replace(subject.model(), vocabulary=LARGE_VOCABULARY)
     data = ragged(model.vocab_size, 1000 * subject.case.seed + 3, LONG * min(subject.layout.dp, 2))
+    data = data.with_ids(part_edges(model.vocab_size))
     group = subject.start(model)
     output = group.forward(data.batch(), ONE_PASS, ("logprobs", "entropy"))
     for name in ("logprobs", "entropy"):

@@ -15,6 +15,7 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (
     elsewhere,
     meta,
+    offload_and_onload,
     start,
     state,
     train,
@@ -84,14 +85,18 @@ def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
 def resume_with_a_value_head_is_bitwise(subject: Subject) -> None:
     """The same with a value head, a tensor that the language model does not have, and its moments.
 
+    They are also what they were after ``offload()`` and ``onload()``, where ``offload`` is declared.
     Why: a critic whose head stays out of the checkpoint starts again from noise, and no actor shows it.
-    Look at: whether the head is among the tensors that ``_save_shards`` and ``_load_shards`` go through.
+    Look at: whether the head is among the tensors that ``_save_shards`` and ``_load_shards`` go through, and
+    ``_offload``.
     """
     model = subject.model(head="value")
     group = start(subject, model)
+    offload_and_onload(subject, group)
     train(group, subject, [0, 1], "value")
     group.save(meta(subject.directory("checkpoint"), "sharded"))
     saved = state(group)
+    offload_and_onload(subject, group, saved)
     reports = train(group, subject, [2], "value")
     expected = state(group)
     group = start(subject, elsewhere(model))

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.spec import Capability
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_experts import alike
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import backward_on_parts
 from core_rl_conformance.profile import MOE
@@ -25,6 +27,31 @@ from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
 LOSS = TokenMeanLoss()
 ALONE = BalanceLoss()
 COEF = 0.25
+
+
+@check("I7.gates", requires=[Capability.MOE], families=(MOE,), each="layout")
+def gates_are_what_the_config_says(subject: Subject) -> None:
+    """Where ``norm_topk_prob`` is false, gates are the probabilities of the chosen experts, and do not add up to 1.
+
+    Engines that cannot have such gates refuse the model, with a `ConfigError` or `UnsupportedCapability`. Where all
+    tokens choose the same experts, these compute all of them.
+
+    Why: of the published mixtures some divide the gates by their sum and some do not (Mixtral and OLMoE), and a
+    model that is computed the other way answers plausibly. Experts that take a fixed share of a batch drop tokens,
+    which go on without them.
+    Look at: how the engine reads ``norm_topk_prob``; whether its softmax is over all experts or over the chosen ones;
+    the capacity of experts.
+    """
+    model, data = replace(subject.model(), plain_gates=True), subject.data()
+    try:
+        group = subject.start(model)
+    except (ConfigError, UnsupportedCapability):
+        model = subject.model()
+        group = subject.start(model)
+    else:
+        _verify_logprobs(subject, group, model, data, "with gates that are not normalised")
+    crowded = Ragged(tuple(replace(row, ids=tuple(map(alike, row.ids))) for row in data.rows))
+    _verify_logprobs(subject, group, model, crowded, "where all tokens choose the same experts")
 
 
 @check("I18.aux-gradient", requires=[Capability.MOE], families=(MOE,))
@@ -88,6 +115,8 @@ def balance_comes_on_top(subject: Subject) -> None:
         compare_named("gradients beside a loss", found, expected.oracle.grads, expected.tolerances)
     )
     group.optimizer_zero_grad()
+    evaluated = group.eval_batch(data.batch(), loss.spec(), BUDGET)["loss"]
+    subject.verify(compare_scalar("the loss of eval_batch()", evaluated, plain.oracle.loss, plain.loss))
     for part in (range(0, len(data.rows), 3), [i for i in range(len(data.rows)) if i % 3]):
         batch = data.select(part).batch()
         group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)
@@ -111,22 +140,22 @@ def routing_is_recorded_and_replayed(subject: Subject) -> None:
     """
     model, data = subject.model(), subject.data()
     group = subject.start(model)
-    _verify_logprobs(subject, group, data, "before any replay")
+    _verify_logprobs(subject, group, model, data, "before any replay")
     recorded = group.forward(data.batch(), BUDGET, ("routing",)).routing
     truth = torch.cat([o["routing"] for o in subject.bench.oracle(model).evaluate(data.for_oracle())])
     same = recorded.dtype == torch.int64 and torch.equal(recorded.sort(-1).values, truth.sort(-1).values)
     subject.require(same, "the output 'routing' is not what the oracle's routers choose")
-    _verify_logprobs(subject, group, _routed(data, recorded), "with the recorded routing")
+    _verify_logprobs(subject, group, model, _routed(data, recorded), "with the recorded routing")
     other = _routed(data, _moved(recorded, model))
-    _verify_logprobs(subject, group, other, "with another routing")
+    _verify_logprobs(subject, group, model, other, "with another routing")
     metrics = group.forward_backward(other.batch(), LOSS.spec(), BUDGET)
     subject.verify_gradients("with another routing", group, metrics, subject.gradients(model, other, LOSS))
     group.optimizer_zero_grad()
-    _verify_logprobs(subject, group, data, "after a replay")
+    _verify_logprobs(subject, group, model, data, "after a replay")
 
 
-def _verify_logprobs(subject: Subject, group: EngineGroup, data: Ragged, what: str) -> None:
-    expected = subject.outputs(subject.model(), data, "logprobs")
+def _verify_logprobs(subject: Subject, group: EngineGroup, model: TinyModel, data: Ragged, what: str) -> None:
+    expected = subject.outputs(model, data, "logprobs")
     got = per_sequence(group.forward(data.batch(), BUDGET), "logprobs", data)
     places = subject.places(data)
     subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance, places))

@@ -20,14 +20,18 @@ from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 def answers_end_with_their_stop_token(subject: Subject) -> None:
     """An answer ends with EOS (unless ``ignore_eos``) or one of ``stop_token_ids``, and that token has a log-prob.
 
+    EOS is each id of the config's list, and ends an answer beside ``stop_token_ids``, of which each one does as well.
+
     Why: an answer without its EOS never teaches the policy to stop, and one that runs on is rewarded for
     what nobody reads (I19). One that ends as its tokens run out is finished, and not cut off.
-    Look at: servers that drop the stop token or its log-prob from what they return; the EOS of the config.
+    Look at: servers that drop the stop token or its log-prob from what they return; the EOS of the config, which is
+    a list in many models; lists of which only the first id is taken, or that replace what was there.
     """
     base = subject.model()
     path = find_path(subject.bench.oracle(base), base.vocab_size, base.seed)
     eos, late = path.stops
-    model = replace(base, eos=eos)
+    unused = next(token for token in range(base.vocab_size) if token not in path.ids)
+    model = replace(base, eos=(unused, eos))
     engine = subject.serve(model)
     greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0)
     asked = {
@@ -40,6 +44,16 @@ def answers_end_with_their_stop_token(subject: Subject) -> None:
         ),
         f"stop_token_ids = ({late},) and ignore_eos": (
             replace(greedy, stop_token_ids=(late,), ignore_eos=True),
+            path.until({late}),
+            "stop",
+        ),
+        f"stop_token_ids = ({late},) and EOS before it": (
+            replace(greedy, stop_token_ids=(late,)),
+            path.until({eos}),
+            "stop",
+        ),
+        f"stop_token_ids = ({unused}, {late}) and ignore_eos": (
+            replace(greedy, stop_token_ids=(unused, late), ignore_eos=True),
             path.until({late}),
             "stop",
         ),
@@ -62,7 +76,7 @@ def answers_end_with_their_stop_token(subject: Subject) -> None:
         subject.require(
             (response.output_ids, response.stop_reason) == (ids, reason),
             f"with {what}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
-            f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (EOS is {eos})",
+            f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (EOS is {unused} or {eos})",
         )
     verify_logprobs(subject, "log-probs of answers with their stop token", model, found)
 

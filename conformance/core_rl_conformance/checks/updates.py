@@ -35,6 +35,10 @@ from core_rl_conformance.subject import Subject
 
 FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+APART_S = 0.02
+"""Between two requests that come late in an update."""
+MOST_LATE = 32
+"""Their number: asked for while the update is on its way, some are answered after it."""
 
 
 def published(
@@ -214,12 +218,16 @@ def _short(row: Row) -> Row:
 async def _during(
     engine: InferenceEngine, requests: Sequence[LLMRequest], meta: WeightUpdateMeta
 ) -> list[LLMResponse]:
-    """The answers to requests that come before and right after the update begins."""
+    """The answers to requests from before the update, from right after it began, and from later as long as it runs."""
     half = len(requests) // 2
     running = asyncio.ensure_future(answers(engine, requests[:half]))
     for _ in range(3):
         await asyncio.sleep(0)
     update = asyncio.ensure_future(asyncio.to_thread(installed, engine, meta))
-    found = await answers(engine, requests[half:])
+    found = [*await answers(engine, requests[half:]), *await running]
+    late: list[asyncio.Future[list[LLMResponse]]] = []
+    while not update.done() and len(late) < MOST_LATE:
+        late.append(asyncio.ensure_future(answers(engine, [requests[len(late) % len(requests)]])))
+        await asyncio.sleep(APART_S)
     await update
-    return [*await running, *found]
+    return [*found, *(response for part in await asyncio.gather(*late) for response in part)]

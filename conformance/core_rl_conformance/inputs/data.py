@@ -11,7 +11,7 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl_conformance.truth.oracle import OracleSequence
 
-__all__ = ["LENGTHS", "LONG", "Ragged", "Row", "ragged"]
+__all__ = ["LENGTHS", "LONG", "Ragged", "Row", "part_edges", "ragged"]
 
 LENGTHS = (17, 2, 31, 5, 1, 23, 9, 40, 3, 12, 28, 7, 19, 4, 2, 14)
 """Unequal, with the shortest possible: a single token, which nothing predicts. Odd in all, and so are some of the
@@ -67,6 +67,11 @@ class Ragged:
         """The sequences ``indices``, in that order."""
         return Ragged(tuple(self.rows[index] for index in indices))
 
+    def with_ids(self, ids: Sequence[int]) -> Ragged:
+        """The same with ``ids`` at the end of the first sequence, which is longer."""
+        first, *others = self.rows
+        return Ragged((replace(first, ids=(*first.ids[: -len(ids)], *ids)), *others))
+
     def without_mask(self) -> Ragged:
         """The same sequences, of which no token is trained."""
         return Ragged(tuple(replace(row, mask=(False,) * len(row.mask)) for row in self.rows))
@@ -94,6 +99,13 @@ class Ragged:
     def for_oracle(self) -> list[OracleSequence]:
         """The sequences one by one."""
         return [row.for_oracle() for row in self.rows]
+
+
+def part_edges(vocab_size: int) -> list[int]:
+    """The last and first ids of halves and quarters of a vocabulary, with sizes rounded down or up."""
+    sizes = {(size, parts) for parts in (2, 4) for size in (vocab_size // parts, -(-vocab_size // parts))}
+    starts = {size * part for size, parts in sizes for part in range(1, parts)}
+    return sorted({token for start in starts for token in (start - 1, start)})
 
 
 def ragged(vocab_size: int, seed: int, lengths: Sequence[int] = LENGTHS) -> Ragged:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["draw_router", "mark_tokens"]
+__all__ = ["alike", "draw_router", "mark_tokens"]
 
 MARK = 1.5
 """Size of a mark; the other entries of an embedding have a standard deviation of 0.16."""
@@ -23,6 +23,8 @@ GAIN = 1.0
 """What a router multiplies a mark by."""
 QUIET = 0.05
 """How much of what other parameters read from, or write into, the marked entries is left."""
+KINDS = 3
+"""Pairs of experts that most token ids take, in turn."""
 RARE = 7
 """Every so many-th token id takes the rare expert."""
 
@@ -45,8 +47,8 @@ def mark_tokens(model: PreTrainedModel) -> None:
     assert isinstance(embedding, Tensor)
     for token, row in enumerate(embedding):
         # Two of the first three; or one of them and the rare fourth; nobody takes the last.
-        left = token % 3
-        chosen = (left, experts - 2) if token % RARE == 0 else (left, (left + 1) % 3)
+        left = token % KINDS
+        chosen = (left, experts - 2) if token % RARE == 0 else (left, (left + 1) % KINDS)
         sizes = row[:experts].abs().clamp(max=0.3)
         row[:experts] = -MARK - sizes
         for expert in chosen:
@@ -56,3 +58,9 @@ def mark_tokens(model: PreTrainedModel) -> None:
             parameter[:experts] *= QUIET
         elif name.endswith("experts.down_proj"):
             parameter[:, :experts] *= QUIET
+
+
+def alike(token: int) -> int:
+    """A token id near ``token`` that takes the experts 1 and 2, as all of these do."""
+    period = KINDS * RARE
+    return token // period * period + 1

@@ -50,8 +50,8 @@ class TinyModel:
     seed: int = 0
     head: Head = "lm"
     dropout: float = 0.0
-    eos: int | None = None
-    """The end-of-sequence token; None is the family's own."""
+    eos: int | tuple[int, ...] | None = None
+    """The end-of-sequence token, or several; None is the family's own."""
     pad_is_eos: bool = False
     """Padding has the id of the end-of-sequence token, as in many published configs."""
     vocabulary: int | None = None
@@ -64,6 +64,8 @@ class TinyModel:
     """The number of layers; None is the family's own."""
     experts: int | None = None
     """The number of experts, of a mixture; None is the family's own."""
+    plain_gates: bool = False
+    """Gates of a mixture are the probabilities of the chosen experts; otherwise these are divided by their sum."""
 
     @property
     def vocab_size(self) -> int:
@@ -85,8 +87,10 @@ class TinyModel:
             _set_layers(config, self.layers)
         if self.experts is not None:
             config.num_experts = self.experts
+        if self.plain_gates:
+            config.norm_topk_prob = False
         if self.eos is not None:
-            config.eos_token_id = self.eos
+            config.eos_token_id = self.eos if isinstance(self.eos, int) else list(self.eos)
         if self.pad_is_eos:
             config.pad_token_id = config.eos_token_id
         return config
@@ -268,12 +272,13 @@ class ModelStore:
         """The directory of ``model``: config and safetensors, as ``save_pretrained`` writes them."""
         if model not in self._built:
             name = f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
-            name += "" if model.eos is None else f"-eos{model.eos}"
+            name += "" if model.eos is None else f"-eos{model.eos}".replace(" ", "")
             name += "" if model.vocabulary is None else f"-vocabulary{model.vocabulary}"
             name += "" if model.heads is None else f"-heads{model.heads}"
             name += "" if model.kv_heads is None else f"-kv{model.kv_heads}"
             name += "" if model.layers is None else f"-layers{model.layers}"
             name += "" if model.experts is None else f"-experts{model.experts}"
+            name += "-plain-gates" if model.plain_gates else ""
             path = self.root / (f"{name}-pad-is-eos" if model.pad_is_eos else name)
             build(model).save_pretrained(path)
             if model.head == "lm":

@@ -16,7 +16,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.engines.progress import EngineProgress
-from core_rl.engines.spec import EngineSpec
+from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
@@ -34,6 +34,7 @@ __all__ = [
     "State",
     "elsewhere",
     "meta",
+    "offload_and_onload",
     "saved_portable",
     "start",
     "state",
@@ -103,6 +104,17 @@ def state(group: EngineGroup) -> dict[TensorKind, dict[str, Tensor]]:
 def meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
     """Where and how to save or load."""
     return SaveLoadMeta(path=str(path), format=format_)
+
+
+def offload_and_onload(subject: Subject, group: EngineGroup, expected: State | None = None) -> None:
+    """To the host and back, where ``offload`` is declared; then require the weights and moments ``expected``."""
+    __tracebackhide__ = True
+    if not subject.spec.supports(Capability.OFFLOAD):
+        return
+    group.offload()
+    group.onload()
+    if expected is not None:
+        verify_state(subject, "after offload() and onload()", group, expected)
 
 
 def saved_portable(subject: Subject, group: EngineGroup, name: str) -> Saved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutants import (
     adapters,
+    adapters_more,
     checkpoints,
     context_parallel,
     expert_parallel,
@@ -41,6 +42,7 @@ MUTANTS = (
     *optimizers.MUTANTS,
     *checkpoints.MUTANTS,
     *adapters.MUTANTS,
+    *adapters_more.MUTANTS,
     *moments.MUTANTS,
     *offload.MUTANTS,
     *precision.MUTANTS,

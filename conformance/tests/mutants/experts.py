@@ -14,6 +14,7 @@ from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.profile import MOE
 from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.bases import Packed
 from mutants.zoo import Mutant
 
 EXPERTS = int(TinyModel(family=MOE).config().num_experts)
@@ -127,7 +128,48 @@ def _unnormalised(
     return logits, logits.softmax(-1).gather(1, experts), experts
 
 
+class AlwaysNormalises(ReferenceEngine):
+    """Gates are divided by their sum, whatever ``norm_topk_prob`` says."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        for _, router in _routers(self.model):
+            setattr(router, "norm_topk_prob", True)  # noqa: B010  # not declared in its class
+
+
+class ExpertsHaveACapacity(Packed):
+    """An expert takes twice its even share of a micro-batch, and further tokens do without it."""
+
+    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+        super()._build(addr, ft_spec)
+        for _, router in _routers(self.model):
+            router.register_forward_hook(_dropping)
+
+
+def _dropping(
+    router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits, gates, experts = output
+    taken = nn.functional.one_hot(experts, EXPERTS)
+    place = (taken.cumsum(0) * taken).sum(-1)
+    return logits, torch.where(place > 2 * experts.numel() / EXPERTS, 0.0, gates), experts
+
+
 MUTANTS = (
+    Mutant(
+        engine=ExpertsHaveACapacity,
+        killed_by="I7.gates",
+        issue="Megatron's moe_expert_capacity_factor",
+        says="log-probs where all tokens choose the same experts",
+        family=MOE,
+    ),
+    Mutant(
+        engine=AlwaysNormalises,
+        killed_by="I7.gates",
+        issue="gates of Mixtral and of OLMoE",
+        says="log-probs with gates that are not normalised",
+        family=MOE,
+    ),
     Mutant(
         engine=GatesNotNormalised,
         killed_by="I7.logprobs",

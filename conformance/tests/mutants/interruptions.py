@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from core_rl.engines.inference import ModelLimits
-from core_rl.engines.meta import FinetuneSpec
+from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.errors import RolloutError
 from core_rl.rollout.types import LLMRequest, LLMResponse
 from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
@@ -107,6 +109,52 @@ class WakesWithNoise(ReferenceRolloutEngine):
             parameter.copy_(torch.randn(parameter.shape))
 
 
+class FirstSleepComesBack(ReferenceRolloutEngine):
+    """The copy of the weights that the first sleep made comes back at each waking, over an update."""
+
+    _first: dict[str, Tensor] | None = None
+
+    def _release_memory(self) -> None:
+        if self._first is None:
+            self._first = {name: value.detach().clone() for name, value in self._model.named_parameters()}
+        super()._release_memory()
+
+    @torch.no_grad()
+    def _resume_memory(self) -> None:
+        super()._resume_memory()
+        for name, value in (self._first or {}).items():
+            self._model.get_parameter(name).copy_(value)
+
+
+class WakesFromItsDirectory(ReferenceRolloutEngine):
+    """Waking reads the directory again that the server was started with."""
+
+    def _resume_memory(self) -> None:
+        super()._resume_memory()
+        self._adopt(self._load(self.config.model))
+
+
+class WakesAtVersionZero(ReferenceRolloutEngine):
+    """The version is lost with the memory."""
+
+    def _resume_memory(self) -> None:
+        super()._resume_memory()
+        self._served_version = 0
+
+
+class LabelsAsItIsAsked(ReferenceRolloutEngine):
+    """The version is read as a request goes out, while an update is on its way that serves it."""
+
+    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+        version = self._served_version
+        found = await super()._agenerate(request)
+        return replace(found, versions=(version,) * len(found.versions))
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        time.sleep(0.3)  # as long as larger weights take
+        super()._install_from_disk(meta)
+
+
 class NeverSleeps(ReferenceRolloutEngine):
     """Requests are served from memory that was given back."""
 
@@ -143,7 +191,31 @@ MUTANTS = (
         engine=WakesWithNoise,
         killed_by="I15.sleep",
         issue="vllm #44371: a buffer that a reload leaves as it is",
-        says="greedy answers are other ones",
+        says="log-probs of greedy tokens after the first sleep",
+    ),
+    Mutant(
+        engine=FirstSleepComesBack,
+        killed_by="I15.sleep",
+        issue="vllm #44371: what an earlier sleep kept",
+        says=r"after the second sleep[\s\S]*weights before the update",
+    ),
+    Mutant(
+        engine=WakesFromItsDirectory,
+        killed_by="I15.sleep",
+        issue="a reload of the first weights",
+        says=r"after the second sleep[\s\S]*weights before the update",
+    ),
+    Mutant(
+        engine=WakesAtVersionZero,
+        killed_by="I15.sleep",
+        issue="AReaL #941",
+        says=r"versions \[0\]; the weights had 1",
+    ),
+    Mutant(
+        engine=LabelsAsItIsAsked,
+        killed_by="I14.update-in-flight",
+        issue="AReaL #1569",
+        says="log-probs by the weights whose version tokens carry",
     ),
     Mutant(
         engine=NeverSleeps,

@@ -57,6 +57,14 @@ class OldCopiesComeBack(ReferenceEngine):
                     self.model.get_parameter(name).copy_(value)
 
 
+class HeadIsNotMoved(OldCopiesComeBack):
+    """The same of a value head alone, which the language model does not have."""
+
+    def _offload(self, part: StatePart) -> None:
+        super()._offload(part)
+        self._first = {n: v for n, v in (self._first or {}).items() if n.startswith("score.")}
+
+
 class LoadIsUndone(ReferenceEngine):
     """What is loaded while offloaded goes to the device; the copies on the host are still the old ones."""
 
@@ -114,6 +122,12 @@ MUTANTS = (
         killed_by="I11.offload",
         issue="NeMo-RL #2372",
         says="step 2 with offload.. in between reports",
+    ),
+    Mutant(
+        engine=HeadIsNotMoved,
+        killed_by="I11.resume-value-head",
+        issue="NeMo-RL #2372, for a head",
+        says=r"master after offload\(\) and onload\(\)[\s\S]*score.weight",
     ),
     Mutant(
         engine=LoadIsUndone,

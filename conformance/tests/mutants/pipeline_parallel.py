@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,25 @@ class FirstStageStale(PipelineEngine):
         return way
 
 
+class FrozenStageSendsNothingBack(PipelineEngine):
+    """Behind a stage whose layers are frozen, gradients are zero."""
+
+    def _backward_stage(self, way: Way) -> None:
+        trunk: Any = self.model.base_model
+        frozen = not any(parameter.requires_grad for parameter in trunk.layers[-1].parameters())
+        if way.received is not None and way.received.requires_grad and frozen:
+            way.received.register_hook(torch.zeros_like)
+        super()._backward_stage(way)
+
+
 MUTANTS = (
+    Mutant(
+        engine=FrozenStageSendsNothingBack,
+        killed_by="I20.frozen-parts",
+        issue="stages without trained parameters",
+        says=r"gradients with \d+ of \d+ parameters frozen \(model.layers.1",
+        layout=PP2,
+    ),
     Mutant(
         engine=ScheduleDividesByMicroBatches,
         killed_by="I1.micro-batches",

@@ -29,6 +29,14 @@ class SoftmaxInHalf(Autocast):
         return replace(output, logprobs=output["logprobs"].bfloat16().float())
 
 
+class ScoresInHalf(Autocast):
+    """The scalar head of a reward model is not in float32."""
+
+    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super()._outputs(micro_batch, step)
+        return output if output.scores is None else replace(output, scores=output.scores.bfloat16().float())
+
+
 class NoiseEverywhere(Packed):
     """An approximate kernel: each log-prob is off by half of what a single one may be, up or down."""
 
@@ -45,6 +53,13 @@ MUTANTS = [
         killed_by="I7.logprobs",
         issue="accelerate #3979: the float32 upcast is a no-op",
         says="every value of the output 'logprobs' is a bfloat16 number",
+        dtype="bfloat16",
+    ),
+    Mutant(
+        engine=ScoresInHalf,
+        killed_by="I7.scores",
+        issue="accelerate #3979, for a head",
+        says="every value of the output 'scores' is a bfloat16 number",
         dtype="bfloat16",
     ),
     Mutant(

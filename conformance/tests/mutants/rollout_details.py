@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.inference import TopLogprobs
-from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.inference import ModelLimits, TopLogprobs
+from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
 from core_rl_conformance.reference.sampling import Answer
@@ -127,7 +127,48 @@ class TopOfFiftyTokens(ReferenceRolloutEngine):
         return replace(top, logprobs=torch.cat(cut))
 
 
+class FirstStopToken(Sampling):
+    """Of several ``stop_token_ids`` the first one ends an answer."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, stop_token_ids=sampling.stop_token_ids[:1])
+
+
+class StopTokensReplaceEos(Sampling):
+    """A request with ``stop_token_ids`` does not end with EOS."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, ignore_eos=sampling.ignore_eos or bool(sampling.stop_token_ids))
+
+
+class OneEos(ReferenceRolloutEngine):
+    """Of the config's list of EOS ids the first one counts."""
+
+    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        limits = super()._build(addresses, ft_spec)
+        self._eos_token_ids = self._eos_token_ids[:1]
+        return limits
+
+
 MUTANTS = (
+    Mutant(
+        engine=FirstStopToken,
+        killed_by="I19.stop",
+        issue="one of several stop tokens (I19)",
+        says=r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, greedy decoding gave .* and stop_reason = 'length'",
+    ),
+    Mutant(
+        engine=StopTokensReplaceEos,
+        killed_by="I19.stop",
+        issue="stop tokens in place of EOS (I19)",
+        says=r"with stop_token_ids = \(\d+,\) and EOS before it, greedy decoding gave",
+    ),
+    Mutant(
+        engine=OneEos,
+        killed_by="I19.stop",
+        issue="configs with a list of EOS ids (I19)",
+        says=r"with EOS on the way, greedy decoding gave .*EOS is \d+ or \d+",
+    ),
     Mutant(
         engine=LowTemperatureIsGreedy,
         killed_by="I8.sampling",

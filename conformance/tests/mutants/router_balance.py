@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engines.loss import LossSpec
 from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.steps import MicroBatchStep
 from core_rl.models.routers import Routing, balance_loss
@@ -114,6 +116,14 @@ class BalanceInsteadOfLoss(ReferenceEngine):
         return replace(output, logprobs=output.logprobs.detach())
 
 
+class BalanceInEvaluation(ReferenceEngine):
+    """The loss of an evaluation is that with the balance."""
+
+    def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
+        metrics = super().eval_batch(batch, loss, mb_spec)
+        return {**metrics, "loss": metrics["loss"] + self.config.model.router_aux_coef * metrics["aux_loss"]}
+
+
 ALONE = "I18.aux-gradient"
 MUTANTS = (
     Mutant(
@@ -172,6 +182,13 @@ MUTANTS = (
         killed_by="I18.aux-beside-loss",
         issue="a loss that another one replaces (I18)",
         says="gradients beside a loss",
+        family=MOE,
+    ),
+    Mutant(
+        engine=BalanceInEvaluation,
+        killed_by="I18.aux-beside-loss",
+        issue="a loss that hides another one (I18)",
+        says="the loss of eval_batch",
         family=MOE,
     ),
 )

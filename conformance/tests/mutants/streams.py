@@ -88,6 +88,16 @@ class SendsTheStepBeforeToo(SendsTheStepBefore):
     """The same, for the check of a pair."""
 
 
+class SendsTheTieTwice(SendsItself):
+    """A tied head is sent beside the embedding."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super()._sent():
+            yield name, tensor
+            if name == "model.embed_tokens.weight":
+                yield "lm_head.weight", tensor.clone()
+
+
 class TakesFirstBuckets(ReferenceRolloutEngine):
     """The last tensors of an update do not arrive."""
 
@@ -159,6 +169,13 @@ MUTANTS = (
     Mutant(engine=IgnoresStrides, killed_by=SENT, issue="verl #6919", says="parameters sent after step 1"),
     Mutant(
         engine=SendsTheStepBefore, killed_by=SENT, issue="verl #7014", says="parameters sent after step 2"
+    ),
+    Mutant(
+        engine=SendsTheTieTwice,
+        killed_by=SENT,
+        issue="both copies of a tied matrix (I12)",
+        says=r"parameters sent after step 1 .*other names[\s\S]*a tied tensor comes once.: lm_head.weight",
+        family="qwen3",
     ),
     Mutant(
         engine=SendsTheStepBeforeToo,

@@ -208,6 +208,20 @@ class EntropyOfOneShard(TensorParallelEngine):
     vocabulary_type = OwnEntropy
 
 
+class RowOfTwoRanks(Vocabulary):
+    """Ids are compared with the end of a part as if it were the last of its rows."""
+
+    def _own(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        own = (ids >= self.start) & (ids <= self.start + count)
+        return own, torch.where(own, ids - self.start, 0).clamp(max=count - 1)
+
+
+class FirstRowOfAPartTwice(TensorParallelEngine):
+    """The first row of a rank's part counts on the rank before as well, which takes its own last one for it."""
+
+    vocabulary_type = RowOfTwoRanks
+
+
 class RowBiasAddedOnEachRank(TensorParallelEngine):
     """Each rank adds the bias to its part of the sum."""
 
@@ -273,6 +287,13 @@ MUTANTS = (
         killed_by="I7.logprobs",
         issue="a parallel log-softmax",
         says="logprobs at temperature 1",
+        layout=TP2,
+    ),
+    Mutant(
+        engine=FirstRowOfAPartTwice,
+        killed_by="I7.long-batch",
+        issue="ranges that include their end",
+        says="logprobs of a long batch",
         layout=TP2,
     ),
     Mutant(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +97,8 @@ class StreamedFile:
     def _write(self, tensor: Tensor) -> None:
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         try:
-            self._stream.write(data.numpy().data)
+            # Tensor.numpy() would pin the size of the storage behind it, so that it could not be offloaded any more.
+            self._stream.write(np.from_dlpack(data).data)
         except OSError as error:
             raise self._failed(error) from error
 
