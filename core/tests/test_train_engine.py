@@ -262,8 +262,8 @@ def elsewhere(engine: TrainEngine) -> None:
     engine.to("meta")
 
 
-def distributed_sync(engine: TrainEngine) -> None:
-    engine.upload_weights(WeightUpdateMeta(method="distributed", version=1))
+def adapter_sync(engine: TrainEngine) -> None:
+    engine.upload_weights(WeightUpdateMeta(method="lora", version=1))
 
 
 BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
@@ -291,7 +291,7 @@ BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
     (forward_while_offloaded, EngineStateError, "the weights of Qwen3ForCausalLM are offloaded; call onload"),
     (offload_inside_a_mode, EngineStateError, r"offload\(\) inside train_mode\(\); leave the context"),
     (elsewhere, ConfigError, r"to\('meta'\): this engine lives on cpu"),
-    (distributed_sync, UnsupportedCapability, "does not declare 'sync_distributed'"),
+    (adapter_sync, UnsupportedCapability, "does not declare 'sync_lora'"),
 ]
 
 
