@@ -24,7 +24,6 @@ def right_digits(answer, sample):
 '''
 ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "fsdp, dp 2": ("fsdp", ()),
-    "megatron, one rank": ("megatron", ["engines.megatron.layout={}"]),
     "megatron, tp 2": ("megatron", ()),
     "megatron, pp 2": ("megatron", ["engines.megatron.layout={pp: 2}"]),
 }
