@@ -145,8 +145,8 @@ def test_errors_of_the_engine_are_the_groups(group: EngineGroup, tmp_path: Path)
         group.train_batch(support.batch(0, (13,)), LOSS, MB)
     with pytest.raises(EngineStateError, match="no gradients"):
         group.named_tensors("grads")
-    with pytest.raises(UnsupportedCapability, match="sync_distributed"):
-        group.upload_weights(WeightUpdateMeta(method="distributed", version=1))
+    with pytest.raises(UnsupportedCapability, match="sync_lora"):
+        group.upload_weights(WeightUpdateMeta(method="lora", version=1))
     with pytest.raises(CheckpointNotFound):
         group.load(SaveLoadMeta(path=str(tmp_path / "nothing")))
     assert group.train_batch(support.batch(0), LossSpec(fn=support.nan_loss), MB)["update_successful"] == 0.0
