@@ -311,7 +311,7 @@ def test_a_recipe_may_name_an_environment(
 def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\n\n\ndef slow(answer, sample):\n"
-        "    if sample['number'] == 8:\n        time.sleep(600)\n    return len(set(answer)) / 4\n"
+        "    if sample['_number'] == 8:\n        time.sleep(600)\n    return len(set(answer)) / 4\n"
     )
     named = [f"reward={tmp_path}/slow.py:slow", "rollout.reward_processes=2", "rollout.reward_timeout_s=2"]
     message = r"sample 8, answer \d: the reward function slow: no answer in 2 s; its process was killed"

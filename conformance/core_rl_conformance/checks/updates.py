@@ -35,10 +35,10 @@ from core_rl_conformance.subject import Subject
 
 FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
-APART_S = 0.02
-"""Between two requests that come late in an update."""
-MOST_LATE = 32
-"""Their number: asked for while the update is on its way, some are answered after it."""
+APART_S, FURTHER_APART = 0.02, 1.1
+"""Between two requests that come late in an update: each wait is longer than the one before by this factor."""
+MOST_LATE = 48
+"""Their number, which lasts for some 20 s: asked for while the update is on its way, some are answered after it."""
 
 
 def published(
@@ -228,6 +228,6 @@ async def _during(
     late: list[asyncio.Future[list[LLMResponse]]] = []
     while not update.done() and len(late) < MOST_LATE:
         late.append(asyncio.ensure_future(answers(engine, [requests[len(late) % len(requests)]])))
-        await asyncio.sleep(APART_S)
+        await asyncio.sleep(APART_S * FURTHER_APART ** len(late))
     await update
     return [*found, *(response for part in await asyncio.gather(*late) for response in part)]
