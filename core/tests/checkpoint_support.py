@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -78,6 +79,8 @@ def in_child(function: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        # What is rubbish in the parent, such as objects with threads, is the parent's to destroy.
+        gc.disable()
         try:
             # The threads of the parent's kernels are not in this process: a kernel would wait for them.
             torch.set_num_threads(1)
