@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import yaml
 from common.bare import build
 from common.busy import BUSY_FILE, busy_seconds, watch_rollouts
+from common.measure import spread
 from common.rollouts import given_rollout, word_tokenizer
 from common.workload import MODEL
 from rich.console import Console
@@ -114,13 +114,8 @@ def report(costs: list[tuple[float, float]]) -> None:
         table.add_column(column, justify="right")
     parts = [100 * own / total for total, own in costs]
     columns = ([total for total, _ in costs], [own for _, own in costs], parts)
-    table.add_row(*(_spread(values) for values in columns))
+    table.add_row(*(spread(values) for values in columns))
     Console(width=max(110, Console().width)).print(table)
-
-
-def _spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":

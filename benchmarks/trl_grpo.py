@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import sys
 import tempfile
 import time
@@ -21,12 +20,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.bare import build
+from common.measure import spread, turns
 from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
 from common.workload import MODEL
 
@@ -109,14 +108,11 @@ def interleave(
     sides: Mapping[str, Callable[[], GRPOPhases]], repeats: int, warmup: int = 1
 ) -> dict[str, list[GRPOPhases]]:
     """The phases of each round: every round runs every side once, and starts with another one each time."""
-    names = list(sides)
-    found: dict[str, list[GRPOPhases]] = {name: [] for name in names}
-    for number in track(range(-warmup, repeats), description="measuring"):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            phases = sides[name]()
-            if number >= 0:
-                found[name].append(phases)
+    found: dict[str, list[GRPOPhases]] = {name: [] for name in sides}
+    for name, counts in turns(list(sides), repeats=repeats, warmup=warmup):
+        phases = sides[name]()
+        if counts:
+            found[name].append(phases)
     return found
 
 
@@ -135,12 +131,6 @@ def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: i
         parts = [spread([column[index] for column in columns]) for index in range(len(PHASES))]
         table.add_row(name, *parts, spread(totals[name]), spread(ratios))
     Console(width=max(120, Console().width)).print(table)
-
-
-def spread(values: list[float]) -> str:
-    """The median and the quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-__all__ = ["Side", "interleave", "is_first", "report"]
+__all__ = ["Side", "interleave", "is_first", "report", "spread", "turns"]
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,24 @@ def interleave(sides: Mapping[str, Side], *, repeats: int, warmup: int = 2) -> d
 
     With several ranks, all run the same side at the same time, until the slowest is done.
     """
-    names = list(sides)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for name, counts in turns(list(sides), repeats=repeats, warmup=warmup):
+        _wait()
+        start = time.perf_counter()
+        sides[name].run()
+        _wait()
+        if counts:
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def turns(names: Sequence[str], *, repeats: int, warmup: int) -> Iterator[tuple[str, bool]]:
+    """Whose turn it is, and whether it counts: every name once a round, from another one on in each."""
     rounds = range(-warmup, repeats)
     for number in track(rounds, description="measuring", disable=not is_first()):
         shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            _wait()
-            start = time.perf_counter()
-            sides[name].run()
-            _wait()
-            if number >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+        for name in (*names[shift:], *names[:shift]):
+            yield name, number >= 0
 
 
 def is_first() -> bool:
@@ -69,11 +74,12 @@ def report(title: str, sides: Mapping[str, Side], seconds: Mapping[str, list[flo
     for name, times in seconds.items():
         ratios = [own / other for own, other in zip(times, seconds[base], strict=True)]
         speed = f"{sides[name].tokens / statistics.median(times):,.0f}"
-        table.add_row(name, _spread(times), speed, _spread(ratios))
+        table.add_row(name, spread(times), speed, spread(ratios))
     Console(width=max(110, Console().width)).print(table)
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
+    """The median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
