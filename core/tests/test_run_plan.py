@@ -20,7 +20,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.errors import LayoutError
 from core_rl.models.build import build_model
 from core_rl.models.footprint import footprint_of
-from core_rl.training import dry_run
+from core_rl.training import dry_run, load_recipe
 from core_rl.training.run_plan import RunPlan, estimate_memory
 
 
@@ -30,7 +30,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(directory: Path, values: dict[str, Any], *overrides: str) -> RunPlan:
-    found = dry_run(support.write_recipe(directory / "r.yaml", values), list(overrides))
+    found = dry_run(load_recipe(support.write_recipe(directory / "r.yaml", values), list(overrides)))
     assert not (directory / "out").exists()
     return found
 

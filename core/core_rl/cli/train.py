@@ -60,9 +60,10 @@ def _print_plan(recipe: Path, overrides: list[str], as_json: bool) -> None:
     from core_rl.cli.plan import print_plan
     from core_rl.training import dry_run, load_recipe
 
-    plan = dry_run(recipe, overrides)
+    chosen = load_recipe(recipe, overrides)
+    plan = dry_run(chosen)
     if as_json:
-        values = load_recipe(recipe, overrides).model_dump(mode="json")
-        typer.echo(json.dumps({"recipe": values, "plan": dataclasses.asdict(plan)}, indent=2))
+        values = {"recipe": chosen.model_dump(mode="json"), "plan": dataclasses.asdict(plan)}
+        typer.echo(json.dumps(values, indent=2))
     else:
         print_plan(plan)

@@ -121,11 +121,11 @@ class TrainEngineConfig(EngineConfig):
     def state_bytes(self, parameters: int, trained: int) -> StateBytes:
         """What one rank holds of a model with so many weights: an estimate for plans, which an engine overrides.
 
+        ``trained`` are the weights that the optimizer moves, 0 without one.
         Here tensor and pipeline parallel ranks share one copy, and data parallel ones hold copies: 4 bytes for each
         weight, 2 more in bfloat16, 4 for a gradient and 8 for the moments of what is trained.
         """
         ranks = self.layout.tp * self.layout.pp
-        trained = trained if self.optimizer is not None else 0
         return StateBytes(
             weights=(6 if self.dtype == "bfloat16" else 4) * parameters / ranks,
             gradients=4 * trained / ranks,

@@ -59,9 +59,8 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     return result
 
 
-def dry_run(path: Path, overrides: list[str]) -> RunPlan:
-    """What `run_recipe` would do. The recipe is checked and the data is read; nothing starts, nothing is written."""
-    recipe = load_recipe(path, overrides)
+def dry_run(recipe: Recipe) -> RunPlan:
+    """What `train` would do. The recipe is checked and the data is read; nothing starts, nothing is written."""
     return plan_run(recipe, prepare(recipe))
 
 

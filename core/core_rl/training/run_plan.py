@@ -164,7 +164,7 @@ def _ranks(config: TrainEngineConfig, sequences: int, longest: int, limit: int) 
 
 def estimate_memory(config: TrainEngineConfig, model: Footprint, tokens: int) -> MemoryEstimate:
     """What one rank needs for micro-batches of ``tokens``; see the module's docstring."""
-    state = config.state_bytes(model.parameters, model.trained)
+    state = config.state_bytes(model.parameters, 0 if config.optimizer is None else model.trained)
     return MemoryEstimate(
         weights=state.weights,
         gradients=state.gradients,

@@ -43,7 +43,6 @@ class FSDPConfig(TrainEngineConfig):
     def state_bytes(self, parameters: int, trained: int) -> StateBytes:
         """Everything in float32, spread over the ranks of one copy (ZeRO-3, arXiv:1910.02054, section 5.3)."""
         ranks = self.layout.world_size / self.options.replicas
-        trained = trained if self.optimizer is not None else 0
         return StateBytes(
             weights=4 * parameters / ranks, gradients=4 * trained / ranks, moments=8 * trained / ranks
         )

@@ -38,7 +38,6 @@ class MegatronConfig(TrainEngineConfig):
         """
         model = self.layout.tp * self.layout.pp
         shared = self.layout.world_size if self.options.distributed_optimizer else model
-        trained = trained if self.optimizer is not None else 0
         copies = 4 * trained / shared if self.dtype == "bfloat16" else 0.0
         return StateBytes(
             weights=(2 if self.dtype == "bfloat16" else 4) * parameters / model + copies,
