@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import build, tiny_model
+from sglang_support import build, dying_stream, tiny_model
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import WeightUpdateMeta
@@ -85,13 +85,8 @@ def test_a_group_that_breaks_off_leaves_the_old_weights(
 ) -> None:
     served, meta = engine.score(BATCH), grouped(3, tmp_path)
     arrival = engine.update_weights(meta)
-
-    def dying() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(tensors_of(Path(tiny_model(root, seed=3))).items())[:6]
-        raise WeightsError("the trainer died")
-
     with pytest.raises(WeightsError, match="the trainer died"):
-        send_tensors(dying(), meta)
+        send_tensors(dying_stream(tiny_model(root, seed=3)), meta)
     with pytest.raises(WeightsError):
         arrival.result(60)
     assert engine.get_version() == 0
@@ -143,13 +138,8 @@ def test_a_trainer_that_dies_in_an_update_changes_nothing(
     before, served = engine.get_version(), engine.score(BATCH)
     meta = WeightUpdateMeta(method="tensor", version=9, path=str(tmp_path / "meet"), bucket_bytes=4096)
     arrival = engine.update_weights(meta)
-
-    def dying() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(tensors_of(Path(tiny_model(root, seed=3))).items())[:6]
-        raise WeightsError("the trainer died")
-
     with pytest.raises(WeightsError, match="the trainer died"):
-        send_tensors(dying(), meta)
+        send_tensors(dying_stream(tiny_model(root, seed=3)), meta)
     with pytest.raises(WeightsError):
         arrival.result(60)
     assert engine.get_version() == before

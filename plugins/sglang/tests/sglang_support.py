@@ -22,6 +22,7 @@ from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.weight_group import GroupAddress, WeightGroup
 from core_rl.errors import WeightsError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_sglang.engine import SglangEngine
 
 API_KEY = "a secret"
@@ -209,6 +210,12 @@ def build(model: str, dp: int = 1, **options: Any) -> SglangEngine:
 def tiny_model(root: Path, seed: int = 0) -> str:
     """The directory of a tiny model."""
     return str(ModelStore(root).directory(TinyModel(family="llama", seed=seed)))
+
+
+def dying_stream(model: str) -> Iterator[tuple[str, Tensor]]:
+    """The first weights of ``model``; then the trainer dies."""
+    yield from list(tensors_of(Path(model)).items())[:6]
+    raise WeightsError("the trainer died")
 
 
 @contextmanager

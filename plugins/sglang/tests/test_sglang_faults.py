@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from sglang_support import Stub, connected, drop, first, stubs, tiny_model
+from sglang_support import Stub, connected, drop, dying_stream, first, stubs, tiny_model
 
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
@@ -277,17 +277,11 @@ def unpickled(body: dict[str, Any]) -> Any:
 
 
 def test_a_sender_that_breaks_off_is_told_of(tmp_path: Path) -> None:
-    tensors = list(tensors_of(Path(tiny_model(tmp_path, seed=1))).items())
-
-    def breaking_off() -> Iterator[tuple[str, Any]]:
-        yield from tensors[:6]
-        raise WeightsError("the trainer died")
-
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         meta = WeightUpdateMeta(method="tensor", version=3, path=str(tmp_path / "meet"), bucket_bytes=4096)
         arrival = engine.update_weights(meta)
         with pytest.raises(WeightsError, match="the trainer died"):
-            send_tensors(breaking_off(), meta)
+            send_tensors(dying_stream(tiny_model(tmp_path, seed=1)), meta)
         with pytest.raises(WeightsError):
             arrival.result(20)
         assert engine.get_version() == 0
@@ -372,17 +366,11 @@ def test_a_server_that_dies_in_a_group_holds_up_nobody(tmp_path: Path) -> None:
 
 
 def test_a_sender_that_breaks_off_in_a_group_is_told_of(tmp_path: Path) -> None:
-    tensors = list(tensors_of(Path(tiny_model(tmp_path, seed=1))).items())
-
-    def breaking_off() -> Iterator[tuple[str, Any]]:
-        yield from tensors[:6]
-        raise WeightsError("the trainer died")
-
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         meta = grouped(tmp_path)
         arrival = engine.update_weights(meta)
         with pytest.raises(WeightsError, match="the trainer died"):
-            send_tensors(breaking_off(), meta)
+            send_tensors(dying_stream(tiny_model(tmp_path, seed=1)), meta)
         with pytest.raises(WeightsError):
             arrival.result(20)
         assert engine.get_version() == 0
