@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,8 @@ class ConformanceSession:
         self._aim()
         narrowed = self.plan.selection.narrowed or self._filtered()
         self.summary = Summary(self.plan, narrowed)
+        # What was imported is no garbage; pytest looks through it five times at the end, for half a second each.
+        gc.freeze()
 
     def _aim(self) -> None:
         """Let paths that hold a copy of the suite, or no path at all, mean the checks of this one."""
