@@ -160,7 +160,7 @@ class RolloutError(CoreRLError):
     """Generation, a workflow or a reward function failed."""
 
 
-def raise_all(kind: type[CoreRLError], subject: str, violations: Iterable[str]) -> None:
+def raise_all(kind: type[CoreRLError], subject: object, violations: Iterable[str]) -> None:
     """Raise one ``kind`` that lists every violation, or return when there is none."""
     found = list(violations)
     if len(found) == 1:

@@ -97,7 +97,7 @@ def _identity(distribution: metadata.Distribution) -> tuple[str, str, str]:
         return f"(a distribution without METADATA in {path})", "(no version)", path
 
 
-def load_object(reference: str, origin: str) -> object:
+def load_object(reference: str, origin: object) -> object:
     """Import the object that ``reference`` (``"module:attribute"``) names; ``origin`` opens the messages.
 
     Raises:
@@ -124,7 +124,7 @@ def _missing_module(wanted: str, error: ModuleNotFoundError) -> str:
     return f"needs the module {error.name!r}, which is not installed; install the package that provides it"
 
 
-def check_spec(spec: object, origin: str, name: str | None = None) -> EngineSpec:
+def check_spec(spec: object, origin: object, name: str | None = None) -> EngineSpec:
     """``spec`` itself if it is a valid `EngineSpec`, called ``name`` if given, that this core can drive.
 
     Raises:
@@ -147,7 +147,7 @@ def _is_version(protocol: object) -> bool:
     return isinstance(protocol, tuple) and len(protocol) == 2 and all(type(part) is int for part in protocol)
 
 
-def _check_protocol(spec: EngineSpec, origin: str) -> None:
+def _check_protocol(spec: EngineSpec, origin: object) -> None:
     (major, minor), (core_major, core_minor) = spec.protocol, PROTOCOL_VERSION
     if major == core_major and minor <= core_minor:
         return

@@ -82,7 +82,7 @@ def load_engine(spec: EngineSpec) -> type[TrainEngine | InferenceEngine]:
             coroutine where the core calls a function.
         EngineIncompatible: before anything is imported.
     """
-    origin = _origin(spec)
+    origin = _Origin(spec)
     check_spec(spec, origin)
     found = load_object(spec.factory, origin)
     if spec.kind == "train":
@@ -103,7 +103,7 @@ def load_config(spec: EngineSpec) -> type[EngineConfig]:
     """
     from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig  # pydantic
 
-    origin = _origin(spec)
+    origin = _Origin(spec)
     check_spec(spec, origin)
     base = TrainEngineConfig if spec.kind == "train" else InferenceEngineConfig
     return _subclass(load_object(spec.config, origin), base, f"{origin}: config {spec.config!r}")
@@ -166,9 +166,15 @@ def _claims() -> list[EngineEntry]:
     return [*registered.values(), *(entry for entry in declared_engines() if entry.name not in registered)]
 
 
-def _origin(spec: EngineSpec) -> str:
-    origins = [entry.origin for entry in _claims() if entry.name == spec.name]
-    return origins[0] if len(origins) == 1 else f"engine {spec.name!r}"
+class _Origin:
+    """Who declares ``spec``, looked up when a message says so: all that is installed is read for it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._name = spec.name
+
+    def __str__(self) -> str:
+        origins = [entry.origin for entry in _claims() if entry.name == self._name]
+        return origins[0] if len(origins) == 1 else f"engine {self._name!r}"
 
 
 def _engine_class(found: object, base: type[_Class], what: str) -> type[_Class]:
