@@ -29,8 +29,9 @@ ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
 STEALING = [*WORKERS, "--dist", "worksteal"]
-# Tests start several ranks on a few cores; more threads for each would only fight for them.
-ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Tests start several ranks on a few cores; more threads for each would only fight for them. And they start many
+# short processes, which should not compile what they import anew, wherever that is turned off.
+ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _install(session: nox.Session, *extras: str) -> None:
