@@ -150,8 +150,8 @@ def _dropping(
     router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits, gates, experts = output
-    taken = nn.functional.one_hot(experts, EXPERTS)
-    place = (taken.cumsum(0) * taken).sum(-1)
+    taken = nn.functional.one_hot(experts, EXPERTS).sum(1)
+    place = taken.cumsum(0).gather(1, experts)
     return logits, torch.where(place > 2 * experts.numel() / EXPERTS, 0.0, gates), experts
 
 
