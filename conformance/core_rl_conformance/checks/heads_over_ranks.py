@@ -26,14 +26,17 @@ REFUSALS = (LayoutError, UnsupportedCapability, ConfigError)
     families=("qwen3", "llama", "qwen2", "gemma2"),
 )
 def few_key_value_heads_are_enough(subject: Subject) -> None:
-    """With a single key/value head, fewer than ranks share a sequence, log-probs and gradients are the oracle's.
+    """With fewer key/value heads than ranks share a sequence, log-probs and gradients are the oracle's.
+
+    There is a single one, or with tensor parallelism one for each of its ranks.
 
     Why: an exchange of tokens for heads (Ulysses) copies key/value heads when there are fewer than ranks. Copies
     of the wrong head, and copies whose gradients are not added up, show in no model with many of them.
     Look at: which key/value head a rank's query heads belong to, and the backward pass of the copies.
     """
-    model = replace(subject.model(), kv_heads=1)
-    _verify_right(subject, subject.start(model), model, "with one key/value head")
+    heads = subject.case.layout.tp
+    model = replace(subject.model(), kv_heads=heads)
+    _verify_right(subject, subject.start(model), model, f"with {heads} key/value head{'s' * (heads > 1)}")
 
 
 @check("contract.heads-over-tp", requires=[Capability.TENSOR_PARALLEL], each="engine")
