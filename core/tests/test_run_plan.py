@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,51 @@ def test_a_plan_counts_what_the_run_will_do(start: Path, tmp_path: Path) -> None
     assert roles["critic"].memory.logits == 0
 
 
+def printed(found: RunPlan) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(found, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+PPO: dict[str, Any] = {"algorithm": {"type_": "ppo", "args": {"kl_coef": 0.05}}, "critic": {}}
+DP2 = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
+TWO_BY_TWO = {"actor": [0, 1], "critic": [2, 3], "reference": [3, 2]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "devices", "says"),
+    [
+        ({}, (None, "actor", "actor"), "000", "actor, critic and reference live in the same 1 process."),
+        ({"colocated": False}, (None, None, None), "000", None),
+        ({"placement": {"critic": [3]}}, (None, None, "actor"), "030", "actor and reference live"),
+        ({"placement": {"actor": [1], "critic": [1]}}, (None, "actor", None), "110", "actor and critic live"),
+        (DP2, (None, "actor", "actor"), ("01", "01", "01"), "live in the same 2 processes."),
+        (DP2 | {"critic": {"layout": {"tp": 2}}}, (None, None, "actor"), ("01", "01", "01"), "actor and ref"),
+        (DP2 | {"placement": TWO_BY_TWO}, (None, None, None), ("01", "23", "32"), None),
+    ],
+    ids=["all", "no turns", "a device of its own", "two on one device", "two ranks", "layout", "order"],
+)
+def test_a_plan_says_which_roles_share_processes_and_devices(
+    start: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    beside: tuple[str | None, ...],
+    devices: Sequence[str],
+    says: str | None,
+) -> None:
+    pytest.importorskip("core_rl_fsdp")
+    values = support.recipe_values(start, tmp_path / "out", **({"colocated": True} | PPO | changes))
+    found = plan(tmp_path, values)
+    *roles, rollout = found.roles
+    assert [role.beside for role in roles] == list(beside)
+    assert [role.devices for role in roles] == [tuple(map(int, own)) for own in devices]
+    assert (rollout.beside, rollout.devices) == (None, ())
+    text = printed(found)
+    assert says in text if says else "live in the same" not in text
+    assert ", ".join(devices[1]) in text
+
+
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
 def test_runs_on_data_have_one_model(start: Path, tmp_path: Path, algorithm: str) -> None:
     found = plan(tmp_path, support.supervised_values(start, tmp_path / "out", algorithm))
@@ -59,10 +105,7 @@ def test_runs_on_data_have_one_model(start: Path, tmp_path: Path, algorithm: str
 
 def test_a_plan_is_printed_in_full(start: Path, tmp_path: Path) -> None:
     found = plan(tmp_path, support.recipe_values(start, tmp_path / "out", colocated=False))
-    console = Console(file=io.StringIO(), width=200)
-    print_plan(found, console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = printed(found)
     for words in (
         "6 rows * 3 = 18 sequences",
         "reference-rollout",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import engine_support as support
 import pytest
 import torch
 
-from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig
+from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -21,6 +22,7 @@ from core_rl.engines.outputs import ModelOutput
 from core_rl.engines.train import TrainEngine
 from core_rl.errors import (
     BatchError,
+    CheckpointNotFound,
     ConfigError,
     EngineContractError,
     EngineStateError,
@@ -355,6 +357,76 @@ def test_frozen_parameters_do_not_move_and_have_no_moments() -> None:
     assert set(before) - set(changed(before, tensors(engine))) == {"model.embed_tokens.weight"}
     assert "model.embed_tokens.weight" not in tensors(engine, "exp_avg")
     engine.destroy()
+
+
+# ------------------------------------------------------- several engines in one process
+
+
+def dropping(seed: int) -> TrainEngine:
+    model = ModelConfig(config=support.TINY | {"attention_dropout": 0.3})
+    return support.engine(ReferenceConfig(model=model, optimizer=support.OPTIMIZER, seed=seed))
+
+
+def test_draws_depend_on_the_seed_and_on_nothing_else_in_the_process() -> None:
+    losses: dict[str, list[float]] = {}
+    for name, seed in (("alone", 0), ("again", 0), ("beside another", 0), ("another seed", 1)):
+        engine, other = dropping(seed), dropping(5)
+        before = torch.get_rng_state()
+        losses[name] = []
+        for step in range(3):
+            losses[name].append(engine.train_batch(support.batch(step), NLL, ONE)["loss"])
+            if name == "beside another":
+                other.train_batch(support.batch(step), NLL, ONE)
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.rand(1)  # so that the next one finds another state of the process
+        engine.destroy()
+        other.destroy()
+    assert losses["alone"] == losses["again"] == losses["beside another"]
+    assert losses["alone"][0] != losses["another seed"][0]
+
+
+def test_the_process_group_goes_with_the_last_engine(engine: TrainEngine) -> None:
+    other = support.engine()
+    engine.destroy()
+    assert other.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1.0
+    other.destroy()
+    other.destroy()
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_engine_of_another_world_is_refused(engine: TrainEngine, tmp_path: Path) -> None:
+    address = RankAddress(rank=0, world_size=1, store_path=str(tmp_path / "store"))
+    other = ReferenceEngine(SPEC, support.config())
+    with pytest.raises(EngineStateError, match="already initialised in this process, as rank 0 of 1"):
+        other.initialize(address)
+    engine.destroy()
+    other.initialize(address)
+    third = ReferenceEngine(SPEC, support.config())
+    third.initialize(address)
+    assert third.world.group is other.world.group
+    other.destroy()
+    third.destroy()
+
+
+def test_an_engine_that_fails_after_it_is_built_gives_up_its_place(
+    engine: TrainEngine, tmp_path: Path
+) -> None:
+    lora = {"rank": 2, "path": str(tmp_path / "no adapter")}
+    torn = Torn(SPEC, support.config(lora=LoraConfig.model_validate(lora)))
+    with pytest.raises(CheckpointNotFound):
+        torn.initialize()
+    assert torn.torn_down
+    assert torch.distributed.is_initialized()
+    engine.destroy()
+    assert not torch.distributed.is_initialized()
+
+
+class Torn(ReferenceEngine):
+    torn_down = False
+
+    def _teardown(self) -> None:
+        self.torn_down = True
+        super()._teardown()
 
 
 # ------------------------------------------------------- an engine's own bugs

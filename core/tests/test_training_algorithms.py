@@ -20,6 +20,7 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl.training import run_recipe
 from core_rl.training.loop import TrainingLoop
+from core_rl.training.roles import Roles
 from core_rl.training.supervised import SupervisedLoop
 
 PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
@@ -103,10 +104,22 @@ def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(ppo: Path, start: Pa
     assert support.curve(tmp_path / "out") == support.curve(ppo)
 
 
-def test_taking_turns_on_the_devices_changes_nothing(ppo: Path, start: Path, tmp_path: Path) -> None:
+def test_taking_turns_in_the_same_processes_changes_nothing(
+    ppo: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: dict[str, tuple[int, ...]] = {}
+    working = Roles.working
+
+    def noted(roles: Roles, group: EngineGroup) -> Any:
+        pids[f"{group.config.model.head}, trained: {group.config.optimizer is not None}"] = tuple(group.pids)
+        return working(roles, group)
+
+    monkeypatch.setattr(Roles, "working", noted)
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
     run(tmp_path, values)
     assert support.curve(tmp_path / "out") == support.curve(ppo)
+    assert len(pids) == 3
+    assert len(set(pids.values())) == 1
 
 
 @pytest.fixture

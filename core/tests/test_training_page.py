@@ -20,6 +20,7 @@ from core_rl.training.curves import POINTS, Panel, panels
 from core_rl.training.evaluation import SHOWN, RolloutSample, rollout_samples
 from core_rl.training.metrics_log import Row
 from core_rl.training.page import RunPage
+from core_rl.training.prepared import RolePlace
 from core_rl.training.recipe import Recipe
 from core_rl.training.records import RunRecords
 from core_rl.training.run_directory import open_run_directory
@@ -158,6 +159,18 @@ def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -
     assert "refresh" not in text
     assert "Best model: step 3" in text and "out/best/step-00000003" in text
     assert "Samples of rollouts" not in text
+
+
+def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
+    places = {
+        "actor": RolePlace(devices=(0, 1)),
+        "critic": RolePlace(devices=(0, 1), beside="actor"),
+        "reward": RolePlace(devices=(3,)),
+    }
+    text = RunPage(recipe(tmp_path), tmp_path, places).render(ROWS, [], status="running")
+    assert "<th>actor</th><td>2 ranks, on devices 0, 1, in processes of its own</td>" in text
+    assert "<th>critic</th><td>2 ranks, on devices 0, 1, in the processes of the actor</td>" in text
+    assert "<th>reward</th><td>1 rank, on device 3, in a process of its own</td>" in text
 
 
 def test_a_long_answer_is_shortened(tmp_path: Path) -> None:

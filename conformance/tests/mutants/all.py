@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants import (
     adapters,
     adapters_more,
+    beside,
     checkpoints,
     context_parallel,
     expert_parallel,
@@ -45,6 +46,7 @@ MUTANTS = (
     *adapters_more.MUTANTS,
     *moments.MUTANTS,
     *offload.MUTANTS,
+    *beside.MUTANTS,
     *precision.MUTANTS,
     *experts.MUTANTS,
     *router_balance.MUTANTS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +24,10 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     console.print(_roles(plan.roles))
     console.print(_memory(plan.roles))
     if plan.colocated:
-        console.print("Roles that share devices take turns: at one time, one of them is there.\n")
+        console.print("Roles that share devices take turns: at one time, one of them is there.")
+        for text in _sharing(plan.roles):
+            console.print(text)
+        console.print()
     for role in plan.roles:
         if role.ranks:
             console.print(_ranks(role))
@@ -58,7 +61,7 @@ def _run(plan: RunPlan) -> Table:
 
 def _roles(roles: Sequence[RolePlan]) -> Table:
     table = _table(
-        "role", "engine", "layout", "dtype", "device", "weights", "trained", "layers", "vocabulary"
+        "role", "engine", "layout", "dtype", "device", "devices", "weights", "trained", "layers", "vocabulary"
     )
     for role in roles:
         model = role.model
@@ -68,9 +71,27 @@ def _roles(roles: Sequence[RolePlan]) -> Table:
             model.layers,
             model.vocabulary,
         )
-        own = (role.engine, role.layout, role.dtype, role.device)
+        own = (role.engine, role.layout, role.dtype, role.device, _numbers(role.devices))
         table.add_row(f"[bold]{role.role}[/]", *own, *(f"{number:,}" for number in numbers))
     return table
+
+
+def _sharing(roles: Sequence[RolePlan]) -> Iterator[str]:
+    """Which roles live in the same processes."""
+    for role in roles:
+        guests = [other.role for other in roles if other.beside == role.role]
+        if guests:
+            count = "1 process" if len(role.ranks) == 1 else f"{len(role.ranks)} processes"
+            *some, last = [role.role, *guests]
+            yield f"{', '.join(some)} and {last} live in the same {count}."
+
+
+def _numbers(devices: Sequence[int]) -> str:
+    """``0, 1`` or, for more in a row, ``0-7``."""
+    first = devices[0] if devices else 0
+    if len(devices) > 2 and list(devices) == list(range(first, first + len(devices))):
+        return f"{first}-{devices[-1]}"
+    return ", ".join(map(str, devices))
 
 
 def _memory(roles: Sequence[RolePlan]) -> Table:

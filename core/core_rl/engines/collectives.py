@@ -22,6 +22,8 @@ class World:
 
     group: dist.ProcessGroup | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What engines on these ranks have in common, such as groups of some of them: made once, gone with the world."""
 
     @property
     def rank(self) -> int:

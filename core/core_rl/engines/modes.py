@@ -12,6 +12,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.engines import guards
 from core_rl.engines.collectives import RankGroups, World
+from core_rl.engines.draws import Draws
 from core_rl.engines.hooks import TrainHooks
 from core_rl.engines.meta import StatePart
 from core_rl.engines.process_group import Membership
@@ -32,6 +33,7 @@ class EngineModes(TrainHooks):
     """Where this rank computes."""
     _membership: Membership
     _rank_groups: RankGroups
+    _draws: Draws
     _total_steps: int | None
 
     def __init__(self, spec: EngineSpec, config: TrainEngineConfig) -> None:

@@ -96,7 +96,7 @@ class EnginePasses(EngineModes):
         optimizer = guards.require_optimizer(self.config)
         if not self._pending.passes:
             raise EngineStateError("optimizer_step() without gradients; call forward_backward() first")
-        with self._onloaded("model", "optimizer"):
+        with self._onloaded("model", "optimizer"), self._draws.own():
             return self._clipped_step(optimizer)
 
     def _clipped_step(self, optimizer: OptimizerConfig) -> dict[str, float]:
@@ -172,7 +172,7 @@ class EnginePasses(EngineModes):
         return MicroBatches(batch, plan, self.device)
 
     def _run_all(self, micro_batches: MicroBatches, step: LossStep | CollectStep, forward_only: bool) -> None:
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), self._draws.own():
             self._run(micro_batches.items, step, forward_only)
         if self.is_output_rank:
             micro_batches.check_finished()

@@ -77,7 +77,7 @@ class EngineState(EnginePasses):
         if meta.format == "hf":
             guards.require_adapter_on(self._adapter_off, "save(format='hf')")
         self._finish_saving()
-        with self._onloaded("model", "optimizer"):
+        with self._onloaded("model", "optimizer"), self._draws.own():
             self._background = save_engine(self, meta)
 
     def wait_for_saves(self) -> None:
@@ -101,7 +101,7 @@ class EngineState(EnginePasses):
         guards.require_state(self._state, "ready", "load()")
         self._finish_saving()
         self.optimizer_zero_grad()
-        with self._onloaded("model", "optimizer"):
+        with self._onloaded("model", "optimizer"), self._draws.own():
             load_engine_state(self, meta)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:

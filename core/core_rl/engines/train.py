@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from core_rl.engines import guards
 from core_rl.engines.collectives import RankGroups
+from core_rl.engines.draws import Draws
 from core_rl.engines.meta import FinetuneSpec, RankAddress, SaveLoadMeta
 from core_rl.engines.modes import parts_of
 from core_rl.engines.process_group import Membership, join, pick_device
 from core_rl.engines.schedule import schedule_length
 from core_rl.engines.state import EngineState
+from core_rl.rollout.seeds import derive_seed
 
 __all__ = ["TrainEngine"]
 
@@ -40,19 +44,28 @@ class TrainEngine(EngineState):
             self.layout.check_world(addr.world_size)
         self._total_steps = self._schedule_length(ft_spec)
         self._membership: Membership = join(addr, self.device)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._membership.leave)
             self.layout.check_world(self.world.size)
             self._rank_groups: RankGroups = self._groups(self.world)
-            self._build(self._membership.address, ft_spec or FinetuneSpec())
-            guards.check_experts(self.spec, self.config.model, self._hf_config())
-            self._set_training(False)
-            self._state = "ready"
-            self._start_adapter()
-            self._send_away(parts_of(self.config.offload_params, self.config.offload_optimizer))
-        except BaseException:
-            self._state = "new"
-            self._membership.leave()
-            raise
+            # Ranks that see the same sequences draw the same numbers: what they hold in common stays common.
+            self._draws = Draws(derive_seed(self.config.seed, self.data_parallel_rank), self.device)
+            with self._draws.own():
+                self._build(self._membership.address, ft_spec or FinetuneSpec())
+                undo.callback(self._abandon)
+                self._become_ready()
+            undo.pop_all()
+
+    def _become_ready(self) -> None:
+        guards.check_experts(self.spec, self.config.model, self._hf_config())
+        self._set_training(False)
+        self._state = "ready"
+        self._start_adapter()
+        self._send_away(parts_of(self.config.offload_params, self.config.offload_optimizer))
+
+    def _abandon(self) -> None:
+        self._state = "new"
+        self._teardown()
 
     def _start_adapter(self) -> None:
         """Load the adapter that the config names."""

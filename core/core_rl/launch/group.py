@@ -48,6 +48,11 @@ class EngineGroup(EngineRanks):
     ``config``; `initialize` builds it. ``threads_per_rank`` is for kernels on the CPU; by default
     the ranks share the cores equally. ``devices`` are the numbers of the accelerators, one for each rank;
     by default those from 0 on.
+
+    ``beside=group`` starts no processes: the engine lives in those of another group, in the same world of the
+    same number of ranks, where it computes what it would compute alone. All groups of the processes take one
+    call at a time together. A rank that ends, ends them all, each with the same error; the processes end when the
+    last of them is closed, and `restart` replaces them for all.
     """
 
     # -------------------------------------------------------------- training

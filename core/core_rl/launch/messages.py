@@ -101,10 +101,10 @@ class Failure:
 Reply = Done | Failure
 
 
-def pack_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call ``name`` as bytes; raises `GroupError` if a part of it cannot be pickled."""
+def pack_call(name: str, seat: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call ``name`` of the group at ``seat`` as bytes; raises `GroupError` if a part of it cannot be pickled."""
     try:
-        return pickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((seat, fn, args), protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise GroupError(
             f"{name} or its arguments cannot be sent to the ranks: {error}. Use functions and "
@@ -112,16 +112,16 @@ def pack_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes
         ) from error
 
 
-def unpack_call(payload: bytearray) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
+def unpack_call(payload: bytearray) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
+    """The seat, the function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
     try:
-        fn, args = pickle.loads(payload)  # noqa: S301 - our own driver sent it
+        seat, fn, args = pickle.loads(payload)  # noqa: S301 - our own driver sent it
     except Exception as error:
         raise GroupError(
             f"the function or its arguments cannot be restored in the rank: {error}. Define them in a module "
             "that the ranks can import, not in a notebook or on the command line"
         ) from error
-    return fn, args
+    return seat, fn, args
 
 
 def pack_reply(reply: Reply) -> bytes:

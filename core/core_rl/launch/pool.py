@@ -33,6 +33,7 @@ class RankPool:
         self._ranks: list[RankProcess] = []
         self._busy = threading.Lock()
         self._ended: str | None = None
+        self._caller: int | None = None
         self.starting_s = 0.0
         """Seconds that `grow` has taken."""
         # For a pool that is forgotten. `multiprocessing` joins its processes at exit, after these
@@ -54,6 +55,11 @@ class RankPool:
         """Whether the ranks wait for a call."""
         return self._ended is None and not self._busy.locked()
 
+    @property
+    def caller(self) -> int | None:
+        """The seat of the group whose call is running."""
+        return self._caller
+
     def check(self) -> None:
         """Raise `GroupError` if the ranks are gone."""
         if self._ended is not None:
@@ -70,19 +76,24 @@ class RankPool:
         self.starting_s += time.monotonic() - started
 
     def call(
-        self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]], timeout_s: float
+        self,
+        seat: int,
+        name: str,
+        fn: Callable[..., Any],
+        per_rank: Sequence[tuple[Any, ...]],
+        timeout_s: float,
     ) -> list[Any]:
         """``fn(state, *per_rank[i])`` on the first ``len(per_rank)`` ranks; the results in rank order.
 
-        ``name`` stands for the call in messages.
+        ``state`` is what the ranks keep for the group at ``seat``, and ``name`` stands for the call in messages.
 
         Raises the error of the first rank that failed. When every rank has answered, the ranks go on
         serving; else they are ended, and every further call says why.
         """
         # Ranks that are given the same tuple share its bytes.
         different = {id(args): args for args in per_rank}
-        payloads = {key: pack_call(name, fn, args) for key, args in different.items()}
-        with self._exchange(name):
+        payloads = {key: pack_call(name, seat, fn, args) for key, args in different.items()}
+        with self._exchange(name, seat):
             ranks = self._ranks[: len(per_rank)]
             deadline = time.monotonic() + timeout_s
             for rank, args in zip(ranks, per_rank, strict=True):
@@ -120,10 +131,14 @@ class RankPool:
         self._ranks.clear()
 
     @contextmanager
-    def _exchange(self, name: str) -> Iterator[None]:
+    def _exchange(self, name: str, caller: int | None = None) -> Iterator[None]:
         """One at a time; whatever interrupts it, Ctrl-C included, leaves ranks in an unknown state and ends them."""
         if not self._busy.acquire(blocking=False):
-            raise GroupError(f"{name}: another call on this group is running; make one call at a time")
+            raise GroupError(
+                f"{name}: another call on this group is running, or on one that shares its processes; make one call at "
+                "a time"
+            )
+        self._caller = caller
         try:
             self.check()
             try:
@@ -133,6 +148,7 @@ class RankPool:
                 self._end(f"{name} failed with {type(error).__name__}: {first_line}")
                 raise
         finally:
+            self._caller = None
             self._busy.release()
 
     def _send(self, rank: RankProcess, payload: bytes, name: str, deadline: float) -> None:

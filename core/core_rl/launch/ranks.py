@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
 
@@ -15,9 +12,9 @@ from core_rl.engines.meta import FinetuneSpec, RankAddress
 from core_rl.engines.registry import get_spec
 from core_rl.engines.spec import EngineSpec
 from core_rl.engines.train import TrainEngine
-from core_rl.errors import ConfigError, EngineStateError
+from core_rl.errors import ConfigError, EngineStateError, GroupError, LayoutError
 from core_rl.launch import remote
-from core_rl.launch.pool import RankPool
+from core_rl.launch.rank_set import RankSet
 
 __all__ = ["EngineRanks"]
 
@@ -25,11 +22,14 @@ ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
 
 DESTROY_TIMEOUT_S = 60.0
-"""How long `EngineRanks.close` waits for the engines before it ends their processes."""
+"""How long `EngineRanks.close` waits for the engine before it ends its processes."""
 
 
 class EngineRanks:
     """Processes that each hold one rank of a train engine. Users take `EngineGroup`, which adds its methods."""
+
+    _seat: int
+    _closed: bool
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class EngineRanks:
         timeout_s: float = 600.0,
         threads_per_rank: int | None = None,
         devices: Sequence[int] | None = None,
+        beside: EngineRanks | None = None,
     ) -> None:
         self.spec = get_spec(spec) if isinstance(spec, str) else spec
         if self.spec.kind != "train":
@@ -53,11 +54,11 @@ class EngineRanks:
             )
         self.config = config
         self.timeout_s = timeout_s
-        self._threads_per_rank = threads_per_rank
-        self._devices = devices
-        self._places: list[remote.Place] = []
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
-        self._start()
+        if beside is None:
+            self._ranks = RankSet(threads_per_rank, devices)
+        else:
+            self._ranks = _ranks_of(beside, config, threads_per_rank, devices)
+        self._take_seat()
 
     def __enter__(self) -> Self:
         return self
@@ -82,68 +83,78 @@ class EngineRanks:
         self._prepare(config)
         self.destroy()
         self.config = config
-        # A new file each time: a store serves one process group.
-        self._meeting = tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True)
-        store = str(Path(self._meeting.name) / "store")
-        size = self.world_size
+        size, store = self.world_size, self._ranks.store()
         addresses = [
             RankAddress(
                 rank=rank, world_size=size, store_path=store, local_rank=device, timeout_s=self.timeout_s
             )
-            for rank, device in enumerate(self._devices or range(size))
+            for rank, device in enumerate(self._ranks.devices or range(size))
         ]
-        self._places = self._pool.call(
-            "initialize", remote.initialize, [(addr, ft_spec) for addr in addresses], self.timeout_s
-        )
+        try:
+            places = self._call("initialize", remote.initialize, [(addr, ft_spec) for addr in addresses])
+        except BaseException:
+            self._destroy_engine(size)  # on the ranks, if there are any, on which it did not fail
+            self._ranks.forget(self._seat)
+            raise
+        self._ranks.settle(self._seat, places)
 
     def destroy(self) -> None:
-        """Free the engines and keep the processes; `initialize` builds new ones."""
-        self._destroy_engines(self.timeout_s)
-        self._forget()
+        """Free the engine and keep the processes; `initialize` builds a new one."""
+        if places := self._ranks.places(self._seat):
+            self._call("destroy", remote.destroy, [()] * len(places))
+        self._ranks.forget(self._seat)
 
     def close(self) -> None:
-        """Free the engines and end the processes. Further calls of it do nothing."""
+        """Free the engine, and end the processes unless a group beside this one has them. Further calls do nothing."""
+        if self._closed:
+            return
+        self._ranks.check_free(self._seat)
         try:
-            if self._pool.is_idle:
-                self._destroy_engines(min(self.timeout_s, DESTROY_TIMEOUT_S))
+            self._destroy_engine(len(self._ranks.places(self._seat)))
         finally:
-            self._pool.close()
-            self._forget()
+            self._closed = True
+            self._ranks.leave(self, self._seat)
 
     def restart(self) -> None:
-        """Replace the processes, alive or not, by new ones; `initialize` is next."""
-        self._pool.close(wait_s=0.0)
-        self._forget()
-        self._start()
+        """Replace the processes, alive or not, by new ones; `initialize` is next.
 
-    def _start(self) -> None:
-        self._pool = RankPool()
+        Groups that share the processes lose their engines as well, and need `initialize` too.
+        """
+        self._ranks.restart()
+        self._take_seat()
+
+    def _take_seat(self) -> None:
+        self._seat = self._ranks.enter(self)
+        self._closed = False
         try:
             self._prepare(self.config)
         except BaseException:
-            self._pool.close(wait_s=0.0)
+            self._closed = True
+            self._ranks.leave(self, self._seat, wait_s=0.0)
             raise
 
     def _prepare(self, config: TrainEngineConfig) -> None:
-        size = config.layout.world_size
-        if self._devices is not None and len(set(self._devices)) != size:
+        size, ranks = config.layout.world_size, self._ranks
+        if ranks.devices is not None and len(set(ranks.devices)) != size:
             raise ConfigError(
-                f"devices = {list(self._devices)} for {size} ranks; name a different one for each rank"
+                f"devices = {list(ranks.devices)} for {size} ranks; name a different one for each rank"
             )
-        self._pool.grow(size)
-        threads = self._threads_per_rank or max(1, _cores() // size)
-        self._pool.call(
-            "the check of the config", remote.prepare, [(self.spec, config, threads)] * size, self.timeout_s
-        )
+        self._check_open()
+        ranks.check_world(self._seat, size)
+        ranks.pool.grow(size)
+        arguments = (self.spec, config, ranks.threads(size))
+        self._call("the check of the config", remote.prepare, [arguments] * size)
 
-    def _destroy_engines(self, timeout_s: float) -> None:
-        if self._places:
-            self._pool.call("destroy", remote.destroy, [()] * len(self._places), timeout_s)
+    def _destroy_engine(self, ranks: int) -> None:
+        """Free what the first ``ranks`` ranks have of the engine, if they can be asked."""
+        if ranks and self._ranks.pool.is_idle:
+            timeout_s = min(self.timeout_s, DESTROY_TIMEOUT_S)
+            self._ranks.pool.call(self._seat, "destroy", remote.destroy, [()] * ranks, timeout_s)
 
-    def _forget(self) -> None:
-        self._places = []
-        if self._meeting is not None:
-            self._meeting.cleanup()
+    def _check_open(self) -> None:
+        self._ranks.pool.check()
+        if self._closed:
+            raise GroupError("this group has ended: it was closed. Start a new one, or call restart()")
 
     # ---------------------------------------------------------------- places
 
@@ -165,19 +176,20 @@ class EngineRanks:
     @property
     def pids(self) -> list[int]:
         """Process ids in rank order; ranks that a smaller layout leaves idle come last."""
-        return self._pool.pids
+        return self._ranks.pool.pids
 
     @property
     def starting_s(self) -> float:
         """Seconds that went into starting the processes that are there."""
-        return self._pool.starting_s
+        return self._ranks.pool.starting_s
 
     def _ready(self) -> list[remote.Place]:
         """The places of all ranks; raises `EngineStateError` before `initialize`."""
-        if not self._places and self._pool.ended is None:
+        self._check_open()
+        places = self._ranks.places(self._seat)
+        if not places:
             raise EngineStateError(f"the group of {self.spec.name!r} has no engine; call initialize() first")
-        self._pool.check()
-        return self._places
+        return places
 
     # -------------------------------------------------------------- any call
 
@@ -201,13 +213,26 @@ class EngineRanks:
         return self._call(_name(fn), remote.call_with_engine, [(fn, args) for args in per_rank_args])
 
     def _call(self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._pool.call(name, fn, per_rank, self.timeout_s)
+        return self._ranks.pool.call(self._seat, name, fn, per_rank, self.timeout_s)
 
 
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-def _cores() -> int:
-    """The CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _ranks_of(
+    beside: EngineRanks, config: TrainEngineConfig, threads: int | None, devices: Sequence[int] | None
+) -> RankSet:
+    """The processes of ``beside``, for a group with ``config``."""
+    if threads is not None or devices is not None:
+        raise ConfigError(
+            "threads_per_rank and devices are those of the processes, which a group beside another one shares; give "
+            "them to the group that starts the processes"
+        )
+    if config.layout.world_size != beside.world_size:
+        raise LayoutError(
+            f"layout {config.layout} has {config.layout.world_size} ranks, and the group beside has "
+            f"{beside.world_size}; groups share processes only where each has all of them"
+        )
+    beside._check_open()
+    return beside._ranks

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 @dataclass(kw_only=True)
 class RankState:
-    """What a rank keeps between calls."""
+    """What a rank keeps between the calls of one group; each group that shares the rank has its own."""
 
     rank: int
     engine: Any = None
@@ -46,19 +47,19 @@ def rank_main(
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
     channel = Channel(sock)
-    state = RankState(rank=rank)
+    states: dict[int, RankState] = defaultdict(lambda: RankState(rank=rank))
     try:
         channel.send(pack_reply(Done(value=None)))
         while True:
-            channel.send(_answer(channel.receive(), state))
+            channel.send(_answer(channel.receive(), states))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the driver closed the connection: the end of an orderly life
 
 
-def _answer(payload: bytearray, state: RankState) -> bytes:
+def _answer(payload: bytearray, states: Mapping[int, RankState]) -> bytes:
     try:
-        fn, args = unpack_call(payload)
-        return pack_reply(Done(value=fn(state, *args)))
+        seat, fn, args = unpack_call(payload)
+        return pack_reply(Done(value=fn(states[seat], *args)))
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it

@@ -56,7 +56,8 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Prepared:
             data = (train_data, eval_data)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
 
-    return Prepared(roles=plan.roles(), load=_load(recipe, algorithm, train_data, eval_data), open=opened)
+    load = _load(recipe, algorithm, train_data, eval_data)
+    return Prepared(roles=plan.roles(), places=plan.places(), load=load, open=opened)
 
 
 def _load(

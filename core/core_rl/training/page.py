@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -16,6 +17,7 @@ from core_rl.machine import Machine, describe_machine
 from core_rl.pages.environment import page_environment
 from core_rl.training.curves import panels
 from core_rl.training.metrics_log import Row
+from core_rl.training.prepared import RolePlace
 from core_rl.training.recipe import Recipe
 
 __all__ = ["RunPage", "Status"]
@@ -42,8 +44,12 @@ class HeldOut:
 class RunPage:
     """Renders the page of a run of ``recipe``; it needs nothing else: no network, no script, no other file."""
 
-    def __init__(self, recipe: Recipe, directory: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, directory: Path, places: Mapping[str, RolePlace] = MappingProxyType({})
+    ) -> None:
+        """``places`` are those of the train roles."""
         self._recipe = recipe
+        self._places = places
         self._directory = directory
         self._machine = _machine(recipe)
         self._environment = page_environment(TEMPLATES)
@@ -74,6 +80,7 @@ class RunPage:
             "best": best,
             "panels": panels(rows),
             "samples": _by_step(samples),
+            "places": self._places,
         }
         return self._environment.get_template("run.html.jinja").render(values)
 

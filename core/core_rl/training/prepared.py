@@ -16,7 +16,7 @@ from core_rl.training.evaluation import Evaluation
 if TYPE_CHECKING:
     from core_rl.training.run_directory import RunDirectory
 
-__all__ = ["Load", "Loop", "Prepared"]
+__all__ = ["Load", "Loop", "Prepared", "RolePlace"]
 
 
 class Loop(Protocol):
@@ -60,9 +60,21 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolePlace:
+    """Where the ranks of a train role are."""
+
+    devices: tuple[int, ...]
+    """The number of each rank's device."""
+    beside: str | None = None
+    """The role in whose processes this one's engine lives; null where it has processes of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The engines by role, their load, and what opens them in a run directory."""
+    """The engines by role, where their ranks are, their load, and what opens them in a run directory."""
 
     roles: Mapping[str, tuple[EngineSpec, EngineConfig]]
+    places: Mapping[str, RolePlace]
+    """Of the train roles."""
     load: Load
     open: Callable[[RunDirectory], AbstractContextManager[Loop]]

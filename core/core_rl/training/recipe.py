@@ -214,8 +214,8 @@ class Recipe(Config):
     placement: PlacementSection = PlacementSection()
     """On which devices each role is."""
     colocated: bool = False
-    """Roles take turns on the same devices: each is in host memory while another one works. One whose
-    ``placement`` names devices of its own stays there."""
+    """Roles take turns on the same devices: each is in host memory while another one works. Those with the same layout
+    on the same devices live in the same processes. One whose ``placement`` names devices of its own stays there."""
     steps: int = Field(ge=1)
     """Training steps; each ends with new weights in the rollout engine."""
     save_every: int = Field(default=10, ge=1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from core_rl.training.evaluation import RolloutSample
 from core_rl.training.metrics_log import MetricsLog, Row
 from core_rl.training.page import RunPage, Status
+from core_rl.training.prepared import RolePlace
 from core_rl.training.recipe import Recipe
 from core_rl.training.run_directory import RunDirectory
 from core_rl.training.step_log import StepLog
@@ -22,15 +23,24 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecords:
-    """Everything in the run's directory that a person reads, going on after ``step`` (-1: from the start)."""
+    """Everything in the run's directory that a person reads, going on after ``step`` (-1: from the start).
 
-    def __init__(self, recipe: Recipe, directory: RunDirectory, step: int) -> None:
+    ``places`` are those of the train roles, for the page.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        step: int,
+        places: Mapping[str, RolePlace] = MappingProxyType({}),
+    ) -> None:
         self._directory = directory
         values = recipe.model_dump(mode="json")
         boards = [] if recipe.wandb is None else [WandbBoard(recipe.wandb, directory.path, values)]
         self._metrics = MetricsLog(directory.path, step, boards)
         self._samples = StepLog(directory.path / "samples.jsonl", step)
-        self._page = RunPage(recipe, directory.path)
+        self._page = RunPage(recipe, directory.path, places)
         self.best: Mapping[str, Any] | None = None
         """The best model so far, for the page."""
 

@@ -20,6 +20,7 @@ from core_rl.engines.registry import get_spec, load_config, load_engine
 from core_rl.engines.spec import Capability, EngineKind, EngineSpec
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.launch.group import EngineGroup
+from core_rl.training.prepared import RolePlace
 from core_rl.training.recipe import PlacementSection, Recipe
 
 __all__ = ["Plan", "Roles", "open_roles", "open_trained", "plan_roles", "plan_trained"]
@@ -65,10 +66,34 @@ class Plan:
         shares = getattr(self.placement, name) is None or not others.isdisjoint(self.devices(name))
         return self.colocated and shares
 
+    def beside(self, name: str) -> str | None:
+        """The role in whose processes the engine of ``name`` lives; None where it has processes of its own.
+
+        Roles that take turns on the same devices share their processes where they have the same layout: a process
+        has one world, and on an accelerator each costs memory.
+        """
+        others = self.trainers()
+        if not self.takes_turns(name):
+            return None
+        place = (others[name][1].layout, self.devices(name))
+        same = (
+            other
+            for other, (_, config) in others.items()
+            if self.takes_turns(other) and (config.layout, self.devices(other)) == place
+        )
+        first = next(same)
+        return None if first == name else first
+
+    def places(self) -> dict[str, RolePlace]:
+        """Where the train roles are, by name."""
+        return {
+            name: RolePlace(devices=self.devices(name), beside=self.beside(name)) for name in self.trainers()
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The running engines. Each train role is a group of ranks of its own."""
+    """The running engines. Each train role is an `EngineGroup`; some may share their processes."""
 
     actor: EngineGroup
     critic: EngineGroup | None
@@ -226,34 +251,38 @@ def _config(
 def open_roles(plan: Plan) -> Iterator[Roles]:
     """Start the engines; all are closed on the way out."""
     with ExitStack() as stack:
-        groups = {
-            name: stack.enter_context(open_trained(part, plan.finetune, plan.devices(name)))
-            for name, part in plan.trainers().items()
-        }
+        groups: dict[str, EngineGroup] = {}
+        for name, part in plan.trainers().items():
+            beside = plan.beside(name)
+            devices = plan.devices(name) if beside is None else None
+            host = None if beside is None else groups[beside]
+            groups[name] = stack.enter_context(open_trained(part, plan.finetune, devices, host))
+            if plan.takes_turns(name):
+                groups[name].offload()  # room for the next one
         spec, config = plan.rollout
         engine_class = load_engine(spec)
         assert issubclass(engine_class, InferenceEngine)
         rollout = engine_class(spec, config)
         stack.callback(rollout.destroy)
         rollout.initialize(None, plan.finetune)
-        taking_turns = tuple(group for name, group in groups.items() if plan.takes_turns(name))
-        for group in taking_turns:
-            group.offload()
         yield Roles(
             actor=groups["actor"],
             critic=groups.get("critic"),
             reference=groups.get("reference"),
             reward=groups.get("reward"),
             rollout=rollout,
-            taking_turns=taking_turns,
+            taking_turns=tuple(group for name, group in groups.items() if plan.takes_turns(name)),
         )
 
 
 @contextmanager
 def open_trained(
-    plan: TrainPlan, finetune: FinetuneSpec, devices: Sequence[int] | None = None
+    plan: TrainPlan,
+    finetune: FinetuneSpec,
+    devices: Sequence[int] | None = None,
+    beside: EngineGroup | None = None,
 ) -> Iterator[EngineGroup]:
     """Start one train engine; closed on the way out."""
-    with EngineGroup(*plan, devices=devices) as group:
+    with EngineGroup(*plan, devices=devices, beside=beside) as group:
         group.initialize(finetune)
         yield group

@@ -47,7 +47,10 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
         if result is None:
             checkpoint = directory.checkpoints.latest()
             done = checkpoint.step if checkpoint else -1
-            with RunRecords(recipe, directory, done) as records, prepared.open(directory) as loop:
+            with (
+                RunRecords(recipe, directory, done, prepared.places) as records,
+                prepared.open(directory) as loop,
+            ):
                 result = _Run(recipe, directory, loop, records, console).run(checkpoint)
                 loop.save_model(directory.model)
                 records.draw("complete")

@@ -27,11 +27,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core_rl.config.engine import EngineConfig, TrainEngineConfig
-from core_rl.engines.spec import EngineSpec
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.models.footprint import Footprint, footprint_of
 from core_rl.numerics.token_logprobs import CHUNK_ROWS, KEEP_BYTES
-from core_rl.training.prepared import Load, Prepared
+from core_rl.training.prepared import Load, Prepared, RolePlace
 from core_rl.training.recipe import Recipe
 
 __all__ = ["MemoryEstimate", "RankPlan", "RolePlan", "RunPlan", "plan_run"]
@@ -81,6 +80,10 @@ class RolePlan:
     memory: MemoryEstimate
     ranks: tuple[RankPlan, ...]
     """None for an inference engine, which plans its own."""
+    devices: tuple[int, ...] = ()
+    """The number of each rank's device."""
+    beside: str | None = None
+    """The role in whose processes it lives; null where it has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +128,13 @@ def plan_run(recipe: Recipe, prepared: Prepared) -> RunPlan:
         checkpoints=len(checkpoints),
         off_policyness=recipe.rollout.max_head_offpolicyness,
         colocated=recipe.colocated,
-        roles=tuple(
-            _role(role, spec, config, sequences, load.longest, recipe.micro_batch_tokens)
-            for role, (spec, config) in prepared.roles.items()
-        ),
+        roles=tuple(_role(role, prepared, sequences, recipe.micro_batch_tokens) for role in prepared.roles),
     )
 
 
-def _role(
-    role: str, spec: EngineSpec, config: EngineConfig, sequences: int, longest: int, limit: int
-) -> RolePlan:
+def _role(role: str, prepared: Prepared, sequences: int, limit: int) -> RolePlan:
+    (spec, config), longest = prepared.roles[role], prepared.load.longest
+    place = prepared.places.get(role, RolePlace(devices=()))
     model = footprint_of(config.model)
     ranks: tuple[RankPlan, ...] = ()
     memory = MemoryEstimate(weights=BYTES[config.dtype] * model.parameters / config.layout.tp)
@@ -151,6 +151,8 @@ def _role(
         model=model,
         memory=memory,
         ranks=ranks,
+        devices=place.devices,
+        beside=place.beside,
     )
 
 

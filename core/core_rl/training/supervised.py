@@ -27,7 +27,7 @@ from core_rl.training.data import (
 )
 from core_rl.training.evaluation import Evaluation
 from core_rl.training.loop import Clock, GroupWriter, restore_group
-from core_rl.training.prepared import Load, Prepared
+from core_rl.training.prepared import Load, Prepared, RolePlace
 from core_rl.training.recipe import Recipe
 from core_rl.training.reference_cache import ReferenceCache
 from core_rl.training.roles import open_trained, plan_trained
@@ -65,7 +65,8 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         sequences_per_row=1 if interface.trains_on == "demonstrations" else 2,
         longest=data[0].longest,
     )
-    return Prepared(roles={MODEL: plan}, load=load, open=opened)
+    place = RolePlace(devices=tuple(range(plan[1].layout.world_size)))
+    return Prepared(roles={MODEL: plan}, places={MODEL: place}, load=load, open=opened)
 
 
 def _head(interface: SupervisedInterface[Any]) -> str:

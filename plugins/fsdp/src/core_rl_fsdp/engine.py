@@ -41,7 +41,7 @@ class FSDPEngine(HFTrainEngine):
     config: FSDPConfig
 
     def _groups(self, world: World) -> RankGroups:
-        self._meshes = Meshes(world, self.layout, self.config.options.replicas)
+        self._meshes = Meshes.of(world, self.layout, self.config.options.replicas)
         return self._meshes.groups
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:

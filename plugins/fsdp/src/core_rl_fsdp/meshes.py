@@ -25,11 +25,18 @@ REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
 @dataclass(frozen=True)
 class Meshes:
-    """All meshes and groups of one engine. Making one is collective, and so is the first use of each property."""
+    """All meshes and groups of an engine. Making one is collective, and so is the first use of each property."""
 
     world: World
     layout: ParallelLayout
     replicas: int
+
+    @staticmethod
+    def of(world: World, layout: ParallelLayout, replicas: int) -> Meshes:
+        """Those of another engine of this process if it has the same: each group costs connections and memory."""
+        meshes = Meshes(world, layout, replicas)
+        found: Meshes = world.shared.setdefault((Meshes, layout, replicas, world.device), meshes)
+        return found
 
     def __post_init__(self) -> None:
         if self.layout.dp % self.replicas:

@@ -35,7 +35,7 @@ from core_rl_megatron.experts import PackedRouter, mark_experts, routers_of, who
 from core_rl_megatron.modules import PackedGPT, build_chunk, padding_token
 from core_rl_megatron.naming import placements
 from core_rl_megatron.pipeline import schedule_groups
-from core_rl_megatron.places import leave_groups, make_groups, seed_dropout
+from core_rl_megatron.places import TrackedDraws, leave_groups, make_groups
 from core_rl_megatron.state import OptimizerState, build_optimizer
 from core_rl_megatron.translation import transformer_config
 from core_rl_megatron.versions import check_megatron
@@ -74,12 +74,12 @@ class MegatronEngine(MegatronTensors):
         self._hf, self._padding_id = model.config, padding_token(model)
         self._names = Written(model)
         source = unloaded.source if unloaded else written_weights(model, self._names)
-        seed_dropout(seed)
+        self._tracked = TrackedDraws(seed)
         self._megatron_config = transformer_config(self.config, model.config)
         self._pipeline = schedule_groups(self._megatron_config, self.device) if self.layout.pp > 1 else None
         self._on_host: dict[StatePart, ExitStack] = {}
         self._dropped = False
-        with cpu_shim.building():
+        with cpu_shim.building(), self._tracked.own():
             self._chunks = [self._chunk(*stage) for stage in self._stages()]
             self._wrapped: list[nn.Module] = list(self._chunks)
             self._optimizer_state = self._train_all() if self.config.optimizer else None
@@ -142,17 +142,18 @@ class MegatronEngine(MegatronTensors):
         self._check_routing(micro_batches, step)
         schedule = get_forward_backward_func()
         pipeline: dict[str, Any] = {} if self._pipeline is None else {**self._pipeline}
-        schedule(
-            forward_step_func=partial(self._forward_step, step),
-            data_iterator=[iter(micro_batches) for _ in self._wrapped],
-            model=self._wrapped,
-            num_microbatches=len(micro_batches),
-            # Shapes travel with the activations (`variable_seq_lengths`), so these two are not looked at.
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            **pipeline,
-        )
+        with self._tracked.own():
+            schedule(
+                forward_step_func=partial(self._forward_step, step),
+                data_iterator=[iter(micro_batches) for _ in self._wrapped],
+                model=self._wrapped,
+                num_microbatches=len(micro_batches),
+                # Shapes travel with the activations (`variable_seq_lengths`), so these two are not looked at.
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **pipeline,
+            )
         if self._pipeline is not None:
             self._pipeline["p2p_communicator"].finish()
 

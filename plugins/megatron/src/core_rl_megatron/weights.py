@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -22,7 +21,7 @@ from core_rl.models.written_form import WrittenForm
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.modules import PackedGPT
 from core_rl_megatron.naming import Placement, Slot, placements
-from core_rl_megatron.places import Places
+from core_rl_megatron.places import Places, TrackedDraws
 from core_rl_megatron.state import OptimizerState
 
 __all__ = ["MegatronTensors", "Written", "written_weights"]
@@ -63,6 +62,7 @@ class MegatronTensors(HeldCheckpoint):
 
     config: MegatronConfig
     _places: Places
+    _tracked: TrackedDraws
     _hf: PretrainedConfig
     _names: Written
     _optimizer_state: OptimizerState | None
@@ -204,15 +204,14 @@ class MegatronTensors(HeldCheckpoint):
 
     def _random_state(self) -> Iterator[Shard]:
         yield from super()._random_state()
-        for name, state in get_cuda_rng_tracker().get_states().items():
+        for name, state in self._tracked.states.items():
             yield Shard(self._rng_name(self.world.rank, name), state, tuple(state.shape), (0,))
 
     def _load_random_state(self, files: ShardFiles) -> None:
         super()._load_random_state(files)
-        tracker = get_cuda_rng_tracker()
-        names = {name: self._rng_name(self.world.rank, name) for name in tracker.get_states()}
+        names = {name: self._rng_name(self.world.rank, name) for name in self._tracked.states}
         if files.world_size == self.world.size and all(place in files.names() for place in names.values()):
-            tracker.set_states({name: files.read(place) for name, place in names.items()})
+            self._tracked.states = {name: files.read(place) for name, place in names.items()}
 
 
 def _holders(

@@ -1,0 +1,67 @@
+"""Several engines in the same processes, as colocated roles are: none sees the other."""
+
+from __future__ import annotations
+
+from core_rl.engines.meta import FinetuneSpec
+from core_rl.engines.spec import Capability
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.procedures.moving import (
+    OPTIMIZER,
+    TOTAL_STEPS,
+    elsewhere,
+    start,
+    state,
+    train,
+    verify_state,
+)
+from core_rl_conformance.procedures.training import optimizer_config
+from core_rl_conformance.subject import Subject
+
+STEPS = (0, 1)
+
+
+@check("contract.beside", requires=[Capability.OFFLOAD], each="layout")
+def engines_beside_each_other(subject: Subject) -> None:
+    """Two engines in the same rank processes, offloaded in turns, compute bitwise what each computes alone.
+
+    With dropout; and one goes on after the other was destroyed.
+    Why: recipes with ``colocated`` have actor, critic and reference in the same processes. What an engine keeps for
+    the whole process (host copies, step counts, random states, process groups) is the other's as well, and roles
+    train on each other's state without an error.
+    Look at: attributes of modules and classes; ``_offload``; whether ``_teardown`` ends what another engine uses.
+    """
+    models = [subject.model(dropout=0.1), elsewhere(subject.model(dropout=0.1))]
+    reports, states = [], []
+    for model in models:
+        group = start(subject, model)
+        reports.append(train(group, subject, [*STEPS, 2]))
+        states.append(state(group))
+    host = start(subject, models[0])
+    config = subject.config(models[1], optimizer=optimizer_config(OPTIMIZER, TOTAL_STEPS))
+    with EngineGroup(subject.spec, config, timeout_s=host.timeout_s, beside=host) as guest:
+        guest.initialize(FinetuneSpec())
+        groups = {"first": host, "second": guest}
+        for step in STEPS:
+            for (name, group), expected in zip(groups.items(), reports, strict=True):
+                _verify_step(subject, group, step, expected[step], name)
+                group.offload()
+        _verify_step(subject, guest, 2, reports[1][2], "second")
+        guest.onload()
+        verify_state(subject, "of the second of two engines in the same processes", guest, states[1])
+    _verify_step(subject, host, 2, reports[0][2], "first")
+    host.onload()
+    verify_state(subject, "of the first engine, which went on after the second", host, states[0])
+
+
+def _verify_step(
+    subject: Subject, group: EngineGroup, step: int, expected: dict[str, float], which: str
+) -> None:
+    (found,) = train(group, subject, [step])
+    other = [name for name in expected if found.get(name) != expected[name]]
+    subject.require(
+        not other,
+        f"step {step} of the {which} of two engines in the same processes reports "
+        f"{', '.join(f'{name} {found.get(name)!r}' for name in other)}; alone it reports "
+        f"{', '.join(f'{name} {expected[name]!r}' for name in other)}",
+    )

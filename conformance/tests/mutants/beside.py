@@ -1,0 +1,53 @@
+"""Engines that keep for the whole process what is one engine's."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from core_rl.engines.meta import StatePart
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import DP2, Mutant
+
+
+class OneHostBuffer(ReferenceEngine):
+    """Host copies lie in buffers of the process, by name: the engine that comes second overwrites the first's."""
+
+    _buffers: dict[str, Tensor] = {}  # noqa: RUF012  that is the bug
+
+    def _offload(self, part: StatePart) -> None:
+        if part == "model":
+            self._buffers.update({name: p.detach().clone() for name, p in self.model.named_parameters()})
+        super()._offload(part)
+
+    def _onload(self, part: StatePart) -> None:
+        super()._onload(part)
+        if part == "model":
+            for name, parameter in self.model.named_parameters():
+                parameter.data.copy_(self._buffers[name])
+
+
+class EndsTheProcessGroup(ReferenceEngine):
+    """Its teardown destroys the process group, which is another engine's as well."""
+
+    def _teardown(self) -> None:
+        super()._teardown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+MUTANTS = (
+    Mutant(
+        engine=OneHostBuffer,
+        killed_by="contract.beside",
+        issue="colocated roles with host copies by name",
+        says="step 1 of the first of two engines in the same processes reports",
+    ),
+    Mutant(
+        engine=EndsTheProcessGroup,
+        killed_by="contract.beside",
+        issue="an engine that thinks the process is its own",
+        says="process group",
+        layout=DP2,
+    ),
+)
