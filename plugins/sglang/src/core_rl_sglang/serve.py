@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,6 +42,8 @@ def fill_gaps() -> None:
     _declare_torchvision()
     if importlib.util.find_spec("sgl_kernel") is None:
         _stand_in_for_kernels()
+    if "--enable-lora" in sys.argv:
+        _do_without_pinned_memory()
 
 
 def _declare_torchvision() -> None:
@@ -70,6 +73,25 @@ def _stand_in_for_kernels() -> None:
     for name in CPU_KERNELS:
         setattr(module, name, _missing(name))
     sys.modules["sgl_kernel"] = module
+
+
+def _do_without_pinned_memory() -> None:
+    """SGLang's LoRA (0.5.23) pins host memory on every device, which torch refuses without an accelerator.
+
+    Pinned memory is what copies to an accelerator are faster from; here there are none. Upstream it is
+    sgl-project/sglang#31894; this goes when its torch backend asks whether memory can be pinned.
+    """
+    import torch
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: object, pin_memory: bool = False, **named: object) -> torch.Tensor:
+            return make(*args, **named)
+
+        return made
+
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign]
 
 
 def _missing(name: str) -> object:
