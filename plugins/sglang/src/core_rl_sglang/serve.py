@@ -4,8 +4,8 @@
 a pipe from the process that started it. Its first line is the API key, or empty; and when that process ends,
 however it ends, so does the server with all its children.
 
-Where there is no CUDA, two gaps of a plain ``pip install`` are filled before SGLang is imported. SGLang spawns
-its workers, which run the top of this file again, so that they are filled there too.
+Where there is no CUDA, gaps are filled before SGLang is imported: two of a plain ``pip install``, one of adapters.
+SGLang spawns its workers, which run the top of this file again, so that they are filled there too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CPU_KERNELS = (
 
 
 def fill_gaps() -> None:
-    """Make ``import sglang`` possible beside a CPU build of torch; does nothing where there is CUDA."""
+    """Make SGLang and its adapters possible beside a CPU build of torch; does nothing where there is CUDA."""
     import torch
 
     if torch.cuda.is_available():
@@ -83,15 +83,16 @@ def _do_without_pinned_memory() -> None:
     """
     import torch
 
-    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def made(*args: object, pin_memory: bool = False, **named: object) -> torch.Tensor:
+    def unpinned(make: Callable[..., object]) -> Callable[..., object]:
+        def made(*args: object, **named: object) -> object:
+            named.pop("pin_memory", None)
             return make(*args, **named)
 
         return made
 
     for name in ("tensor", "zeros"):
         setattr(torch, name, unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,return-value]
 
 
 def _missing(name: str) -> object:
