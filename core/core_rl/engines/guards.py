@@ -154,7 +154,7 @@ def require_adapter(config: EngineConfig, what: str) -> None:
 
 
 def require_sendable_adapter(config: TrainEngineConfig) -> None:
-    """Raise `EngineStateError` for an engine without an adapter, and `ConfigError` for one that has a head beside it."""
+    """Raise `EngineStateError` for an engine without an adapter, and `ConfigError` for one with a head beside it."""
     require_adapter(config, "weight sync by 'lora'")
     if config.model.head != "lm":
         raise ConfigError(
