@@ -30,6 +30,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+ADAPTERS = {"rank": 3, "alpha": 7, "rslora": True, "target_modules": ["k_proj", "up_proj", "o_proj"]}
+"""Of the server that takes some: on layers that SGLang fuses with others which have none."""
+
+
+@pytest.fixture(scope="session")
+def adapted(root: Path) -> Iterator[SglangEngine]:
+    """One server that takes adapters."""
+    engine = build(tiny_model(root), lora=ADAPTERS, api_key=API_KEY)
+    try:
+        engine.initialize()
+        yield engine
+    finally:
+        engine.destroy()
+
+
 @pytest.fixture(scope="session")
 def engine(root: Path) -> Iterator[SglangEngine]:
     """One server for all tests that can do with what the others left of its weights."""

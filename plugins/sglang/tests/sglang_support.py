@@ -197,10 +197,11 @@ def first(times: int, fault: Handler) -> Handler:
     return sometimes
 
 
-def build(model: str, dp: int = 1, **options: Any) -> SglangEngine:
-    """The engine of ``model``, for real servers."""
+def build(model: str, dp: int = 1, lora: dict[str, Any] | None = None, **options: Any) -> SglangEngine:
+    """The engine of ``model``, for real servers; with ``lora`` it takes adapters."""
     spec = get_spec("sglang")
-    values = {"model": {"path": model}, "layout": {"dp": dp}, "device": "cpu", "options": options}
+    section = {"path": model, "lora": lora}
+    values = {"model": section, "layout": {"dp": dp}, "device": "cpu", "options": options}
     config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
     assert issubclass(engine_class, SglangEngine)
     assert isinstance(config, InferenceEngineConfig)
@@ -232,11 +233,13 @@ def stubs(root: Path, count: int = 1) -> Iterator[list[Stub]]:
 
 
 @contextmanager
-def connected(made: list[Stub], **options: Any) -> Iterator[InferenceEngine]:
-    """The engine at these servers."""
+def connected(
+    made: list[Stub], lora: dict[str, Any] | None = None, **options: Any
+) -> Iterator[InferenceEngine]:
+    """The engine at these servers; with ``lora`` it takes adapters."""
     spec = get_spec("sglang")
     values = {
-        "model": {"path": made[0].model},
+        "model": {"path": made[0].model, "lora": lora},
         "layout": {"dp": len(made)},
         "device": "cpu",
         "options": {"addresses": [stub.address for stub in made], **options},
