@@ -13,7 +13,7 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from sglang_support import Stub, build, connected, first, stubs, tiny_model
+from sglang_support import Stub, build, connected, drop, first, stubs, tiny_model
 
 from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.engines.inference import InferenceEngine
@@ -130,6 +130,27 @@ def test_a_server_that_has_lost_its_adapter_gets_it_again(stub: Stub, tmp_path: 
         stub.faults["/generate"] = first(1, never_heard_of)
         assert asyncio.run(ask(engine)).versions == (1,) * 4
     assert stub.calls["/load_lora_adapter"] == 2
+
+
+def test_a_server_that_only_lost_its_connection_has_its_adapter_still(stub: Stub, tmp_path: Path) -> None:
+    def there(_request: web.Request, body: dict[str, Any]) -> web.Response:
+        message = f"Failed to load LoRA adapter {body['lora_name']} because it is already loaded"
+        return web.json_response({"success": False, "error_message": message}, status=400)
+
+    with connected([stub], LORA) as engine:
+        give(engine, 1, tmp_path)
+        stub.faults |= {"/generate": first(1, drop), "/load_lora_adapter": there}
+        assert asyncio.run(ask(engine)).versions == (1,) * 4
+
+
+def test_a_server_that_is_lost_on_the_way_gets_the_adapter_when_it_is_back(tmp_path: Path) -> None:
+    with stubs(tmp_path, 2) as made, connected(made, LORA) as engine:
+        made[1].faults["/load_lora_adapter"] = first(1, drop)
+        give(engine, 1, tmp_path)
+        assert [stub.calls["/load_lora_adapter"] for stub in made] == [1, 2]
+        assert [stub.version for stub in made] == ["1", "1"]
+        names = [bodies(stub, "/load_lora_adapter", "lora_name")[-1] for stub in made]
+        assert names[0] == names[1]
 
 
 def test_an_adapter_that_is_refused_leaves_the_one_before(stub: Stub, tmp_path: Path) -> None:

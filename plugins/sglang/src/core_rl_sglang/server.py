@@ -132,7 +132,11 @@ class Server:
     async def load_adapter(self, policy: Policy, timeout_s: float) -> None:
         """Read the adapter of ``policy``, beside those that are there."""
         body = {"lora_name": policy.name, "lora_path": policy.path}
-        await self.control("/load_lora_adapter", body, timeout_s)
+        try:
+            await self.control("/load_lora_adapter", body, timeout_s)
+        except Refused as error:
+            if "already loaded" not in error.message:  # a server of which only the connection was lost
+                raise
 
     async def unload_adapter(self, policy: Policy) -> None:
         """Forget the adapter of ``policy``, which no request needs; a server that cannot do it has lost it before."""
