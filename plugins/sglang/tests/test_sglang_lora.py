@@ -153,6 +153,14 @@ def test_a_server_that_is_lost_on_the_way_gets_the_adapter_when_it_is_back(tmp_p
         assert names[0] == names[1]
 
 
+def test_a_server_that_cannot_turn_to_the_adapter_is_brought_to_it(stub: Stub, tmp_path: Path) -> None:
+    with connected([stub], LORA) as engine:
+        stub.faults["/update_weight_version"] = first(1, lambda r, b: web.Response(status=500))
+        give(engine, 1, tmp_path)
+        assert asyncio.run(ask(engine)).versions == (1,) * 4
+    assert bodies(stub, "/generate", "lora_path") == bodies(stub, "/load_lora_adapter", "lora_name")[:1]
+
+
 def test_an_adapter_that_is_refused_leaves_the_one_before(stub: Stub, tmp_path: Path) -> None:
     def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
         return web.json_response({"success": False, "error_message": "rank 2 is too much"}, status=400)

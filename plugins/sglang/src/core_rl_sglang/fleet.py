@@ -250,9 +250,9 @@ class Fleet:
             before, self._policy = self._policy, policy
             before.last = before.version
             self._replaced.append(before)
-            await self._on_present(self._turn_to_policy)
+            turns = await asyncio.gather(*map(self._turn_to_policy, present), return_exceptions=True)
             await self._forget([old for old in self._replaced if not old.in_flight.total()])
-        for server, error in zip(present, results, strict=True):
+        for server, error in zip([*present, *present], [*results, *turns], strict=True):
             if error is not None:
                 self.lost(server, error)
         await self._settled()
