@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 for directory in (Path(__file__).parents[1] / "tests", ROOT / "core" / "tests"):
     sys.path.insert(0, str(directory))
 
-from sglang_support import API_KEY, build, tiny_model  # noqa: E402
+from sglang_support import ADAPTERS, API_KEY, build, tiny_model  # noqa: E402
 
 from core_rl_sglang.engine import SglangEngine  # noqa: E402
 
@@ -28,10 +28,6 @@ def pytest_collection_modifyitems() -> None:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tiny models are."""
     return tmp_path_factory.mktemp("models")
-
-
-ADAPTERS = {"rank": 3, "alpha": 7, "rslora": True, "target_modules": ["k_proj", "up_proj", "o_proj"]}
-"""Of the server that takes some: on layers that SGLang fuses with others which have none."""
 
 
 @pytest.fixture(scope="session")

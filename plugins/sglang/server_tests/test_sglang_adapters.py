@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import build, tiny_model
+from sglang_support import ADAPTERS, API_KEY, build, tiny_model
 from test_sglang_servers import BATCH, asked, pid_of, processes
 
 from core_rl.engines.meta import WeightUpdateMeta
@@ -104,9 +104,9 @@ def test_an_adapter_that_servers_refuse_changes_nothing(
     address = adapted._own[0].address
     other = build(
         tiny_model(root),
-        lora={"rank": 5, "alpha": 7, "rslora": True},
+        lora={**ADAPTERS, "rank": 5},
         addresses=(address,),
-        api_key="a secret",
+        api_key=API_KEY,
     )
     other.initialize()
     try:

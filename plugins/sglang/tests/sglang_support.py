@@ -27,6 +27,13 @@ from core_rl_sglang.engine import SglangEngine
 
 API_KEY = "a secret"
 """Of the server that tests on real ones share."""
+ADAPTERS: dict[str, Any] = {
+    "rank": 3,
+    "alpha": 7,
+    "rslora": True,
+    "target_modules": ["k_proj", "up_proj", "o_proj"],
+}
+"""Of the server that takes some: on layers that SGLang fuses with others which have none."""
 GROUP_CALLS = (
     "/init_weights_update_group",
     "/destroy_weights_update_group",
