@@ -31,6 +31,7 @@ from core_rl_conformance.hints.diagnose import (
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import Measurement
 from core_rl_conformance.profile import Setting
@@ -142,20 +143,28 @@ class Subject:
         )
         return self.bench.groups.start(spec or self.spec, config, FinetuneSpec())
 
-    def serve(self, model: TinyModel | None = None, *, keep: bool = True) -> InferenceEngine:
-        """The inference engine with ``model``; ``keep=False`` for a check that changes its weights."""
+    def serve(
+        self, model: TinyModel | None = None, *, keep: bool = True, adapter: TinyAdapter | None = None
+    ) -> InferenceEngine:
+        """The inference engine with ``model``; ``keep=False`` for a check that changes its weights.
+
+        With ``adapter``, one that takes adapters of this kind.
+        """
         shared = self.case.target.profile.shared_servers
-        return self.bench.servers.start(self.spec, self._serving(model), keep=keep, shared=shared)
+        return self.bench.servers.start(self.spec, self._serving(model, adapter), keep=keep, shared=shared)
 
     def connect(self, model: TinyModel | None = None) -> InferenceEngine:
         """A second engine at the servers of `serve`, for the caller to destroy."""
         return self.bench.servers.connect(self.spec, self._serving(model))
 
-    def _serving(self, model: TinyModel | None) -> InferenceEngineConfig:
+    def _serving(self, model: TinyModel | None, adapter: TinyAdapter | None = None) -> InferenceEngineConfig:
         model = model or self.model()
         values: dict[str, Any] = {
             **self.case.setting.over(self.case.target.profile.options),
-            "model": {"path": str(self.bench.models.directory(model))},
+            "model": {
+                "path": str(self.bench.models.directory(model)),
+                "lora": None if adapter is None else adapter.section(),
+            },
             "dtype": self.case.dtype,
             "device": self.case.device,
             "layout": self.layout,

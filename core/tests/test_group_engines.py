@@ -17,7 +17,7 @@ from core_rl.engines.meta import SaveLoadMeta, TensorKind, WeightUpdateMeta
 from core_rl.engines.named_tensors import TensorDict
 from core_rl.engines.outputs import ModelOutput, OutputName
 from core_rl.engines.train import TrainEngine
-from core_rl.errors import BatchError, CheckpointNotFound, EngineStateError, UnsupportedCapability
+from core_rl.errors import BatchError, CheckpointNotFound, EngineStateError
 from core_rl.launch.group import EngineGroup
 
 LOSS = LossSpec(fn=support.weighted_nll)
@@ -145,7 +145,7 @@ def test_errors_of_the_engine_are_the_groups(group: EngineGroup, tmp_path: Path)
         group.train_batch(support.batch(0, (13,)), LOSS, MB)
     with pytest.raises(EngineStateError, match="no gradients"):
         group.named_tensors("grads")
-    with pytest.raises(UnsupportedCapability, match="sync_lora"):
+    with pytest.raises(EngineStateError, match="has no adapter"):
         group.upload_weights(WeightUpdateMeta(method="lora", version=1))
     with pytest.raises(CheckpointNotFound):
         group.load(SaveLoadMeta(path=str(tmp_path / "nothing")))

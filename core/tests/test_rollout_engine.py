@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rollout_support import (
+    ALL,
     CONTEXT,
     VOCAB,
     GatedWorkflow,
@@ -27,6 +28,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.inference import TopLogprobs
 from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.spec import Capability
 from core_rl.errors import (
     BatchError,
     ConfigError,
@@ -221,6 +223,35 @@ def test_updates_that_cannot_be_are_refused_at_once(
     with pytest.raises(error, match=message):
         engine.update_weights(meta)
     assert engine.get_version() == 3
+
+
+ADAPTED = toy_spec(ALL | {Capability.SYNC_LORA, Capability.SYNC_TENSOR})
+
+
+def adapted(**lora: Any) -> ToyEngine:
+    model = {"config": {"model_type": "toy"}, "lora": {"rank": 2, **lora}}
+    return ToyEngine(ADAPTED, InferenceEngineConfig.model_validate({"model": model}))
+
+
+def test_an_engine_with_an_adapter_takes_adapters_and_nothing_else() -> None:
+    with_one, without = adapted(), ToyEngine(ADAPTED, toy_config())
+    for engine, method in ((with_one, "lora"), (without, "tensor")):
+        engine.initialize()
+        engine.update_weights(WeightUpdateMeta(method=method, version=1, path="/x")).result(60)  # type: ignore[arg-type]
+    with pytest.raises(EngineStateError, match="by 'tensor' on an engine with model.lora"):
+        with_one.update_weights(WeightUpdateMeta(method="tensor", version=2, path="/x"))
+    with pytest.raises(EngineStateError, match="by 'lora': this engine has no adapter"):
+        without.update_weights(WeightUpdateMeta(method="lora", version=2, path="/x"))
+    for engine in (with_one, without):
+        engine.destroy()
+
+
+def test_adapters_of_inference_engines_are_declared_and_come_later() -> None:
+    model = adapted().config.model
+    with pytest.raises(UnsupportedCapability, match="does not declare 'sync_lora'"):
+        ToyEngine(toy_spec(), InferenceEngineConfig(model=model))
+    with pytest.raises(ConfigError, match="its adapter comes by update_weights"):
+        adapted(path="/an/adapter")
 
 
 BATCH = SequenceBatch.from_sequences([[1, 2, 3], [4, 5]])

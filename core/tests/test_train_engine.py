@@ -28,7 +28,6 @@ from core_rl.errors import (
     EngineStateError,
     LayoutError,
     LossError,
-    UnsupportedCapability,
     WeightsError,
 )
 from core_rl_conformance.reference import SPEC
@@ -293,7 +292,7 @@ BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
     (forward_while_offloaded, EngineStateError, "the weights of Qwen3ForCausalLM are offloaded; call onload"),
     (offload_inside_a_mode, EngineStateError, r"offload\(\) inside train_mode\(\); leave the context"),
     (elsewhere, ConfigError, r"to\('meta'\): this engine lives on cpu"),
-    (adapter_sync, UnsupportedCapability, "does not declare 'sync_lora'"),
+    (adapter_sync, EngineStateError, "weight sync by 'lora': this engine has no adapter; set model.lora"),
 ]
 
 

@@ -167,10 +167,12 @@ def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Pat
     assert row["groups_without_signal"] == 0
 
 
-def test_the_reference_of_an_adapter_is_the_model_without_it(start: Path, tmp_path: Path) -> None:
-    """A separate copy of the model, which has no adapter, gives the same curve."""
+@pytest.mark.parametrize("sync", ["disk", "lora"])
+def test_the_reference_of_an_adapter_is_the_model_without_it(start: Path, tmp_path: Path, sync: str) -> None:
+    """And answers are drawn by both, whether the adapter is merged into weights that are sent or sent alone."""
     lora = {"path": str(start / "model"), "lora": {"rank": 4, "alpha": 8}}
     values = support.recipe_values(start, tmp_path / "out", model=lora, steps=2)
+    values["rollout"]["sync"] = sync
     run(tmp_path, values)
     rows = support.curve(tmp_path / "out")[1:]
     assert rows[0]["kl_before"] == pytest.approx(0, abs=1e-5)

@@ -119,6 +119,13 @@ def test_a_way_for_weights_that_an_engine_lacks_is_refused_before_it_starts(reci
         run(recipe, "rollout.engine=stepwise-rollout", "rollout.sync=tensor")
 
 
+def test_an_adapter_that_is_not_there_cannot_be_sent(recipe: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout.sync = 'lora' sends an adapter, and model.lora is not set"
+    ):
+        run(recipe, "rollout.sync=lora")
+
+
 def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe: Path) -> None:
     rows = run(recipe, "algorithm.args.recompute_logprobs=false", "steps=2")
     assert 0 < rows[0]["mismatch_max"] < 1e-5

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_rl.config.engine import LoraConfig
 from core_rl.engines import weight_group, weight_stream
 from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.sent_adapter import SentAdapter
 from core_rl.engines.sync import sync_weights
 from core_rl.engines.weight_group import Seats, WeightGroup
 from core_rl.engines.weight_stream import Bucket, abandon, receiving, send_tensors
@@ -84,6 +86,31 @@ def passed_stream(stream: Iterator[tuple[str, Tensor]], what: WeightUpdateMeta) 
         arrival = pool.submit(collect, what)
         send_tensors(stream, what)
         return arrival.result(20)
+
+
+@pytest.mark.parametrize("said", [SentAdapter(rank=2, alpha=4, rslora=False, base="abcd"), None])
+def test_a_sender_says_what_its_adapter_is(tmp_path: Path, said: SentAdapter | None) -> None:
+    what, lora = meta(tmp_path, method="lora"), LoraConfig(rank=2, alpha=4)
+
+    def receive() -> None:
+        with receiving(what, 20) as received:
+            assert received.adapter == said
+            assert said is not None
+            said.require_fit(lora, lambda: "abcd")
+            with pytest.raises(
+                WeightsError,
+                match=r"(?s)2 problems.*alpha is 4 where it comes from, and 8 here.*another base",
+            ):
+                said.require_fit(lora.model_copy(update={"alpha": 8}), lambda: "ef")
+            assert [name for bucket in received for name, _ in bucket] == ["a"]
+
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(receive)
+        expected = nullcontext() if said else pytest.raises(WeightsError, match="does not say which adapter")
+        with expected:
+            send_tensors(iter([("a", torch.zeros(2))]), what, adapter=said)
+        with expected:
+            arrival.result(20)
 
 
 def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:

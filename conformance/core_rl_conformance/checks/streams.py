@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import SaveLoadMeta, SyncMethod, WeightUpdateMeta
 from core_rl.engines.spec import Capability
 from core_rl.engines.sync import sync_weights
@@ -21,9 +20,9 @@ from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.procedures.serving import (
-    answers,
     ask,
     expected_of,
+    meanwhile,
     requests_for,
     verify_logprobs,
     verify_served,
@@ -146,7 +145,7 @@ def _verify_receiving(subject: Subject, method: SyncMethod) -> None:
         tensors = tensors_of(subject.bench.models.directory(new))
         meta = _meta(subject, method, version, bucket_bytes, verify)
         long = [_long(request) for request in requests_for(data.select(FEW), PLAIN)]
-        found = asyncio.run(_meanwhile(engine, long, partial(sent, engine, meta, tensors)))
+        found = asyncio.run(meanwhile(engine, long, partial(sent, engine, meta, tensors)))
         _verify_sides(subject, version, found, old, new)
         subject.require(
             engine.get_version() == version,
@@ -159,17 +158,6 @@ def _verify_receiving(subject: Subject, method: SyncMethod) -> None:
 
 def _long(request: LLMRequest) -> LLMRequest:
     return replace(request, input_ids=request.input_ids[:20], sampling=replace(PLAIN, max_new_tokens=24))
-
-
-async def _meanwhile(
-    engine: InferenceEngine, requests: list[LLMRequest], update: Callable[[], None]
-) -> list[LLMResponse]:
-    """The answers to requests that are in flight while ``update`` runs."""
-    running = asyncio.ensure_future(answers(engine, requests))
-    for _ in range(3):
-        await asyncio.sleep(0)
-    await asyncio.to_thread(update)
-    return await running
 
 
 def _verify_sides(

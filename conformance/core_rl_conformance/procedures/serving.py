@@ -20,6 +20,7 @@ from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.subject import Subject
+from core_rl_conformance.truth.low_rank import LowRank
 from core_rl_conformance.truth.oracle import Oracle
 from core_rl_conformance.truth.tolerance import Tolerance
 
@@ -34,6 +35,7 @@ __all__ = [
     "expected_of",
     "installed",
     "left_by_cut",
+    "meanwhile",
     "requests_for",
     "sequences_of",
     "verify_logprobs",
@@ -76,6 +78,17 @@ def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResp
     return found
 
 
+async def meanwhile(
+    engine: InferenceEngine, requests: Sequence[LLMRequest], update: Callable[[], None]
+) -> list[LLMResponse]:
+    """The answers to requests that are in flight while ``update`` runs."""
+    running = asyncio.ensure_future(answers(engine, requests))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await asyncio.to_thread(update)
+    return await running
+
+
 def installed(engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
     """Update the weights and wait; raises what the update ends with, `WeightsError` if it never does."""
     try:
@@ -111,15 +124,20 @@ def _generated(values: Sequence[Tensor], found: Sequence[LLMResponse]) -> list[T
 
 
 def expected_of(
-    subject: Subject, weights: Weights, found: Sequence[LLMResponse], temperature: float = 1.0
+    subject: Subject,
+    weights: Weights,
+    found: Sequence[LLMResponse],
+    temperature: float = 1.0,
+    adapter: LowRank | None = None,
 ) -> Expected:
-    """The oracle's log-probs of the generated tokens of ``found``."""
+    """The oracle's log-probs of the generated tokens of ``found``, with an ``adapter`` over the weights."""
     whole = sequences_of(found)
-    if isinstance(weights, TinyModel):
+    if isinstance(weights, TinyModel) and adapter is None:
         outputs = subject.outputs(weights, whole, "logprobs", temperature)
     else:
+        path = subject.bench.models.directory(weights) if isinstance(weights, TinyModel) else weights
         dtype, device = subject.dtype, subject.case.device
-        outputs = subject.bench.outputs_at(weights, "lm", whole, "logprobs", dtype, device, temperature)
+        outputs = subject.bench.outputs_at(path, "lm", whole, "logprobs", dtype, device, temperature, adapter)
     return Expected(values=_generated(outputs.values, found), tolerance=outputs.tolerance)
 
 

@@ -1,4 +1,4 @@
-"""The other end of a weight sync by ``tensor`` or ``distributed``: a receiver and a sender that are no engine."""
+"""The other end of a weight sync by any method but ``disk``: a receiver and a sender that are no engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_stream import abandon, send_tensors
+from core_rl.engines.sent_adapter import SentAdapter
+from core_rl.engines.weight_stream import Bucket, abandon, receiving, send_tensors
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.pools import CALL_TIMEOUT_S
@@ -33,6 +34,8 @@ class Caught:
     """The names in each bucket."""
     sizes: tuple[int, ...]
     """Bytes of the tensors of each bucket."""
+    adapter: SentAdapter | None = None
+    """What the sender said of its adapter."""
 
 
 def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
@@ -50,9 +53,17 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
 
 
 def _catch(meta: WeightUpdateMeta) -> Caught:
-    with taking(meta, CALL_TIMEOUT_S) as received:
-        buckets = list(received)
+    if meta.method != "lora":
+        with taking(meta, CALL_TIMEOUT_S) as buckets:
+            return _as_caught(list(buckets), None)
+    with receiving(meta, CALL_TIMEOUT_S) as received:
+        copies = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
+        return _as_caught(copies, received.adapter)
+
+
+def _as_caught(buckets: list[Bucket], adapter: SentAdapter | None) -> Caught:
     return Caught(
+        adapter=adapter,
         tensors={name: tensor for bucket in buckets for name, tensor in bucket},
         buckets=tuple(tuple(name for name, _ in bucket) for bucket in buckets),
         sizes=tuple(sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets),
@@ -72,11 +83,13 @@ def sent(
     engine: InferenceEngine,
     meta: WeightUpdateMeta,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    adapter: SentAdapter | None = None,
 ) -> None:
-    """Update ``engine`` with ``tensors``; raises what the update ends with."""
+    """Update ``engine`` with ``tensors``, by ``lora`` those of ``adapter``; raises what the update ends with."""
     arrival = engine.update_weights(meta)
     try:
-        send_tensors(iter(tensors.items() if isinstance(tensors, Mapping) else tensors), meta)
+        stream = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        send_tensors(stream, meta, adapter=adapter)
     except WeightsError:
         # The receiver knows better why.
         arrival.result(CALL_TIMEOUT_S)

@@ -28,6 +28,7 @@ SPEC = EngineSpec(
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
         }
     ),
     description="The plain Hugging Face model, one sequence at a time: slow, simple, and the one to compare with",
@@ -48,6 +49,7 @@ ROLLOUT_SPEC = EngineSpec(
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
         }
     ),
     description="The plain Hugging Face model in this process, through generate()",

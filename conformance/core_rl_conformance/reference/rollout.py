@@ -26,8 +26,11 @@ from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.engines.named_tensors import TensorDict, check_source
 from core_rl.engines.process_group import pick_device
+from core_rl.engines.weight_stream import receiving
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.models.build import build_model
+from core_rl.models.digest import digest_of_parts
+from core_rl.models.lora import ADAPTER_PREFIX, written_name
 from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.reference.config import ReferenceRolloutConfig
@@ -39,7 +42,7 @@ __all__ = ["ReferenceRolloutEngine"]
 _Row = TypeVar("_Row")
 
 RECEIVE_TIMEOUT_S = 300.0
-"""How long an update by ``tensor`` or ``distributed`` waits for its sender."""
+"""How long an update by any method but ``disk`` waits for its sender."""
 
 
 class ReferenceRolloutEngine(InferenceEngine):
@@ -151,10 +154,37 @@ class ReferenceRolloutEngine(InferenceEngine):
         if meta.method == "disk":
             self._worker.submit(self._install_from_disk, meta).result()
             return
+        if meta.method == "lora":
+            self._receive_adapter(meta)
+            return
         with taking(meta, RECEIVE_TIMEOUT_S) as buckets:
             # Requests go on under the old weights until all of the new ones are here.
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
             self._worker.submit(self._install_tensors, tensors, meta.version).result()
+
+    def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
+        lora = self.config.model.lora
+        assert lora is not None  # the core asks only then
+        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+            assert received.adapter is not None
+            received.adapter.require_fit(lora, self._base_digest)
+            factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
+            self._worker.submit(self._install_adapter, factors, meta.version).result()
+
+    def _base_digest(self) -> str:
+        held = {written_name(name): value for name, value in self._model.named_parameters()}
+        base = ((name, value) for name, value in held.items() if not name.startswith(ADAPTER_PREFIX))
+        return digest_of_parts(World(), base)
+
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        written = {written_name(name): value for name, value in self._model.named_parameters()}
+        held = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
+        expected = {name: tuple(value.shape) for name, value in held.items()}
+        check_source(TensorDict(factors), expected, "the adapter that was sent")
+        with torch.no_grad():
+            for name, value in held.items():
+                value.copy_(factors[name])
+        self._served_version = version
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         held = dict(self._model.named_parameters())

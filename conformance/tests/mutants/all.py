@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mutants import (
+    adapter_sync,
     adapters,
     adapters_more,
     beside,
@@ -62,6 +63,7 @@ MUTANTS = (
     *rollout_details.MUTANTS,
     *updates.MUTANTS,
     *streams.MUTANTS,
+    *adapter_sync.MUTANTS,
     *interruptions.MUTANTS,
     *rollout_pairs.MUTANTS,
 )

@@ -33,6 +33,7 @@ CAPABILITIES = frozenset(
         C.SYNC_DISK,
         C.SYNC_TENSOR,
         C.SYNC_DISTRIBUTED,
+        C.SYNC_LORA,
     }
 )
 DP1 = ParallelLayout()
@@ -78,7 +79,8 @@ class Mutant:
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
         special |= {Capability.MOE, Capability.ROUTING_REPLAY} if self.family == MOE else set()
         # The toy engines, which are the ones with such layouts, take no adapters.
-        toy = {Capability.LORA} if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
+        adapters = {Capability.LORA, Capability.SYNC_LORA}
+        toy = adapters if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
         return spec_of(
             self.engine, self.undeclared | toy, self.layout.needed_capabilities() | special | self.declared
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.config.engine import EngineConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import StatePart, SyncMethod, TensorKind
 from core_rl.engines.outputs import OutputName
@@ -145,11 +145,21 @@ def require_kind(config: TrainEngineConfig, kind: TensorKind) -> None:
         require_adapter(config, "the kind 'adapter'")
 
 
-def require_adapter(config: TrainEngineConfig, what: str) -> None:
+def require_adapter(config: EngineConfig, what: str) -> None:
     """Raise `EngineStateError` for an engine without an adapter."""
     if config.model.lora is None:
         raise EngineStateError(
             f"{what}: this engine has no adapter; set model.lora, for example to {{rank: 16}}"
+        )
+
+
+def require_sendable_adapter(config: TrainEngineConfig) -> None:
+    """Raise `EngineStateError` for an engine without an adapter, and `ConfigError` for one with a head beside it."""
+    require_adapter(config, "weight sync by 'lora'")
+    if config.model.head != "lm":
+        raise ConfigError(
+            f"weight sync by 'lora' from an engine with head {config.model.head!r}: its head is trained beside the "
+            "adapter, and an inference engine has none; it is for models with head 'lm'"
         )
 
 

@@ -21,7 +21,6 @@ from core_rl.engines.meta import (
     Scheduling,
     StatePart,
     TensorKind,
-    WeightUpdateMeta,
 )
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
 from core_rl.engines.steps import MicroBatchStep
@@ -158,12 +157,6 @@ class TrainHooks(ABC):
     def _onload(self, part: StatePart) -> None:
         """The inverse of `_offload`, bit for bit."""
         raise UnsupportedCapability(f"{type(self).__name__} does not implement offloading")
-
-    def _send_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights by ``distributed`` or ``lora``; ``disk`` and ``tensor`` are the core's."""
-        raise UnsupportedCapability(
-            f"{type(self).__name__} does not implement weight sync by {meta.method!r}"
-        )
 
     def _adapter_disabled(self) -> AbstractContextManager[None]:
         """A context in which the adapters are off."""

@@ -177,10 +177,12 @@ class InferenceEngine(InferenceHooks):
 
         Updates run one after another. A failed one leaves the old weights and their version, and its
         error is the future's. Raises `UnsupportedCapability` for a method that is not declared, and
-        `EngineStateError` for a version older than the current one.
+        `EngineStateError` for a version older than the current one. An engine with ``model.lora`` takes adapters over
+        its model, by ``lora``; one without takes whole weights, by any other method.
         """
         guards.require_state(self._state, "ready", "update_weights()")
         guards.require_sync(self.spec, meta.method)
+        inference_guards.check_sync(self.config, meta.method)
         if meta.version < self._version:
             raise EngineStateError(
                 f"update_weights() to version {meta.version}, and the engine has {self._version}; versions rise. "

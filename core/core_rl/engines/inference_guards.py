@@ -12,9 +12,18 @@ from torch import Tensor
 
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.guards import require_capability
+from core_rl.engines.guards import require_adapter, require_capability
+from core_rl.engines.meta import SyncMethod
 from core_rl.engines.spec import Capability, EngineSpec
-from core_rl.errors import BatchError, ConfigError, EngineContractError, LayoutError, RolloutError, raise_all
+from core_rl.errors import (
+    BatchError,
+    ConfigError,
+    EngineContractError,
+    EngineStateError,
+    LayoutError,
+    RolloutError,
+    raise_all,
+)
 from core_rl.rollout.types import LLMRequest, LLMResponse
 
 __all__ = [
@@ -25,6 +34,7 @@ __all__ = [
     "check_request",
     "check_response",
     "check_scores",
+    "check_sync",
     "check_top",
 ]
 
@@ -61,9 +71,30 @@ def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
         require_capability(spec, Capability.BFLOAT16, "dtype = 'bfloat16'")
     if config.device == "cuda":
         require_capability(spec, Capability.CUDA, "device = 'cuda'")
+    if config.model.lora is not None:
+        require_capability(spec, Capability.SYNC_LORA, "a config with model.lora")
+        if config.model.lora.path is not None:
+            raise ConfigError(
+                f"model.lora.path = {config.model.lora.path!r}; an inference engine starts from the base model, and "
+                "its adapter comes by update_weights(); leave it out"
+            )
     if config.model.head != "lm":
         raise ConfigError(
             f"model.head = {config.model.head!r}; an inference engine generates with the head 'lm'"
+        )
+
+
+def check_sync(config: InferenceEngineConfig, method: SyncMethod) -> None:
+    """Raise `EngineStateError` unless what comes by ``method`` is what an engine with ``config`` serves.
+
+    With ``model.lora`` that is the model of ``config`` under an adapter, and else a model of its own.
+    """
+    if method == "lora":
+        require_adapter(config, "update_weights() by 'lora'")
+    elif config.model.lora is not None:
+        raise EngineStateError(
+            f"update_weights() by {method!r} on an engine with model.lora, which takes its adapter alone: by 'lora'; "
+            "without model.lora it takes weights with the adapter merged into them"
         )
 
 

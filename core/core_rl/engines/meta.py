@@ -88,12 +88,12 @@ class WeightUpdateMeta:
     version: int
     """The version that the receiver has afterwards: raised by the driver, never by an engine."""
     path: str | None = None
-    """For ``disk``: the directory between the two. For ``tensor`` and ``distributed``: the file through which
-    they find each other; the receiver makes it and removes it."""
+    """For ``disk``: the directory between the two. For all others: the file through which they find each other; the
+    receiver makes it and removes it."""
     verify: bool = False
-    """Compare digests of what arrived with what was sent."""
+    """Compare digests of what arrived with what was sent; for ``lora`` also of the weights below the adapter."""
     bucket_bytes: int = 256 * 2**20
-    """For ``tensor`` and ``distributed``: the largest piece in flight, in bytes, or one tensor if that is larger."""
+    """For all but ``disk``: the largest piece in flight, in bytes, or one tensor if that is larger."""
 
     def __post_init__(self) -> None:
         if self.method == "disk" and not self.path:

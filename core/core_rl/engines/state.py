@@ -107,21 +107,21 @@ class EngineState(EnginePasses):
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights to inference engines, which take them by ``update_weights(meta)``.
 
-        By ``disk`` this comes first. By any other method the two run at one time: call ``update_weights``
+        ``lora`` sends the adapter alone (``model.lora``), and all others the weights with the adapter merged into
+        them. By ``disk`` this comes first. By any other method the two run at one time: call ``update_weights``
         first, which returns at once, and this returns when the weights are installed. `sync_weights` does both.
         """
         guards.require_state(self._state, "ready", "upload_weights()")
         guards.require_sync(self.spec, meta.method)
         if meta.method == "disk":
             self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
-        elif meta.method in ("tensor", "distributed"):
-            from core_rl.engines.weight_stream import send_weights
+            return
+        if meta.method == "lora":
+            guards.require_sendable_adapter(self.config)
+        from core_rl.engines.weight_stream import send_weights
 
-            with self._onloaded("model"):
-                send_weights(self, meta)
-        else:
-            with self._onloaded("model"):
-                self._send_weights(meta)
+        with self._onloaded("model"):
+            send_weights(self, meta)
 
     @property
     def progress(self) -> EngineProgress:

@@ -1,4 +1,4 @@
-"""Weights on their way from a train engine to an inference engine (``method="tensor"``, ``"distributed"``).
+"""Weights on their way from a train engine to an inference engine (``method="tensor"``, ``"distributed"``, ``"lora"``).
 
 The receiver opens a socket and writes its name to the file `WeightUpdateMeta.path`; the rank that writes exports
 connects to it, and passes the tensors in buckets of shared memory, of which two at most are under way.
@@ -6,7 +6,8 @@ Neither side knows what the other one is.
 
 By ``distributed`` the sender also broadcasts each bucket to the ranks of servers, wherever they run, as soon as the
 receiver has looked at it; the receiver is still on the sender's machine. Where that group breaks, the buckets in
-shared memory are what the receiver has to go on with.
+shared memory are what the receiver has to go on with. By ``lora`` the tensors are the adapter's, and go as by
+``tensor``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from core_rl.checkpoint.agreement import describe, on_all
 from core_rl.engines.meta import TensorKind, WeightUpdateMeta
+from core_rl.engines.sent_adapter import SentAdapter
 from core_rl.engines.state import EngineState
 from core_rl.engines.weight_group import GroupAddress, Invitation, Seats, WeightGroup
 from core_rl.errors import ConfigError, CoreRLError, WeightsError
@@ -64,17 +66,22 @@ CPU = torch.device("cpu")
 
 
 def send_weights(engine: EngineState, meta: WeightUpdateMeta) -> None:
-    """Send the parameters and saved buffers of ``engine``; collective. Returns when they are installed.
+    """Send the parameters and saved buffers of ``engine``, or its adapter; collective. Returns when they are installed.
 
     Raises one `WeightsError` on all ranks if the receiver does not come, gives up, or refuses them.
     """
-    kinds: tuple[TensorKind, ...] = ("params", "buffers") if engine.tensor_shapes("buffers") else ("params",)
+    adapter = SentAdapter.of(engine, meta.verify) if meta.method == "lora" else None
+    kinds: tuple[TensorKind, ...] = ("params",) if adapter is None else ("adapter",)
+    if adapter is None and engine.tensor_shapes("buffers"):
+        kinds = ("params", "buffers")
     stream = (item for kind in kinds for item in engine.named_tensors(kind))
     subject = f"weights of version {meta.version} were not installed"
     sends, device = engine.is_writer, engine.device
-    on_all(
-        engine.world, lambda: send_tensors(stream, meta, sends=sends, device=device), subject, WeightsError
-    )
+
+    def send() -> None:
+        send_tensors(stream, meta, sends=sends, device=device, adapter=adapter)
+
+    on_all(engine.world, send, subject, WeightsError)
 
 
 def send_tensors(
@@ -83,14 +90,15 @@ def send_tensors(
     *,
     sends: bool = True,
     device: torch.device = CPU,
+    adapter: SentAdapter | None = None,
 ) -> None:
     """Send ``stream`` to whoever calls `receiving` with the same ``meta``; returns when it is installed there.
 
     The stream may be collective: it is consumed to its end on every rank, also after an error, and only the rank
     where ``sends`` is true receives tensors and sends them; by ``distributed`` it broadcasts from ``device``, with gloo
-    or nccl. Raises `WeightsError` with the first error of this rank.
+    or nccl. By ``lora``, ``adapter`` says what the stream is. Raises `WeightsError` with the first error of this rank.
     """
-    sender = _Sender(meta, device)
+    sender = _Sender(meta, device, adapter)
     failure: Exception | None = None
     try:
         failure = _failure_of(sender.connect) if sends else None
@@ -116,9 +124,10 @@ def _failure_of(step: Callable[[], None]) -> Exception | None:
 
 
 class _Sender:
-    def __init__(self, meta: WeightUpdateMeta, device: torch.device) -> None:
+    def __init__(self, meta: WeightUpdateMeta, device: torch.device, adapter: SentAdapter | None) -> None:
         self._meta = meta
         self._device = device
+        self._adapter = adapter
         self._channel: Channel | None = None
         self._group: WeightGroup | None = None
         self._bucket = _Filling(meta.bucket_bytes)
@@ -126,7 +135,7 @@ class _Sender:
 
     def connect(self) -> None:
         self._channel = Channel(_connected(_meeting_point(self._meta)))
-        self._send("hello", self._meta.version)
+        self._send("hello", self._meta.version, self._adapter)
         (seats,) = self._answer("welcome")
         if seats is not None:
             self._invite(seats)
@@ -254,6 +263,8 @@ class ReceivedWeights:
         """By ``distributed``: the group that the sender waits for; whoever was promised a seat joins at once."""
         self.broadcast = False
         """Whether the bucket at hand comes by the group too, after `go`. Once it does not, none will."""
+        self.adapter: SentAdapter | None = None
+        """By ``lora``: what the tensors are the factors of."""
 
     def __iter__(self) -> Iterator[Bucket]:
         """The buckets; the next one is asked for when the consumer comes back for it.
@@ -274,11 +285,13 @@ class ReceivedWeights:
 
     def start(self, seats: Seats | None) -> None:
         """Exchange the first messages; raises `WeightsError` for weights of another version."""
-        _, version = self._next()
+        _, version, self.adapter = self._next()
         if version != self._meta.version:
             raise WeightsError(
                 f"the sender has weights of version {version}; {self._meta.version} was expected"
             )
+        if self._meta.method == "lora" and self.adapter is None:
+            raise WeightsError("the sender does not say which adapter it sends")
         self.answer("welcome", seats)
         if seats is not None:
             _, self.group = self._next()

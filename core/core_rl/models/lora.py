@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from core_rl.config.engine import Head, LoraConfig
@@ -26,6 +26,7 @@ __all__ = [
     "LowRank",
     "adapter_config",
     "adapter_disabled",
+    "adapter_shapes",
     "add_adapter",
     "fresh_adapter",
     "low_rank_products",
@@ -106,6 +107,18 @@ def written_name(name: str) -> str:
     if ".lora_A." in name or ".lora_B." in name:
         return ADAPTER_PREFIX + name.replace(f".{NAME}.", ".")
     return name.replace(".base_layer.", ".")
+
+
+def adapter_shapes(config: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Written names and shapes of the factors that ``lora`` adds to a language model with ``config``.
+
+    Raises `ConfigError` as `add_adapter` does.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    add_adapter(model, lora, "lm", 0)
+    shapes = {written_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: shape for name, shape in shapes.items() if name.startswith(ADAPTER_PREFIX)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from core_rl.config.base import Config, parse_config
 from core_rl.config.engine import DType, LoraConfig, OptimizerConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.config.loading import apply_overrides, load_yaml
+from core_rl.engines.meta import SyncMethod
 from core_rl.errors import ConfigError, raise_all
 
 __all__ = [
@@ -62,9 +63,10 @@ class RolloutSection(Config):
     """Draw from this many of the most likely tokens; null keeps all."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """How long the answers to one batch of prompts may take."""
-    sync: Literal["disk", "tensor", "distributed"] = "disk"
-    """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory, or over a process
-    group with the ranks of its servers."""
+    sync: SyncMethod = "disk"
+    """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory (``tensor``), or
+    over a process group with the ranks of its servers (``distributed``). ``lora`` sends the adapter of ``model.lora``
+    alone; the others send weights with an adapter merged into them."""
     max_head_offpolicyness: int = Field(default=0, ge=0)
     """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
     answers are generated meanwhile, from weights that are at most this many versions older."""

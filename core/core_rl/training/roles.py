@@ -143,8 +143,7 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
     `UnsupportedCapability` where an engine cannot hand over or take weights in this way.
     """
     actor, rollout = plan_trained(recipe), _rollout(recipe)
-    for spec, _ in (actor, rollout):
-        require_sync(spec, recipe.rollout.sync)
+    require_sync(actor[0], recipe.rollout.sync)
     separate = REFERENCE in wanted_fields and recipe.model.lora is None
     prompts = recipe.rollout.prompts_per_step
     plan = Plan(
@@ -224,11 +223,24 @@ def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
         f"engines.{recipe.rollout.engine}",
         (f"{name} follows from the section 'rollout' of the recipe; leave it out here" for name in twice),
     )
-    fields = {"model": {"path": recipe.model.path}, **bounds}
+    fields = {"model": {"path": recipe.model.path, "lora": _served_adapter(recipe)}, **bounds}
     spec, config = _config(recipe, recipe.rollout.engine, "inference", fields)
     assert isinstance(config, InferenceEngineConfig)
+    require_sync(spec, recipe.rollout.sync)
     inference_guards.check_config(spec, config)
     return spec, config
+
+
+def _served_adapter(recipe: Recipe) -> dict[str, Any] | None:
+    """The section ``model.lora`` of the rollout engine, which gets the adapter's values before the first step."""
+    if recipe.rollout.sync != "lora":
+        return None
+    if recipe.model.lora is None:
+        raise ConfigError(
+            "rollout.sync = 'lora' sends an adapter, and model.lora is not set; set it, for example to {rank: 16}, or "
+            "sync by 'disk', 'tensor' or 'distributed'"
+        )
+    return recipe.model.lora.model_dump() | {"path": None}
 
 
 def _config(

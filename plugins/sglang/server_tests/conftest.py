@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 for directory in (Path(__file__).parents[1] / "tests", ROOT / "core" / "tests"):
     sys.path.insert(0, str(directory))
 
-from sglang_support import API_KEY, build, tiny_model  # noqa: E402
+from sglang_support import ADAPTERS, API_KEY, build, tiny_model  # noqa: E402
 
 from core_rl_sglang.engine import SglangEngine  # noqa: E402
 
@@ -28,6 +28,17 @@ def pytest_collection_modifyitems() -> None:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tiny models are."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def adapted(root: Path) -> Iterator[SglangEngine]:
+    """One server that takes adapters."""
+    engine = build(tiny_model(root), lora=ADAPTERS, api_key=API_KEY)
+    try:
+        engine.initialize()
+        yield engine
+    finally:
+        engine.destroy()
 
 
 @pytest.fixture(scope="session")

@@ -147,6 +147,22 @@ def test_what_is_served_is_what_was_trained(
     require_each_once(trained)
 
 
+def test_an_adapter_is_served_over_the_base_as_it_was_trained(
+    adapted: SglangEngine, start: Path, tmp_path: Path, published: Published
+) -> None:
+    options = {"addresses": [adapted._own[0].address], "api_key": API_KEY}
+    output = tmp_path / "out"
+    lora = adapted.config.model.lora
+    assert lora is not None
+    changed = values(start, output, {"options": options}, sync="lora") | {
+        "model": {"path": str(start / "model"), "lora": lora.model_dump(mode="json")}
+    }
+    rows = run(support.write_recipe(tmp_path / "r.yaml", changed), output)
+    assert published.versions == [0, 1, 2, 3]
+    assert all(row["update_successful"] == 1 and 0 < row["mismatch_max"] < 1e-4 for row in rows)
+    assert not [path.name for path in output.rglob("*.adapter-*")], "files of adapters are removed"
+
+
 def test_servers_that_are_killed_cost_no_sample(
     start: Path,
     tmp_path: Path,

@@ -27,6 +27,13 @@ from core_rl_sglang.engine import SglangEngine
 
 API_KEY = "a secret"
 """Of the server that tests on real ones share."""
+ADAPTERS: dict[str, Any] = {
+    "rank": 3,
+    "alpha": 7,
+    "rslora": True,
+    "target_modules": ["k_proj", "up_proj", "o_proj"],
+}
+"""Of the server that takes some: on layers that SGLang fuses with others which have none."""
 GROUP_CALLS = (
     "/init_weights_update_group",
     "/destroy_weights_update_group",
@@ -197,10 +204,11 @@ def first(times: int, fault: Handler) -> Handler:
     return sometimes
 
 
-def build(model: str, dp: int = 1, **options: Any) -> SglangEngine:
-    """The engine of ``model``, for real servers."""
+def build(model: str, dp: int = 1, lora: dict[str, Any] | None = None, **options: Any) -> SglangEngine:
+    """The engine of ``model``, for real servers; with ``lora`` it takes adapters."""
     spec = get_spec("sglang")
-    values = {"model": {"path": model}, "layout": {"dp": dp}, "device": "cpu", "options": options}
+    section = {"path": model, "lora": lora}
+    values = {"model": section, "layout": {"dp": dp}, "device": "cpu", "options": options}
     config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
     assert issubclass(engine_class, SglangEngine)
     assert isinstance(config, InferenceEngineConfig)
@@ -232,11 +240,13 @@ def stubs(root: Path, count: int = 1) -> Iterator[list[Stub]]:
 
 
 @contextmanager
-def connected(made: list[Stub], **options: Any) -> Iterator[InferenceEngine]:
-    """The engine at these servers."""
+def connected(
+    made: list[Stub], lora: dict[str, Any] | None = None, **options: Any
+) -> Iterator[InferenceEngine]:
+    """The engine at these servers; with ``lora`` it takes adapters."""
     spec = get_spec("sglang")
     values = {
-        "model": {"path": made[0].model},
+        "model": {"path": made[0].model, "lora": lora},
         "layout": {"dp": len(made)},
         "device": "cpu",
         "options": {"addresses": [stub.address for stub in made], **options},

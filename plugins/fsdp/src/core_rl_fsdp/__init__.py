@@ -33,6 +33,7 @@ SPEC = EngineSpec(
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
         }
     ),
     description="PyTorch FSDP2 (fully_shard) over Hugging Face models, packed, on CPU and CUDA",

@@ -21,6 +21,7 @@ SPEC = EngineSpec(
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
             Capability.PAUSE,
             Capability.RELEASE_MEMORY,
             Capability.LAUNCH_SERVER,

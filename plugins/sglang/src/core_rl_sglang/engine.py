@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from core_rl.engines.weight_stream import ReceivedWeights, receiving
 from core_rl.errors import ConfigError, LayoutError, WeightsError
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl_sglang.adapters import Policy
 from core_rl_sglang.answers import Piece
 from core_rl_sglang.broadcasts import BroadcastWeights
 from core_rl_sglang.calls import Requests
@@ -54,13 +56,17 @@ class SglangEngine(InferenceEngine):
     # ------------------------------------------------------------ life cycle
 
     def _launch_server(self, count: int) -> tuple[str, ...]:
-        model = ServedModel.of(self.config.model)
+        model = self._served()
         ports = self._ports(count)
         self._open_loop()
         self._own = tuple(self._started(model, port) for port in ports)
         for server in self._own:
             self._wait(server.wait_until_up(self.config.options.start_timeout_s))
         return tuple(server.address for server in self._own)
+
+    def _served(self) -> ServedModel:
+        on_cpu = pick_device(self.config.device, 0).type == "cpu"
+        return ServedModel.of(self.config.model, self.config.layout.tp if on_cpu else 0)
 
     def _ports(self, count: int) -> tuple[int, ...]:
         options = self.config.options
@@ -90,7 +96,7 @@ class SglangEngine(InferenceEngine):
         return Server(make_api(address, self._session, options), start, process)
 
     def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        self._model = ServedModel.of(self.config.model)
+        self._model = self._served()
         try:
             return self._connected(addresses or self.config.options.addresses)
         except BaseException:
@@ -180,8 +186,27 @@ class SglangEngine(InferenceEngine):
         assert self._fleet is not None
         if meta.method == "disk":
             self._wait(self._fleet.install(DiskWeights.checked(meta, self._model.shapes)))
+        elif meta.method == "lora":
+            self._receive_adapter(self._fleet, meta)
         else:
             self._receive(self._fleet, meta)
+
+    def _receive_adapter(self, fleet: Fleet, meta: WeightUpdateMeta) -> None:
+        """Write what a train engine sends to files, which servers read beside those of the adapter before."""
+        form, lora = self._model.adapter, self.config.model.lora
+        assert form is not None
+        assert lora is not None  # the core asks only then
+        with receiving(meta, self.config.options.update_timeout_s) as received:
+            assert received.adapter is not None
+            received.adapter.require_fit(lora, lambda: self._model.digest)
+            factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
+            # The scheduler of a server dies of a wrong shape.
+            found = {name: tuple(tensor.shape) for name, tensor in factors.items()}
+            check_shapes(found, form.shapes, "the adapter that was sent")
+            point = Path(meta.path or "")
+            directory = Path(tempfile.mkdtemp(prefix=f".{point.name}.adapter-", dir=point.parent))
+            form.write(factors, directory)
+            self._wait(fleet.adopt(Policy(meta.version, directory)))
 
     def _receive(self, fleet: Fleet, meta: WeightUpdateMeta) -> None:
         """Pass on what a train engine sends; servers go on computing until the first of it is here."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import aiohttp
 
 from core_rl.errors import RolloutError, WeightsError
+from core_rl_sglang.adapters import Policy
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl_sglang.config import SglangOptions
 from core_rl_sglang.router import PrefixRouter
@@ -37,6 +38,10 @@ class Fleet:
         """Notified when a server comes back, or never will."""
         self._weights_lock = asyncio.Lock()
         self._weights: Weights | None = None
+        self._policy = Policy(0)
+        """What servers answer with: their weights, or an adapter over them."""
+        self._replaced: list[Policy] = []
+        """Adapters that requests in flight may still need."""
         self._paused = False
         self.closing = False
         self._aborts: set[asyncio.Task[None]] = set()
@@ -55,12 +60,16 @@ class Fleet:
 
     async def _bring_up_to_date(self, server: Server, weights: Weights) -> None:
         path, label = await server.served()
+        policy = self._policy
         # Only a fresh server is known to serve what its path says.
         if label != FRESH or path != weights.origin:
             await server.pause("retract", self.options.update_timeout_s)
             await weights.load(server, self.options.update_timeout_s)
             await server.go_on(PROBE_TIMEOUT_S)
-        await server.label(weights.version)
+        if policy.name is not None:
+            await server.load_adapter(policy, self.options.update_timeout_s)
+        server.policy = policy
+        await server.label(self._version)
         if self._paused:
             await server.pause("retract", self.options.update_timeout_s)
 
@@ -77,7 +86,12 @@ class Fleet:
         for server in self.servers:
             if server.recovery is not None:
                 server.recovery.cancel()
+        policies = [*self._replaced, self._policy]
+        # A server unloads no adapter that a request still needs.
+        await self._forget([policy for policy in policies if not policy.in_flight.total()])
         await self._session.close()
+        for policy in policies:
+            policy.discard()
         if self._weights is not None:
             self._weights.discard()
 
@@ -215,12 +229,64 @@ class Fleet:
                 raise error
         return list(results)
 
+    async def adopt(self, policy: Policy) -> None:
+        """Have all servers answer with the adapter of ``policy`` from now on; requests in flight keep theirs.
+
+        Servers that are lost on the way get it when they are back. Raises `WeightsError` when one refuses it; then
+        all go on as they were.
+        """
+        await self._settled()
+        limit_s = self.options.update_timeout_s
+        async with self._weights_lock:
+            present = self._present()
+            loads = (server.load_adapter(policy, limit_s) for server in present)
+            results = await asyncio.gather(*loads, return_exceptions=True)
+            refused = [error for error in results if error is not None and not isinstance(error, Unreachable)]
+            if refused:
+                await self._forget([policy])
+                raise WeightsError(
+                    f"the adapter of version {policy.version} was refused: {refused[0]}"
+                ) from refused[0]
+            before, self._policy = self._policy, policy
+            before.last = before.version
+            self._replaced.append(before)
+            turns = await asyncio.gather(*map(self._turn_to_policy, present), return_exceptions=True)
+            await self._forget([old for old in self._replaced if not old.in_flight.total()])
+        for server, error in zip([*present, *present], [*results, *turns], strict=True):
+            if error is not None:
+                self.lost(server, error)
+        await self._settled()
+        if not any(server.ready for server in self.servers):
+            raise WeightsError(f"no server is left: {self.servers[0].failure}") from self.servers[0].failure
+
+    async def _turn_to_policy(self, server: Server) -> None:
+        limit_s = self.options.update_timeout_s
+        if self.options.in_flight == "abort":
+            await server.pause("abort", limit_s)
+        await server.label(self._policy.version)
+        server.policy = self._policy
+        if self.options.in_flight == "abort" and not self._paused:
+            await server.go_on(limit_s)
+
+    async def _forget(self, policies: Sequence[Policy]) -> None:
+        """Unload adapters that no request needs any more, and remove their files."""
+        self._replaced = [policy for policy in self._replaced if policy not in policies]
+        for policy in policies:
+            if policy.name is not None:
+                await asyncio.gather(*(server.unload_adapter(policy) for server in self._present()))
+            policy.discard()
+
+    @property
+    def _version(self) -> int:
+        assert self._weights is not None
+        return self._weights.version if self._policy.name is None else self._policy.version
+
     async def label(self, version: int) -> None:
         """Tokens from now on carry ``version``."""
         await self._settled()
         async with self._weights_lock:
             assert self._weights is not None
-            self._weights.version = version
+            self._weights.version = self._policy.version = version
             await self._on_present(lambda server: server.label(version))
 
     # ------------------------------------------------------- pause and memory
@@ -261,6 +327,14 @@ class Fleet:
             for error in await self._on_paused(self._present(), self._weights):
                 if error is not None:
                     raise error
+            if self._policy.name is not None:
+                await asyncio.gather(*map(self._load_again, self._present()))
+
+    async def _load_again(self, server: Server) -> None:
+        """Its copy may be gone with the memory."""
+        await server.unload_adapter(self._policy)
+        await server.load_adapter(self._policy, self.options.update_timeout_s)
+        await server.label(self._version)
 
     def _present(self) -> list[Server]:
         return [server for server in self.servers if server.ready]

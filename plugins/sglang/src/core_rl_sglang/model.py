@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from core_rl.config.engine import ModelConfig
 from core_rl.engines.inference import ModelLimits
 from core_rl.errors import ConfigError
 from core_rl.models.build import read_config
+from core_rl.models.digest import digest_of_directory
 from core_rl.models.written_form import WrittenForm
+from core_rl_sglang.adapters import AdapterForm
 
 __all__ = ["ServedModel"]
 
@@ -27,10 +30,16 @@ class ServedModel:
     """End-of-sequence tokens, those of the config and of the generation config: SGLang stops at both."""
     shapes: dict[str, tuple[int, ...]]
     """Names and shapes of what an export of it holds."""
+    config: PretrainedConfig
+    adapter: AdapterForm | None
+    """Of the adapters that servers take over it."""
 
     @staticmethod
-    def of(model: ModelConfig) -> ServedModel:
-        """Read the directory of ``model``; raises `ConfigError` where there is none."""
+    def of(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
+        """Read the directory of ``model``; raises `ConfigError` where there is none.
+
+        ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere.
+        """
         if model.path is None:
             raise ConfigError(
                 "the engine 'sglang' serves a model directory; set model.path instead of model.config"
@@ -41,7 +50,20 @@ class ServedModel:
             vocab_size=text.vocab_size, context_length=getattr(text, "max_position_embeddings", None)
         )
         path = Path(model.path).expanduser().resolve()
-        return ServedModel(path=path, limits=limits, eos=_eos(config, path), shapes=_shapes(config))
+        shapes, lora = _shapes(config), model.lora
+        return ServedModel(
+            path=path,
+            limits=limits,
+            eos=_eos(config, path),
+            shapes=shapes,
+            config=config,
+            adapter=None if lora is None else AdapterForm.of(lora, path, config, shapes, cpu_ranks),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells its weights from others, as a train engine tells it of what is below an adapter."""
+        return digest_of_directory(self.path, self.config)
 
 
 def _eos(config: PretrainedConfig, path: Path) -> frozenset[int]:

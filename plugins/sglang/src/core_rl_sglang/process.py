@@ -61,7 +61,8 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         "--skip-server-warmup",
         *(["--sleep-on-idle"] if device == "cpu" else []),
     ]
-    return [*given, *flags, *options.extra_args]
+    adapter = [] if model.adapter is None else model.adapter.arguments(device)
+    return [*given, *flags, *adapter, *options.extra_args]
 
 
 def free_port(host: str) -> int:

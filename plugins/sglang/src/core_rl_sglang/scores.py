@@ -15,7 +15,8 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.inference import TopLogprobs
 from core_rl.errors import RolloutError
-from core_rl_sglang.calls import Requests
+from core_rl_sglang.adapters import Policy
+from core_rl_sglang.calls import Requests, generated
 from core_rl_sglang.server import Server
 
 __all__ = ["Scorer"]
@@ -86,7 +87,7 @@ class Scorer:
         gate = asyncio.Semaphore(AT_ONCE)
 
         async def one(ids: Sequence[int]) -> dict[str, Any]:
-            async def ask(server: Server, rid: str) -> dict[str, Any]:
+            async def ask(server: Server, rid: str, policy: Policy) -> dict[str, Any]:
                 body = {
                     "rid": rid,
                     "input_ids": list(ids),
@@ -95,7 +96,7 @@ class Scorer:
                     "logprob_start_len": 0,
                     "top_logprobs_num": k,
                 }
-                answer = await server.api.post("/generate", body, self._timeout_s)
+                answer = await generated(server, policy, body, self._timeout_s)
                 return _checked(answer, len(ids), k, server.address)
 
             async with gate:

@@ -4,8 +4,8 @@
 a pipe from the process that started it. Its first line is the API key, or empty; and when that process ends,
 however it ends, so does the server with all its children.
 
-Where there is no CUDA, two gaps of a plain ``pip install`` are filled before SGLang is imported. SGLang spawns
-its workers, which run the top of this file again, so that they are filled there too.
+Where there is no CUDA, gaps are filled before SGLang is imported: two of a plain ``pip install``, one of adapters.
+SGLang spawns its workers, which run the top of this file again, so that they are filled there too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,7 +34,7 @@ CPU_KERNELS = (
 
 
 def fill_gaps() -> None:
-    """Make ``import sglang`` possible beside a CPU build of torch; does nothing where there is CUDA."""
+    """Make SGLang and its adapters possible beside a CPU build of torch; does nothing where there is CUDA."""
     import torch
 
     if torch.cuda.is_available():
@@ -41,6 +42,8 @@ def fill_gaps() -> None:
     _declare_torchvision()
     if importlib.util.find_spec("sgl_kernel") is None:
         _stand_in_for_kernels()
+    if "--enable-lora" in sys.argv:
+        _do_without_pinned_memory()
 
 
 def _declare_torchvision() -> None:
@@ -70,6 +73,26 @@ def _stand_in_for_kernels() -> None:
     for name in CPU_KERNELS:
         setattr(module, name, _missing(name))
     sys.modules["sgl_kernel"] = module
+
+
+def _do_without_pinned_memory() -> None:
+    """SGLang's LoRA (0.5.23) pins host memory on every device, which torch refuses without an accelerator.
+
+    Pinned memory is what copies to an accelerator are faster from; here there are none. Upstream it is
+    sgl-project/sglang#31894; this goes when its torch backend asks whether memory can be pinned.
+    """
+    import torch
+
+    def unpinned(make: Callable[..., object]) -> Callable[..., object]:
+        def made(*args: object, **named: object) -> object:
+            named.pop("pin_memory", None)
+            return make(*args, **named)
+
+        return made
+
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,return-value]
 
 
 def _missing(name: str) -> object:

@@ -13,6 +13,7 @@ from typing import Any
 from core_rl.engines.weight_group import GroupAddress
 from core_rl.engines.weight_stream import Bucket, pickled_by_name
 from core_rl.errors import RolloutError
+from core_rl_sglang.adapters import Policy
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl_sglang.process import ServerProcess
 
@@ -45,15 +46,20 @@ class Server:
         self.failure: BaseException | None = None
         """Why it will not come back."""
         self.recovery: asyncio.Task[None] | None = None
+        self.policy = Policy(0)
+        """What new requests are answered with."""
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count a request."""
+    def busy(self) -> Iterator[Policy]:
+        """Count a request, which is answered with the policy that comes."""
+        policy = self.policy
         self.in_flight += 1
+        policy.in_flight[self.address] += 1
         try:
-            yield
+            yield policy
         finally:
             self.in_flight -= 1
+            policy.in_flight[self.address] -= 1
 
     async def wait_until_up(self, timeout_s: float) -> None:
         """Return when the server answers, and computes; says every 10 s that it does not yet.
@@ -122,6 +128,22 @@ class Server:
         payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
         body = {"serialized_named_tensors": payloads, "flush_cache": False}
         await self.control("/update_weights_from_tensor", body, timeout_s)
+
+    async def load_adapter(self, policy: Policy, timeout_s: float) -> None:
+        """Read the adapter of ``policy``, beside those that are there."""
+        body = {"lora_name": policy.name, "lora_path": policy.path}
+        try:
+            await self.control("/load_lora_adapter", body, timeout_s)
+        except Refused as error:
+            if "already loaded" not in error.message:  # a server of which only the connection was lost
+                raise
+
+    async def unload_adapter(self, policy: Policy) -> None:
+        """Forget the adapter of ``policy``, which no request needs; a server that cannot do it has lost it before."""
+        try:
+            await self.control("/unload_lora_adapter", {"lora_name": policy.name}, PROBE_TIMEOUT_S)
+        except RolloutError as error:
+            logger.debug("the adapter %s was not unloaded: %s", policy.name, error)
 
     async def join(self, group: GroupAddress, rank: int, timeout_s: float) -> None:
         """Have its ranks join ``group``, the first of them as ``rank``; returns when all members are there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import glob
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from core_rl.engines.named_tensors import check_source
 from core_rl.engines.weight_group import GroupAddress, Seats
 from core_rl.engines.weight_stream import Bucket
 from core_rl.errors import WeightsError
+from core_rl_sglang.directories import plain_name
 from core_rl_sglang.server import Server
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights"]
@@ -50,11 +50,11 @@ class DiskWeights:
         self.directory = directory
         self.version = version
         self._temporary = temporary
-        self._alias = _alias(directory)
+        self._name = plain_name(directory)
 
     @property
     def origin(self) -> str:
-        return str(self.directory if self._alias is None else self._alias)
+        return str(self._name.path)
 
     @staticmethod
     def checked(meta: WeightUpdateMeta, shapes: dict[str, tuple[int, ...]]) -> DiskWeights:
@@ -80,8 +80,7 @@ class DiskWeights:
         server.version = self.version
 
     def discard(self) -> None:
-        if self._alias is not None:
-            shutil.rmtree(self._alias.parent, ignore_errors=True)
+        self._name.remove()
         if self._temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -95,15 +94,6 @@ def _linked(directory: Path) -> Path:
         shutil.rmtree(copy, ignore_errors=True)
         raise
     return copy
-
-
-def _alias(directory: Path) -> Path | None:
-    """Another name for a directory whose name SGLang (0.5.23) would take for a pattern; None where it is plain."""
-    if glob.escape(str(directory)) == str(directory):
-        return None
-    link = Path(tempfile.mkdtemp(prefix="core-rl-sglang-")) / "weights"
-    link.symlink_to(directory)
-    return link
 
 
 def _link(source: str, target: str) -> str:

@@ -1,0 +1,257 @@
+"""Adapters that go from engine to engine by themselves (``lora``), over a base that both have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core_rl.engines.inference import InferenceEngine
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.sent_adapter import SentAdapter
+from core_rl.engines.spec import Capability
+from core_rl.engines.sync import sync_weights
+from core_rl.errors import WeightsError
+from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.hints.diagnose import compare_tokens, same_named
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.adapters import adapter_of, low_rank_of, start, written
+from core_rl_conformance.procedures.serving import (
+    Expected,
+    ask,
+    expected_of,
+    meanwhile,
+    requests_for,
+    with_guesses,
+)
+from core_rl_conformance.procedures.streaming import caught, sent
+from core_rl_conformance.subject import ONE_PASS, Subject
+from core_rl_conformance.truth.low_rank import LowRank
+
+TINY_BUCKET = 512
+"""Less than many factors of a tiny model have."""
+FEW = (0, 1, 3, 4, 7, 10)
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+NAMED_APART = ("qwen3", "llama", "qwen2", "gemma2")
+"""Families with a layer for each projection: servers take adapters of no others."""
+
+
+def _meta(
+    subject: Subject, version: int, bucket_bytes: int = 1 << 28, verify: bool = True
+) -> WeightUpdateMeta:
+    point = subject.directory(f"meeting-{version}")
+    return WeightUpdateMeta(
+        method="lora", version=version, path=str(point), bucket_bytes=bucket_bytes, verify=verify
+    )
+
+
+@check("I12.lora", requires=[Capability.SYNC_LORA, Capability.LORA])
+def adapter_sync_sends_the_present_adapter(subject: Subject) -> None:
+    """``upload_weights`` by lora sends the two factors of each adapted layer, as they are after the last step or load.
+
+    Nothing else is sent: base weights stay where they are. Beside them the sender says rank, alpha and rsLoRA, and with
+    ``verify`` which base the adapter belongs to.
+
+    Why: a factor that is left out, or an adapter of the step before, is a policy that nobody trained; base weights
+    that travel along cost what adapters save (verl #7014, prime-rl #1901).
+    Look at: ``named_tensors("adapter")``, and `I12.tensor`, which sends all weights the same way.
+    """
+    adapter = TinyAdapter(model=subject.model(), rslora=True, some=True)
+    group = start(subject, adapter, optimizer={"lr": 1e-2})
+    group.set_version(3)
+    bases = set()
+    for version, bucket_bytes in ((4, 1 << 28), (5, TINY_BUCKET)):
+        group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        found = caught(group, _meta(subject, version, bucket_bytes))
+        names = [name for bucket in found.buckets for name in bucket]
+        subject.require(len(names) == len(set(names)), f"a factor comes twice: {sorted(names)}")
+        what = f"factors sent after step {version - 3} in buckets of {bucket_bytes} bytes"
+        subject.verify(same_named(what, found.tensors, adapter_of(group.named_tensors("master"))))
+        said = found.adapter
+        subject.require(
+            said is not None and (said.rank, said.alpha, said.rslora) == (adapter.rank, adapter.alpha, True),
+            f"the sender says {said}, and the adapter has rank {adapter.rank}, alpha {adapter.alpha} and rsLoRA",
+        )
+        bases |= {said.base if said is not None else None}
+    subject.require(len(bases) == 1 and None not in bases, f"the digests of the base are {bases}; it is one")
+    subject.require(
+        group.get_version() == 3, "uploading an adapter changed the engine's version; the driver raises it"
+    )
+
+
+@check(
+    "I12.receive-lora",
+    kind="inference",
+    requires=[Capability.SYNC_LORA],
+    families=NAMED_APART,
+    each="engine",
+)
+def adapters_arrive(subject: Subject) -> None:
+    """Before an adapter comes, the base draws; after an update by lora, every token is drawn by base and adapter.
+
+    One update after another, also after a cached prefix, and with requests in flight, which are answered in full: their
+    tokens carry the version of the adapter that drew them.
+
+    Why: servers scale by ``alpha / rank`` whatever the adapter says, leave out factors of layers that they fuse, find
+    keys and values of one adapter for another, and label what an old adapter draws with the new version
+    (verl #7014, slime #327, AReaL #941).
+    Look at: the scaling, fused projections, the prefix cache, and which adapter a request keeps.
+    """
+    kind = TinyAdapter(model=subject.model(), rslora=True)
+    engine = subject.serve(kind.model, keep=False, adapter=kind)
+    requests = requests_for(subject.data().select(FEW), PLAIN)
+    long = [_long(request) for request in requests]
+    _verify_drawn(subject, "before an adapter came", ask(engine, requests), kind.model, {0: None})
+    before: dict[int, TinyAdapter | None] = {0: None}
+    for version, bucket_bytes in ((1, 1 << 28), (5, TINY_BUCKET)):
+        new = replace(kind, seed=version)
+        update = partial(_give, engine, _meta(subject, version, bucket_bytes), new)
+        found = asyncio.run(meanwhile(engine, long, update))
+        cut = [response for response in found if response.stop_reason != "length"]
+        subject.require(
+            not cut, f"{len(cut)} of {len(found)} answers were cut short by the update to {version}"
+        )
+        what = f"around the update to version {version}"
+        _verify_drawn(subject, what, found, kind.model, {**before, version: new})
+        subject.require(
+            engine.get_version() == version,
+            f"get_version() is {engine.get_version()} after an update to {version}",
+        )
+        what, (last,) = f"after the update to version {version}", before.values()
+        _verify_drawn(subject, what, ask(engine, requests), kind.model, {version: new}, last)
+        before = {version: new}
+
+
+def _long(request: LLMRequest) -> LLMRequest:
+    return replace(request, input_ids=request.input_ids[:20], sampling=replace(PLAIN, max_new_tokens=24))
+
+
+def _give(engine: InferenceEngine, meta: WeightUpdateMeta, adapter: TinyAdapter) -> None:
+    sent(engine, meta, _factors(adapter), _said_of(adapter))
+
+
+def _factors(adapter: TinyAdapter) -> dict[str, Tensor]:
+    return written(adapter.low_rank().factors)
+
+
+def _said_of(adapter: TinyAdapter) -> SentAdapter:
+    return SentAdapter(rank=adapter.rank, alpha=adapter.alpha, rslora=adapter.rslora)
+
+
+def _verify_drawn(
+    subject: Subject,
+    what: str,
+    found: list[LLMResponse],
+    model: TinyModel,
+    sides: Mapping[int, TinyAdapter | LowRank | None],
+    before: TinyAdapter | None = None,
+) -> None:
+    """Verify that each token has the log-prob of the adapter in ``sides`` whose version it carries."""
+    __tracebackhide__ = True
+    carried = {version for response in found for version in response.versions}
+    subject.require(carried <= set(sides), f"{what}, tokens carry {sorted(carried)}, not {sorted(sides)}")
+    expected = {version: _expected(subject, model, found, adapter) for version, adapter in sides.items()}
+    wanted = [
+        torch.stack(
+            [expected[version].values[number][place] for place, version in enumerate(response.versions)]
+        )
+        for number, response in enumerate(found)
+    ]
+    tolerance = max((side.tolerance for side in expected.values()), key=lambda tolerance: tolerance.limit)
+    got = [torch.tensor(response.logprobs) for response in found]
+    finding = compare_tokens(f"log-probs of tokens drawn {what}", got, wanted, tolerance)
+    guesses = {
+        "log-probs of the base, without the adapter": lambda: _expected(subject, model, found, None).values,
+        "log-probs of the adapter before": lambda: _expected(subject, model, found, before).values,
+    }
+    subject.verify(with_guesses(finding, got, guesses, tolerance))
+
+
+def _expected(
+    subject: Subject, model: TinyModel, found: list[LLMResponse], adapter: TinyAdapter | LowRank | None
+) -> Expected:
+    low_rank = adapter.low_rank() if isinstance(adapter, TinyAdapter) else adapter
+    return expected_of(subject, model, found, adapter=low_rank)
+
+
+@check(
+    "I12.broken-lora",
+    kind="inference",
+    requires=[Capability.SYNC_LORA],
+    families=NAMED_APART,
+    each="engine",
+)
+def adapters_that_do_not_fit_change_nothing(subject: Subject) -> None:
+    """An adapter of another scaling or base, or without a factor, is refused, and the adapter before serves on.
+
+    Why: factors have the same shapes over any base and with any scaling: nothing but the policy tells the difference.
+    A server may die of a wrong shape, and takes a missing factor for zeros.
+    Look at: what is compared before a server hears of the adapter.
+    """
+    kind = TinyAdapter(model=subject.model(), rslora=True)
+    engine = subject.serve(kind.model, keep=False, adapter=kind)
+    requests = requests_for(subject.data().select(FEW), PLAIN)
+    old = replace(kind, seed=2)
+    _give(engine, _meta(subject, 2), old)
+    for number, (what, (factors, said)) in enumerate(_misfits(replace(kind, seed=3)).items()):
+        failed = False
+        try:
+            sent(engine, _meta(subject, 3 + number, TINY_BUCKET), factors, said)
+        except WeightsError:
+            failed = True
+        subject.require(failed, f"an adapter {what} did not raise a WeightsError")
+        subject.require(
+            engine.get_version() == 2,
+            f"get_version() is {engine.get_version()} after an adapter {what}; it was 2 before",
+        )
+        _verify_drawn(subject, f"after an adapter {what}", ask(engine, requests), kind.model, {2: old})
+    new = replace(kind, seed=4)
+    _give(engine, _meta(subject, 20), new)
+    _verify_drawn(subject, "after one that fits", ask(engine, requests), kind.model, {20: new}, old)
+
+
+def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], SentAdapter]]:
+    factors, said = _factors(adapter), _said_of(adapter)
+    last = list(factors)[-1]
+    return {
+        "of another alpha": (factors, replace(said, alpha=adapter.alpha + 1)),
+        "without rsLoRA": (factors, replace(said, rslora=False)),
+        "over another base": (factors, replace(said, base="0" * 32)),
+        "without a factor": ({name: value for name, value in factors.items() if name != last}, said),
+        "with a wrong shape": ({**factors, last: factors[last][:-1]}, said),
+    }
+
+
+@check(
+    "I12.sync-lora",
+    partner="inference",
+    requires=[Capability.SYNC_LORA, Capability.LORA],
+    partner_requires=[Capability.SYNC_LORA],
+    families=NAMED_APART,
+    each="engine",
+)
+def trained_adapters_arrive(subject: Subject) -> None:
+    """After each step and sync by lora, the rollout engine draws from the base and the adapter that is trained.
+
+    Also where the adapter is on some layers only.
+
+    Why: an adapter of the step before, or one that is scaled in another way than it was trained, is a policy that
+    nobody trained (verl #7014).
+    Look at: `I12.lora` for the sender and `I12.receive-lora` for the receiver; this one needs both.
+    """
+    adapter = TinyAdapter(model=subject.model(), some=True)
+    group = start(subject, adapter, optimizer={"lr": 1e-1})
+    engine = subject.peer.serve(adapter.model, keep=False, adapter=adapter)
+    for version, bucket_bytes in ((1, 1 << 28), (2, TINY_BUCKET)):
+        group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
+        found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
+        trained = low_rank_of(adapter, group)
+        _verify_drawn(subject, f"after sync {version}", found, adapter.model, {version: trained})

@@ -1,0 +1,187 @@
+"""Engines that lose, mix up or mislabel adapters which go from one to the other by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.sent_adapter import SentAdapter
+from core_rl.engines.weight_stream import send_tensors
+from core_rl_conformance.reference import ROLLOUT_SPEC
+from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
+from core_rl_conformance.reference.train import ReferenceEngine
+from mutants.zoo import Mutant
+
+
+class SendsItsAdapter(ReferenceEngine):
+    """Sends what `_sent` yields."""
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """The adapter."""
+        send_tensors(self._sent(), meta, adapter=self._said(meta))
+
+    def _said(self, meta: WeightUpdateMeta) -> SentAdapter:
+        return SentAdapter.of(self, meta.verify)
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.named_tensors("adapter"):
+            assert tensor is not None
+            yield name, tensor
+
+
+class LeavesOutAFactor(SendsItsAdapter):
+    """One factor of the last layer is not sent."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        yield from list(super()._sent())[:-1]
+
+
+class SendsTheAdapterBefore(SendsItsAdapter):
+    """What is sent was gathered when an adapter was sent last."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        now = [(name, tensor.clone()) for name, tensor in super()._sent()]
+        before = self.__dict__.setdefault("_gathered", now)
+        self._gathered = now
+        yield from before
+
+
+class SendsTheAdapterBeforeToo(SendsTheAdapterBefore):
+    """The same, for the check of a pair."""
+
+
+class SendsTheBaseToo(SendsItsAdapter):
+    """Base weights travel along."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super()._sent()
+        for name, tensor in self.named_tensors("params"):
+            assert tensor is not None
+            yield name, tensor
+
+
+class FoldsTheScaleIn(SendsItsAdapter):
+    """The second factor is sent with the scale in it, which whoever takes it multiplies by again."""
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        lora = self.config.model.lora
+        assert lora is not None
+        for name, tensor in super()._sent():
+            yield name, tensor * lora.alpha / lora.rank if ".lora_B." in name else tensor
+
+
+class SaysAnotherScale(SendsItsAdapter):
+    """An adapter with rsLoRA is announced as one without."""
+
+    def _said(self, meta: WeightUpdateMeta) -> SentAdapter:
+        return replace(super()._said(meta), rslora=False)
+
+
+class DropsRslora(ReferenceRolloutEngine):
+    """Adapters are scaled by ``alpha / rank``, whatever they are."""
+
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        super()._install_adapter(factors, version)
+        lora = self.config.model.lora
+        assert lora is not None
+        layers: list[Any] = [layer for layer in self._model.modules() if hasattr(layer, "lora_A")]
+        for layer in layers:
+            layer.scaling["default"] = lora.alpha / lora.rank
+
+
+class KeepsTheFirstAdapter(ReferenceRolloutEngine):
+    """A second adapter gets the name of the first, which is there already."""
+
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        if not self._served_version:
+            super()._install_adapter(factors, version)
+        self._served_version = version
+
+
+class LeavesKeysAlone(ReferenceRolloutEngine):
+    """Factors of a projection that is fused with others are left out."""
+
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        kept = {name: value * (".k_proj." not in name) for name, value in factors.items()}
+        super()._install_adapter(kept, version)
+
+
+class LabelsBeforeItInstalls(ReferenceRolloutEngine):
+    """The version changes when the adapter is on its way."""
+
+    def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
+        self._served_version = meta.version
+        super()._receive_adapter(meta)
+
+
+class TakesAnyBase(ReferenceRolloutEngine):
+    """Nobody asks which base an adapter belongs to."""
+
+    def _base_digest(self) -> str:
+        return "0" * 32
+
+
+SENT, RECEIVED = "I12.lora", "I12.receive-lora"
+MUTANTS = (
+    Mutant(
+        engine=LeavesOutAFactor, killed_by=SENT, issue="a factor that is not sent (I12)", says="after step 1"
+    ),
+    Mutant(engine=SendsTheAdapterBefore, killed_by=SENT, issue="verl #7014", says="after step 2"),
+    Mutant(
+        engine=SendsTheBaseToo, killed_by=SENT, issue="base weights that travel along (I12)", says="step 1"
+    ),
+    Mutant(
+        engine=SaysAnotherScale,
+        killed_by=SENT,
+        issue="servers that read alpha and rank alone (I12)",
+        says="the sender says .*rslora=False",
+    ),
+    Mutant(
+        engine=SendsTheAdapterBeforeToo,
+        killed_by="I12.sync-lora",
+        issue="verl #7014",
+        says="drawn after sync 2",
+        partner=ROLLOUT_SPEC,
+    ),
+    Mutant(
+        engine=FoldsTheScaleIn,
+        killed_by="I12.sync-lora",
+        issue="a scale that is applied on both sides (I12)",
+        says="drawn after sync 1",
+        partner=ROLLOUT_SPEC,
+    ),
+    Mutant(
+        engine=DropsRslora,
+        killed_by=RECEIVED,
+        issue="SGLang scales by alpha / rank whatever use_rslora says",
+        says="update to version 1",
+    ),
+    Mutant(
+        engine=KeepsTheFirstAdapter,
+        killed_by=RECEIVED,
+        issue="an adapter that is served under the name of the next (I12)",
+        says="update to version 5",
+    ),
+    Mutant(
+        engine=LeavesKeysAlone,
+        killed_by=RECEIVED,
+        issue="SGLang leaves out keys that are adapted without queries",
+        says="update to version 1",
+    ),
+    Mutant(
+        engine=LabelsBeforeItInstalls,
+        killed_by=RECEIVED,
+        issue="slime #327",
+        says="around the update to version 1",
+    ),
+    Mutant(
+        engine=TakesAnyBase,
+        killed_by="I12.broken-lora",
+        issue="factors have the same shapes over any base (I12)",
+        says="over another base did not raise",
+    ),
+)

@@ -1,0 +1,117 @@
+"""Adapters on a real server: which one answers, and what becomes of it when the server is lost or sleeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_support import ADAPTERS, API_KEY, build, tiny_model
+from test_sglang_servers import BATCH, asked, pid_of, processes
+
+from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.engines.sent_adapter import SentAdapter
+from core_rl.errors import WeightsError
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.adapters import written
+from core_rl_conformance.procedures.streaming import sent
+from core_rl_conformance.truth.low_rank import LowRank
+from core_rl_conformance.truth.oracle import Oracle
+from core_rl_sglang.engine import SglangEngine
+
+
+def adapter(engine: SglangEngine, seed: int) -> LowRank:
+    """One as ``engine`` takes them."""
+    lora = engine.config.model.lora
+    assert lora is not None
+    whole = TinyAdapter(
+        model=TinyModel(family="llama"), rank=lora.rank, alpha=lora.alpha, rslora=True, seed=seed
+    ).low_rank()
+    kept = {
+        name: value for name, value in whole.factors.items() if name.rsplit(".", 3)[-3] in lora.target_modules
+    }
+    return LowRank(factors=kept, scaling=whole.scaling)
+
+
+def give(engine: SglangEngine, low_rank: LowRank, version: int, tmp_path: Path) -> None:
+    meta = WeightUpdateMeta(method="lora", version=version, path=str(tmp_path / "meet"), verify=True)
+    lora = engine.config.model.lora
+    assert lora is not None
+    said = SentAdapter(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, base=engine._model.digest)
+    sent(engine, meta, written(low_rank.factors), said)
+
+
+def logprobs(model: str, low_rank: LowRank | None, row: list[int]) -> torch.Tensor:
+    """Of the tokens of ``row``, 0 for the first."""
+    oracle = Oracle(Path(model), "lm", low_rank)
+    with torch.no_grad():
+        logits = oracle.model(input_ids=torch.tensor([row])).logits[0, :-1]
+    chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
+    return torch.cat([torch.zeros(1, dtype=chosen.dtype), chosen]).float()
+
+
+def require_scores(engine: SglangEngine, model: str, low_rank: LowRank | None) -> None:
+    rows = [row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)]
+    expected = torch.cat([logprobs(model, low_rank, row) for row in rows])
+    torch.testing.assert_close(engine.score(BATCH), expected, atol=5e-5, rtol=0)
+
+
+def test_a_request_keeps_the_adapter_that_it_began_with(
+    adapted: SglangEngine, root: Path, tmp_path: Path
+) -> None:
+    model, sides = tiny_model(root), {1: adapter(adapted, 1), 2: adapter(adapted, 2)}
+    give(adapted, sides[1], 1, tmp_path)
+    found = asked(adapted, 12, lambda: give(adapted, sides[2], 2, tmp_path))
+    found += asked(adapted, 2)
+    assert {version for response in found for version in response.versions} == {1, 2}
+    for response in found:
+        (version,) = set(response.versions)
+        whole = logprobs(model, sides[version], [*response.input_ids, *response.output_ids])
+        drawn = whole[-len(response.output_ids) :]
+        torch.testing.assert_close(torch.tensor(response.logprobs), drawn, atol=5e-5, rtol=0)
+
+
+def test_memory_comes_back_with_the_adapter(adapted: SglangEngine, root: Path, tmp_path: Path) -> None:
+    served = adapter(adapted, 3)
+    give(adapted, served, 3, tmp_path)
+    adapted.release_memory()
+    adapted.resume_memory()
+    require_scores(adapted, tiny_model(root), served)
+    assert {version for response in asked(adapted, 2) for version in response.versions} == {3}
+
+
+def test_a_server_that_is_replaced_gets_the_adapter_before_it_serves(
+    adapted: SglangEngine, root: Path, tmp_path: Path
+) -> None:
+    served, before = adapter(adapted, 4), pid_of(adapted)
+    give(adapted, served, 5, tmp_path)
+    found = asked(adapted, 12, lambda: os.kill(before, signal.SIGKILL))
+    assert {(len(response.output_ids), response.stop_reason) for response in found} == {(40, "length")}
+    assert {version for response in found for version in response.versions} == {5}
+    assert pid_of(adapted) != before
+    assert not processes(before)
+    require_scores(adapted, tiny_model(root), served)
+
+
+def test_an_adapter_that_servers_refuse_changes_nothing(
+    adapted: SglangEngine, root: Path, tmp_path: Path
+) -> None:
+    served = adapter(adapted, 6)
+    give(adapted, served, 6, tmp_path)
+    address = adapted._own[0].address
+    other = build(
+        tiny_model(root),
+        lora={**ADAPTERS, "rank": 5},
+        addresses=(address,),
+        api_key=API_KEY,
+    )
+    other.initialize()
+    try:
+        with pytest.raises(WeightsError, match="version 1 was refused.*rank 5 is incompatible"):
+            give(other, adapter(other, 1), 1, tmp_path)
+        assert other.get_version() == 0
+    finally:
+        other.destroy()

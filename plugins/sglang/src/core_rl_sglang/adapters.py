@@ -1,0 +1,170 @@
+"""Adapters (LoRA) as SGLang takes them, and which one a request is answered with."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from core_rl.checkpoint.tensor_files import write_tensors
+from core_rl.config.engine import LoraConfig
+from core_rl.errors import ConfigError
+from core_rl.models.lora import ADAPTER_PREFIX, adapter_shapes
+from core_rl_sglang.directories import plain_name
+
+__all__ = ["AdapterForm", "Policy"]
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that SGLang holds as one. It leaves out what is adapted without the first of them (0.5.23, ``lora.py``)."""
+TAKEN = frozenset({*FUSED[0], *FUSED[1], "o_proj", "down_proj"})
+CPU_MULTIPLE = 32
+"""On a CPU, SGLang pads the inner size of an MLP to a multiple of so many (0.5.23, ``update_config.py``), and its
+scheduler dies of an adapter that has the size without."""
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterForm:
+    """The adapters of one kind over one model: what comes from a trainer, and what SGLang reads."""
+
+    lora: LoraConfig
+    base: str
+    shapes: Mapping[str, tuple[int, ...]]
+    """Names and shapes of the factors that come, as ``peft`` writes them."""
+    absent: Mapping[str, tuple[int, ...]]
+    """Those of factors that SGLang needs beside them, which are 0."""
+    multiple: int
+    """Inner sizes of MLPs are multiples of this on the server."""
+
+    @staticmethod
+    def of(
+        lora: LoraConfig,
+        path: Path,
+        config: PretrainedConfig,
+        weights: Mapping[str, tuple[int, ...]],
+        cpu_ranks: int,
+    ) -> AdapterForm:
+        """That of ``lora`` over the model in ``path``, whose weights have these shapes, for servers.
+
+        ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere. Raises `ConfigError` for target modules that
+        SGLang does not take.
+        """
+        shapes = adapter_shapes(config, lora)
+        foreign = sorted({_module(name) for name in shapes} - TAKEN)
+        if foreign:
+            raise ConfigError(
+                f"model.lora: the adapter is on {', '.join(foreign)}, and SGLang takes those of "
+                f"{', '.join(sorted(TAKEN))}; name some of these in target_modules, or sync by 'tensor', which sends "
+                "weights with the adapter merged into them"
+            )
+        return AdapterForm(
+            lora=lora,
+            base=str(path),
+            shapes=shapes,
+            absent=dict(_absent(shapes, weights)),
+            multiple=max(1, CPU_MULTIPLE * cpu_ranks),
+        )
+
+    @property
+    def modules(self) -> list[str]:
+        """Last parts of the names of the layers that have an adapter on the server."""
+        return sorted({_module(name) for name in (*self.shapes, *self.absent)})
+
+    def arguments(self, device: str) -> list[str]:
+        """What a server on ``device`` has to be told in order to take such adapters."""
+        backend = ["--lora-backend", "torch_native"] if device == "cpu" else []
+        rank = ["--max-lora-rank", str(self.lora.rank)]
+        return ["--enable-lora", *rank, "--lora-target-modules", *self.modules, *backend]
+
+    def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
+        """``adapter_model.safetensors`` and ``adapter_config.json``, as SGLang reads them."""
+        whole = {**factors, **{name: torch.zeros(shape) for name, shape in self.absent.items()}}
+        stream = ((name, self._padded(name, value)) for name, value in whole.items())
+        write_tensors(directory, "adapter_model", stream, writes=True, max_file_bytes=1 << 62)
+        # SGLang divides by the rank, whatever use_rslora says.
+        alpha = self.lora.alpha * (math.sqrt(self.lora.rank) if self.lora.rslora else 1)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.lora.rank,
+            "lora_alpha": alpha,
+            "target_modules": self.modules,
+            "bias": "none",
+        }
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+
+    def _padded(self, name: str, factor: Tensor) -> Tensor:
+        if name.endswith(f".down_proj{A}"):
+            return F.pad(factor, (0, -factor.shape[1] % self.multiple))
+        if name.endswith((f".gate_proj{B}", f".up_proj{B}")):
+            return F.pad(factor, (0, 0, 0, -factor.shape[0] % self.multiple))
+        return factor
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(A).removesuffix(B).rpartition(".")[2]
+
+
+def _absent(
+    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Factors of layers that SGLang fuses with adapted ones, and that have no adapter themselves."""
+    layers = {name.removesuffix(A): shape for name, shape in shapes.items() if name.endswith(A)}
+    for layer, (rank, into) in layers.items():
+        block, _, module = layer.rpartition(".")
+        for mate in (mate for fused in FUSED if module in fused for mate in fused):
+            other = f"{block}.{mate}"
+            if other not in layers:
+                yield other + A, (rank, into)
+                yield other + B, (weights[f"{other.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
+
+
+class Policy:
+    """What requests are answered with: the base weights of a server, or an adapter over them.
+
+    A request keeps the one that it began with. The base, and an adapter that has been replaced, draw tokens of their
+    own versions as long as such requests last, whatever the server calls its weights by then.
+    """
+
+    def __init__(self, version: int, directory: Path | None = None) -> None:
+        self.version = version
+        self.last: int | None = None
+        """The last version of its tokens, once it has been replaced."""
+        self.in_flight: Counter[str] = Counter()
+        """Requests that are answered with it, by the server's address."""
+        self._directory = directory
+        self._path = None if directory is None else plain_name(directory)
+        self.name = None if directory is None else f"core-rl-{uuid4().hex}"
+        """The adapter's on servers; no two of any engines have one."""
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a request says of it."""
+        return {} if self.name is None else {"lora_path": self.name}
+
+    @property
+    def path(self) -> str:
+        """Where servers read the adapter."""
+        return "" if self._path is None else str(self._path.path)
+
+    def version_of(self, label: int) -> int:
+        """The version of a token that was drawn when the server called its weights ``label``."""
+        return label if self.last is None else min(label, self.last)
+
+    def discard(self) -> None:
+        """Remove its files; no server will need them again."""
+        if self._path is not None:
+            self._path.remove()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
