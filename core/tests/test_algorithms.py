@@ -100,6 +100,18 @@ def test_estimators_have_the_gradient_that_their_docstring_names(estimator: KLEs
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_only_k3_is_held_where_policies_are_far_apart() -> None:
+    """Its ratio would overflow; k1 and k2 are the formula, and pull back however far a token has drifted."""
+    own = torch.tensor([-90.0, -0.1, -30.0], requires_grad=True)
+    reference = torch.tensor([-1.0, -60.0, -29.0])
+    k1, k2, k3 = (kl_estimate(own, reference, name) for name in ESTIMATORS)
+    assert k1.tolist() == pytest.approx([-89.0, 59.9, -1.0])
+    assert k2.tolist() == pytest.approx([89.0**2 / 2, 59.9**2 / 2, 0.5])
+    (gradient,) = torch.autograd.grad(k2.sum(), own)
+    assert gradient.tolist() == pytest.approx([-89.0, 59.9, -1.0])
+    assert bool(torch.isfinite(k3).all())
+
+
 def test_k3_is_never_negative_and_accurate_near_zero() -> None:
     difference = torch.tensor([1e-6, -1e-6, 0.0, 3.0, -3.0], dtype=torch.float64)
     found = kl_estimate(torch.zeros_like(difference), difference, "k3")
@@ -193,6 +205,17 @@ def test_cispo_gives_every_token_a_gradient_with_a_clipped_weight() -> None:
             expected = -plain_cispo_gradient(CISPO_LOSS.objective, new, old, advantages, t)
             assert float(found[t]) == pytest.approx(expected, rel=1e-12)
     assert 0 < metrics["clip_fraction"].result() < 1
+
+
+def test_gspo_takes_the_mean_of_all_log_ratios_however_large_one_is() -> None:
+    """One token is 45 nats less likely than it was and another 44 more, in an answer of ten."""
+    batch = drop_tokens(ragged_batch([11]), "prox_logprobs", "advantages")
+    change = torch.zeros(11, dtype=torch.float64)
+    change[3], change[7] = -45.0, 44.0
+    loss = PolicyLoss(objective=GSPO(clip_low=0.2, clip_high=0.2))
+    output = ModelOutput(logprobs=batch["logprobs"] + change, entropy=change)
+    total, _ = loss(output, batch.with_tokens(advantages=torch.ones(11, dtype=torch.float64)))
+    assert float(total) == pytest.approx(-math.exp(-0.1), rel=1e-12)
 
 
 def squared(logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:

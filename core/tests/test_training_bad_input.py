@@ -97,7 +97,11 @@ LONG = {"prompt": "1+" * 20 + "=", "answer": 20}
 @pytest.mark.parametrize(
     ("rows", "which", "message"),
     [
-        ((CHAT,), "train", "no chat template, and the data has chat messages; add a chat_template.jinja"),
+        (
+            (CHAT,),
+            "train",
+            "rows.jsonl: row 1: .*no chat template, and the data has chat messages; add a chat_template",
+        ),
         (
             (LONG,),
             "eval",

@@ -80,6 +80,24 @@ def test_a_prompt_of_messages_ends_where_the_answer_begins(chatty: Any) -> None:
     assert chatty.decode(encode_prompt(chatty, CHAT[:3])) == "<s>+12=34</s>+5="
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            TEMPLATE + "{{ raise_exception('roles must alternate') if messages|length > 3 }}",
+            "roles must alternate",
+        ),
+        ("{{ messages[-1].content }}", "rewrites what comes before message"),
+    ],
+)
+def test_a_row_that_the_template_does_not_take_is_named(tmp_path: Path, template: str, message: str) -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = template
+    support.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": 3}, {"messages": CHAT}])
+    with pytest.raises(BatchError, match=rf"rows.jsonl: row 2: the chat template .*{message}"):
+        DemonstrationDataset(tmp_path / "rows.jsonl", tokenizer)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
@@ -104,6 +122,7 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
     ("row", "message"),
     [
         ({"prompt": "1="}, "needs an 'answer' or 'messages'"),
+        ({"prompt": "1=", "answer": {"is": 1}}, "needs a text or a number as 'answer'; it has {'is': 1}"),
         ({"messages": "hello"}, "no list of objects with 'role' and 'content'"),
         ({"messages": CHAT[:1]}, "no turn of the 'assistant'"),
         ({"messages": [{"role": "user"}]}, "no list of objects"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import io
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import arithmetic_support as support
 import pytest
 import yaml
 from rich.console import Console
@@ -23,21 +21,12 @@ from core_rl.training.data import encode_prompt, read_jsonl
 from core_rl.training.named import load_named
 from core_rl.training.rewards import TextReward, integer_match
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = support.EXAMPLES
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location(
-        "arithmetic_prepare", EXAMPLES / "arithmetic" / "prepare.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def example() -> ModuleType:
+    return support.load_example()
 
 
 def test_held_out_problems_are_never_trained_on(example: ModuleType) -> None:
@@ -126,14 +115,11 @@ def test_every_recipe_without_a_server_is_run_below() -> None:
 
 
 @pytest.fixture(scope="module")
-def short_start(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `prepare` writes, with a model that is hardly warmed up, and a few rows; with the calculator in ``tool``."""
     directory = tmp_path_factory.mktemp("start")
     for tool, output in ((False, directory), (True, directory / "tool")):
-        settings = example.Settings(engine="reference", seed=0, batch_size=4, max_steps=2, tool=tool)
-        example.prepare(settings, output, Console(file=io.StringIO()))
-        for path in output.glob("*.jsonl"):
-            path.write_text("".join(path.read_text().splitlines(keepends=True)[:24]))
+        support.make_start(output, tool=tool, batch_size=4, max_steps=2)
     return directory
 
 
@@ -151,7 +137,7 @@ def test_each_recipe_runs_to_its_end_in_short(short_start: Path, tmp_path: Path,
         "steps=2",
         *smaller,
     ]
-    result = run_recipe(EXAMPLES / f"{name}_arithmetic.yaml", overrides, Console(file=io.StringIO()))
+    result = run_recipe(support.recipe_of(name), overrides, Console(file=io.StringIO()))
     assert result["steps"] == 2
     assert Path(result["model"], "model.safetensors").is_file()
 
@@ -165,7 +151,7 @@ def test_prepare_writes_what_the_recipe_reads_and_only_once(example: ModuleType,
         f"data.train={tmp_path}/train.jsonl",
         f"data.eval={tmp_path}/eval.jsonl",
     ]
-    recipe = load_recipe(EXAMPLES / "grpo_arithmetic.yaml", overrides)
+    recipe = load_recipe(support.recipe_of("grpo"), overrides)
     assert recipe.output_dir == "runs/arithmetic/fsdp-seed0"
     assert len(read_jsonl(Path(recipe.data.eval))) == settings.held_out
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)

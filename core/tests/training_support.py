@@ -133,23 +133,23 @@ def curve(output: Path) -> list[dict[str, Any]]:
     ]
 
 
-def run_killed(command: Sequence[str], output: Path, seed: int = 0) -> None:
-    """Run ``command``, which trains four steps into ``output``, to its end; ``kill -9`` ends it three times before.
+def run_killed(command: Sequence[str], output: Path, seed: int = 0, rows: Sequence[int] = (1, 3, 4)) -> None:
+    """Run ``command``, which trains four steps into ``output``, to its end; before, ``kill -9`` ends it now and then.
 
-    Each time somewhere in the step after a row of metrics, or in what follows it, as ``seed`` draws.
+    Each time somewhere in what follows so many ``rows`` of metrics, its checkpoint or the next step, as ``seed`` draws.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     draw, metrics = random.Random(seed), output / "metrics.jsonl"
-    for rows in (1, 3, 4):
+    for count in rows:
         process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < rows:
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < count:
             assert process.poll() is None, "the run ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(draw.uniform(0.0, 0.5))
         process.send_signal(signal.SIGKILL)
         # In its last step it may have come to its end.
-        assert process.wait() == -signal.SIGKILL or rows == 4
+        assert process.wait() == -signal.SIGKILL or count == 4
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr

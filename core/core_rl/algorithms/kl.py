@@ -38,11 +38,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
     ``logprobs`` are those of the policy that drew the tokens; gradients flow through both arguments.
     """
-    log_r = log_ratio(ref_logprobs, logprobs)
     match estimator:
         case "k1":
-            return -log_r
+            return logprobs - ref_logprobs
         case "k2":
-            return log_r.square() / 2
+            return (logprobs - ref_logprobs).square() / 2
         case "k3":
+            log_r = log_ratio(ref_logprobs, logprobs)
             return torch.expm1(log_r) - log_r

@@ -70,7 +70,7 @@ def gspo_surrogate(
     Each token carries its sequence's value, so that the mean over the tokens of a sequence is the paper's.
     The paper's clip ranges are small: 3e-4 and 4e-4.
     """
-    ratios = sequence_mean(log_ratio(logprobs, old), batch)
+    ratios = sequence_mean(logprobs - old, batch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return _clipped(spread_to_tokens(ratios, batch), advantages, low, high)
 
 

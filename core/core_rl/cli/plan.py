@@ -14,7 +14,7 @@ __all__ = ["print_plan"]
 
 SHOWN = 16
 """Ranks of a role that are listed."""
-MEMORY = ("weights", "gradients", "moments", "activations", "logits", "total")
+MEMORY = ("weights", "gradients", "moments", "transient", "activations", "logits", "total")
 
 
 def print_plan(plan: RunPlan, console: Console | None = None) -> None:

@@ -132,6 +132,12 @@ class TrainEngineConfig(EngineConfig):
             moments=8 * trained / ranks,
         )
 
+    def gathered_bytes(self, parameters: int, outer: int, layers: int) -> float:
+        """What one rank holds during a pass besides `state_bytes`: copies of weights that it gathers, and gradients of
+        them. ``outer`` of the ``parameters`` are embeddings and head, the others are in ``layers``. Here nothing.
+        """
+        return 0.0
+
     @property
     def recomputes(self) -> bool:
         """Whether the backward pass computes the activations of whole layers again; an engine that can overrides it."""

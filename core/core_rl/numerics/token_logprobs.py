@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core_rl.numerics.vocabulary import VocabularyShard
 
-__all__ = ["HeadMap", "token_logits", "token_logprobs"]
+__all__ = ["HeadMap", "chunk_rows", "token_logits", "token_logprobs"]
 
 CHUNK_ROWS = 512
 """Most rows whose logits are made at once. More gain nothing in the products and leave the cache."""
@@ -104,13 +104,17 @@ def token_logprobs(
         weight = torch.cat([weight, bias[:, None]], dim=1)
     row_bytes = 4 * max(1, len(weight))
     if chunk is None:
-        on_cpu = hidden.device.type == "cpu"
-        chunk = min(CHUNK_ROWS, max(1, CPU_CHUNK_BYTES // row_bytes)) if on_cpu else CHUNK_ROWS
+        chunk = chunk_rows(row_bytes, hidden.device.type == "cpu")
     keep = torch.is_grad_enabled() and len(hidden) * row_bytes <= keep_bytes
     apply: Any = _TokenLogprobs.apply
     plan = _Plan(head or HeadMap(), with_entropy, vocabulary, chunk, keep)
     logprobs, entropy = apply(hidden, weight, targets, plan)
     return logprobs, entropy if with_entropy else None
+
+
+def chunk_rows(row_bytes: float, on_cpu: bool) -> int:
+    """How many rows of logits, of ``row_bytes`` float32 each, are made at once."""
+    return min(CHUNK_ROWS, max(1, int(CPU_CHUNK_BYTES // row_bytes))) if on_cpu else CHUNK_ROWS
 
 
 def token_logits(
@@ -186,8 +190,10 @@ class _TokenLogprobs(torch.autograd.Function):
             p = torch.exp(logits, out=logits if plan.exponentials else exponential[: len(logits)])
             total[rows] = p.sum(dim=1)
             if plan.with_entropy:
-                finite = torch.clamp(logits, min=LOWEST, out=None if plan.keep else logits)
-                mean[rows] = torch.linalg.vecdot(p, finite)
+                # The backward pass clamps as well, and makes p again; the slope of a soft cap needs what is below.
+                capped = plan.keep and plan.head.softcap is not None
+                finite = torch.clamp(logits, min=LOWEST, out=None if capped else logits)
+                mean[rows] = p.mul_(finite).sum(dim=1)
         above = plan.above(highest, total)
         logprobs = chosen - above
         entropy = (-above).exp() * (above * total - mean) if plan.with_entropy else mean[:0]

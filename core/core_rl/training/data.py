@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,18 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from core_rl.errors import BatchError
+from core_rl.errors import BatchError, ConfigError
 from core_rl.rollout.seeds import derive_seed
 from core_rl.training.encoding import encode_answer, encode_demonstration, encode_prompt
-from core_rl.training.rows import check_demonstration, check_preference, check_prompt, read_jsonl, read_rows
+from core_rl.training.rows import (
+    Row,
+    RowCheck,
+    check_demonstration,
+    check_preference,
+    check_prompt,
+    read_jsonl,
+    read_rows,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,10 +83,10 @@ class PromptDataset(RowDataset):
         limit: int | None = None,
         drop: bool = False,
     ) -> None:
-        samples = [
-            row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])}
-            for row in read_rows(path, check_prompt)
-        ]
+        def encode(row: Row) -> Sample:
+            return row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])}
+
+        samples = encoded_rows(path, check_prompt, encode)
         empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
         if empty:
             raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
@@ -91,9 +99,12 @@ class DemonstrationDataset(RowDataset):
     def __init__(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
     ) -> None:
-        encoded = [encode_demonstration(tokenizer, row) for row in read_rows(path, check_demonstration)]
-        samples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in encoded]
-        super().__init__(path, samples, [len(ids) for ids, _ in encoded], limit, drop)
+        def encode(row: Row) -> Sample:
+            ids, mask = encode_demonstration(tokenizer, row)
+            return {"input_ids": ids, "loss_mask": mask}
+
+        samples = encoded_rows(path, check_demonstration, encode)
+        super().__init__(path, samples, [len(sample["input_ids"]) for sample in samples], limit, drop)
 
 
 class PreferenceDataset(RowDataset):
@@ -102,12 +113,25 @@ class PreferenceDataset(RowDataset):
     def __init__(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
     ) -> None:
-        samples = [
-            {name: encode_answer(tokenizer, row["prompt"], row[name]) for name in ("chosen", "rejected")}
-            for row in read_rows(path, check_preference)
-        ]
+        def encode(row: Row) -> Sample:
+            return {
+                name: encode_answer(tokenizer, row["prompt"], row[name]) for name in ("chosen", "rejected")
+            }
+
+        samples = encoded_rows(path, check_preference, encode)
         lengths = [max(len(ids) for ids, _ in sample.values()) for sample in samples]
         super().__init__(path, samples, lengths, limit, drop)
+
+
+def encoded_rows(path: Path, check: RowCheck, encode: Callable[[Row], Sample]) -> list[Sample]:
+    """What ``encode`` makes of each row at ``path``. A row that it refuses is named."""
+    samples = []
+    for number, row in enumerate(read_rows(path, check), start=1):
+        try:
+            samples.append(encode(row))
+        except (BatchError, ConfigError) as error:
+            raise type(error)(f"{path}: row {number}: {error}") from error
+    return samples
 
 
 def within_limit(

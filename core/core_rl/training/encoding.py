@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from core_rl.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -86,12 +88,15 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, to_be_c
             f"{tokenizer.name_or_path!r}: its tokenizer has no chat template, and the data has chat messages; add a "
             "chat_template.jinja to the model's directory, or write each prompt as a text"
         )
-    ids: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        add_generation_prompt=to_be_continued,
-        tokenize=True,
-        return_dict=False,
-    )
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=to_be_continued,
+            tokenize=True,
+            return_dict=False,
+        )
+    except TemplateError as error:
+        raise BatchError(f"the chat template refuses these messages: {error}") from error
     return _one_bos(tokenizer, list(ids))
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 
-__all__ = ["Row", "check_demonstration", "check_preference", "check_prompt", "read_jsonl", "read_rows"]
+__all__ = [
+    "Row",
+    "RowCheck",
+    "check_demonstration",
+    "check_preference",
+    "check_prompt",
+    "read_jsonl",
+    "read_rows",
+]
 
 Row = dict[str, Any]
 RowCheck = Callable[[Row], str | None]
@@ -97,13 +105,20 @@ def check_prompt(row: Row) -> str | None:
 def check_demonstration(row: Row) -> str | None:
     """A ``prompt`` and an ``answer``, or chat ``messages`` with a turn of the assistant."""
     if "messages" not in row:
-        problem = check_prompt(row)
-        return problem or (None if row.get("answer") not in (None, "") else "needs an 'answer' or 'messages'")
+        return check_prompt(row) or _answer_problem(row.get("answer"))
     messages = row["messages"]
     if not _is_chat(messages):
         return f"has 'messages' that are no list of objects with 'role' and 'content': {messages!r}"
     if not any(message["role"] == "assistant" for message in messages):
         return "has no turn of the 'assistant' in its 'messages': nothing to train"
+    return None
+
+
+def _answer_problem(answer: Any) -> str | None:
+    if answer in (None, ""):
+        return "needs an 'answer' or 'messages'"
+    if not isinstance(answer, str | int | float):
+        return f"needs a text or a number as 'answer'; it has {answer!r}"
     return None
 
 

@@ -7,12 +7,15 @@ The memory of a rank is estimated, in bytes, for micro-batches of ``T`` tokens o
 weights     what the engine's config says (`TrainEngineConfig.state_bytes`): as a rule 4 for each weight on
 gradients   the ranks that share a copy, the same for a gradient, and 8 for AdamW's moments
 moments
-activations ``b T / cp * (6 h + (2 q + 2 k + 4 f) / tp)`` for each layer, with queries of width ``q``, keys and
+transient   one float32 gradient of the head or the embeddings before it is added to others, and what an engine
+            gathers (`TrainEngineConfig.gathered_bytes`)
+activations ``b T / cp * (6 h + (3 q + 2 k + 4 f) / tp)`` for each layer, with queries of width ``q``, keys and
             values of ``k`` and an MLP of ``f``: counted as Korthikanti et al. 2022 (arXiv:2205.05198, section 4)
             do, for RMSNorm, a gated MLP and no attention matrix, which is not kept; in bfloat16 ``8 h`` for
-            ``6 h``, since norms keep float32. Sequence parallelism spreads all of it over ``tp``. One layer where
-            nothing is trained. Where layers are computed again, ``b h T`` for each and one layer in full. Under
-            pipeline parallelism, ``pp`` micro-batches on the first stage make up for its fewer layers (4.2.3).
+            ``6 h``, since norms keep float32. Norms of queries and keys add ``2 (q + k)``, in bfloat16 ``3 (q + k)``.
+            Sequence parallelism spreads all of it over ``tp``. One layer where nothing is trained. Where layers are
+            computed again, ``b h T`` for each and one layer in full. Under pipeline parallelism, ``pp``
+            micro-batches on the first stage make up for its fewer layers (4.2.3).
 logits      log-probs are computed in chunks of rows, in two float32 buffers; logits that fit into 128 MiB are
             kept besides (`core_rl.numerics.token_logprobs`)
 =========== ============================================================================================
@@ -27,9 +30,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.models.footprint import Footprint, footprint_of
-from core_rl.numerics.token_logprobs import CHUNK_ROWS, KEEP_BYTES
+from core_rl.numerics.token_logprobs import KEEP_BYTES, chunk_rows
 from core_rl.training.prepared import Load, Prepared, RolePlace
 from core_rl.training.recipe import Recipe
 
@@ -45,13 +50,15 @@ class MemoryEstimate:
     weights: float
     gradients: float = 0.0
     moments: float = 0.0
+    transient: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of them at once."""
-        return self.weights + self.gradients + self.moments + self.activations + self.logits
+        """The most at one time: in a backward pass, or in the optimizer's step, which takes half the moments again."""
+        state = self.weights + self.gradients + self.moments
+        return state + max(self.transient + self.activations + self.logits, self.moments / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,15 +178,23 @@ def estimate_memory(config: TrainEngineConfig, model: Footprint, tokens: int) ->
         weights=state.weights,
         gradients=state.gradients,
         moments=state.moments,
+        transient=_transient(config, model),
         activations=_activations(config, model, tokens),
         logits=_logits(config, model, tokens),
     )
 
 
+def _transient(config: TrainEngineConfig, model: Footprint) -> float:
+    gradient = 4 * model.largest / config.layout.tp if config.optimizer is not None else 0.0
+    return gradient + config.gathered_bytes(model.parameters, model.outer, model.layers)
+
+
 def _activations(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
     layout, size = config.layout, BYTES[config.dtype] * tokens / config.layout.cp
-    norms = model.hidden * (8 if config.dtype == "bfloat16" else 6)
-    layer = size * (norms / (layout.tp if layout.sequence_parallel else 1) + model.inner / layout.tp)
+    # What goes into a norm, in bfloat16 in float32 as well, and what comes out.
+    norm = 4 if config.dtype == "bfloat16" else 3
+    around = 2 * norm * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    layer = size * (around + (model.inner + (norm - 1) * model.normed) / layout.tp)
     if config.optimizer is None:
         return layer
     if config.recomputes:
@@ -193,4 +208,5 @@ def _logits(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
     row = 4 * model.vocabulary / config.layout.tp
     own = tokens / config.layout.cp
     kept = own * row if own * row <= KEEP_BYTES and config.optimizer is not None else 0.0
-    return kept + 2 * min(own, CHUNK_ROWS) * row
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    return kept + 2 * min(own, chunk_rows(row, on_cpu)) * row

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
-import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import arithmetic_support as arithmetic
 import fsdp_support as support
 import pytest
 import torch
-from rich.console import Console
 
 from core_rl.algorithms import PPOActorConfig, PPOActorInterface
 from core_rl.algorithms.estimators import ReinforcePlusPlus
@@ -25,63 +18,20 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.shard import shard
 from core_rl.engines.train import TrainEngine
 from core_rl.launch.group import EngineGroup
-from core_rl.training import run_recipe
+from core_rl_conformance.procedures.curves import Curve, curve_of
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-REWARD = '''
-"""A reward that a model which cannot add earns now and then."""
-
-
-def right_digits(answer, sample):
-    return sum(a == b for a, b in zip(answer, sample["answer"])) / 3
-'''
 OWN_RANK = ["critic.layout={dp: 1}", "placement={actor: [0, 1], critic: [2]}", "colocated=true"]
-COMPARED = (
-    "reward", "answer_tokens", "policy_loss", "approx_kl", "kl_before", "kl_coef", "grad_norm",
-    "critic_value_loss", "critic_explained_variance", "critic_grad_norm", "eval_reward",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    path = EXAMPLES / "arithmetic" / "prepare.py"
-    spec = importlib.util.spec_from_file_location("arithmetic_prepare", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return arithmetic.make_start(tmp_path_factory.mktemp("start"), rows=32)
 
 
-@pytest.fixture(scope="module")
-def start(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    settings = example.Settings(engine="reference", seed=0, batch_size=32, max_steps=40)
-    example.prepare(settings, directory, Console(file=io.StringIO()))
-    for path in directory.glob("*.jsonl"):
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:32]))
-    (directory / "reward.py").write_text(REWARD)
-    return directory
-
-
-def curve(name: str, engine: str, start: Path, output: Path, *more: str) -> list[dict[str, Any]]:
+def curve(name: str, engine: str, start: Path, output: Path, *more: str) -> Curve:
     """The metrics of three steps of a recipe."""
-    overrides = [
-        f"engine={engine}",
-        f"model.path={start}/model",
-        f"data.train={start}/train.jsonl",
-        f"data.eval={start}/eval.jsonl",
-        f"output_dir={output}",
-        "rollout.prompts_per_step=16",
-        f"reward={start}/reward.py:right_digits",
-        "steps=3",
-        *more,
-    ]
-    run_recipe(EXAMPLES / f"{name}_arithmetic.yaml", overrides, Console(file=io.StringIO()))
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{key: row[key] for key in COMPARED if key in row} for row in rows]
+    overrides = arithmetic.overrides_for(start, engine, "rollout.prompts_per_step=16", "steps=3", *more)
+    return curve_of(arithmetic.recipe_of(name), overrides, output)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +47,12 @@ def test_the_curve_is_that_of_the_reference(name: str, more: list[str], start: P
     assert all(row["grad_norm"] > 0 for row in found[1:])
     for step, (own, other) in enumerate(zip(found, expected, strict=True)):
         assert own == pytest.approx(other, rel=1e-3, abs=1e-4), f"step {step}"
+
+
+@pytest.mark.slow
+def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(start: Path, tmp_path: Path) -> None:
+    """On two data-parallel ranks, and two for the critic."""
+    arithmetic.check_kills_change_nothing(start, "fsdp", tmp_path)
 
 
 # ------------------------------------------------------------- on each rank by itself

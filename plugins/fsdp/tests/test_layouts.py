@@ -172,6 +172,22 @@ def test_a_plan_knows_what_a_rank_holds(group: EngineGroup, case: str) -> None:
     assert mean == pytest.approx([planned.weights, planned.moments], rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 4 * (40 + 2 * 20) + 4 * 20),
+        ({"dtype": "bfloat16"}, 2 * (40 + 2 * 20) + 4 * 20),
+        ({"reshard_after_forward": False}, 4 * (40 + 3 * 20) + 4 * 20),
+        ({"layout": ParallelLayout(dp=2, tp=2)}, (4 * (40 + 2 * 20) + 4 * 20) / 2),
+    ],
+    ids=str,
+)
+def test_a_plan_knows_what_a_rank_gathers(changes: dict[str, Any], expected: float) -> None:
+    """Of a model with 40 weights in embeddings and head, and 20 in each of three layers."""
+    config = support.fsdp_config(**{"layout": 2, **changes})
+    assert config.gathered_bytes(100, 40, 3) == expected
+
+
 def losses(group: EngineGroup) -> Tensor:
     found = []
     for step in range(STEPS):

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-for directory in (Path(__file__).parents[1] / "tests", ROOT / "core" / "tests"):
-    sys.path.insert(0, str(directory))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from sglang_support import ADAPTERS, API_KEY, build, tiny_model  # noqa: E402
+from sglang_support import ADAPTERS, API_KEY, build, tiny_model
 
-from core_rl_sglang.engine import SglangEngine  # noqa: E402
+from core_rl_sglang.engine import SglangEngine
 
 
 def pytest_collection_modifyitems() -> None:

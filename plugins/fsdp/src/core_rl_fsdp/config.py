@@ -47,6 +47,15 @@ class FSDPConfig(TrainEngineConfig):
             weights=4 * parameters / ranks, gradients=4 * trained / ranks, moments=8 * trained / ranks
         )
 
+    def gathered_bytes(self, parameters: int, outer: int, layers: int) -> float:
+        """In the compute dtype, embeddings and head for the whole pass, and two layers (the next one is on its way) or,
+        without `options.reshard_after_forward`, all of them; while one layer's float32 gradients are on their way out.
+        """
+        layer = (parameters - outer) / layers
+        held = min(2, layers) if self.options.reshard_after_forward else layers
+        leaving = 0.0 if self.optimizer is None else 4 * layer
+        return ((2 if self.dtype == "bfloat16" else 4) * (outer + held * layer) + leaving) / self.layout.tp
+
     @property
     def recomputes(self) -> bool:
         """As `options.gradient_checkpointing` says."""
