@@ -175,26 +175,34 @@ def test_weights_are_saved_alone(start: Start, tmp_path: Path, name: CheckpointF
     engine.save(meta)
     engine = start(seed=1)
     train(engine, 1)
-    before, random_state = tensors(engine), torch.get_rng_state()
+    before, random_state = tensors(engine), next_draws(engine)
     with pytest.raises(CheckpointMismatch, match="no optimizer state; load with with_optimizer=False"):
         engine.load(replace(meta, with_optimizer=True))
     assert same(tensors(engine), before)
     engine.load(meta)
     assert same(tensors(engine, ("master",)), weights)
-    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(next_draws(engine), random_state)
+
+
+def next_draws(engine: TrainEngine) -> Tensor:
+    """The state that the engine draws its next numbers from."""
+    with engine._draws.own():
+        return torch.get_rng_state()
 
 
 def test_random_state_is_loaded_with_the_optimizer_only(start: Start, tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "a"), format="sharded")
     engine = start()
-    saved = torch.get_rng_state()
+    saved, outside = next_draws(engine), torch.get_rng_state()
     engine.save(meta)
-    torch.rand(3)
-    later = torch.get_rng_state()
+    with engine._draws.own():
+        torch.rand(3)
+    later = next_draws(engine)
     engine.load(replace(meta, with_optimizer=False))
-    assert torch.equal(torch.get_rng_state(), later)
+    assert torch.equal(next_draws(engine), later)
     engine.load(meta)
-    assert torch.equal(torch.get_rng_state(), saved)
+    assert torch.equal(next_draws(engine), saved)
+    assert torch.equal(torch.get_rng_state(), outside)
 
 
 # ---------------------------------------------------------------------- hf

@@ -67,6 +67,9 @@ class FSDPEngine(HFTrainEngine):
         self._activation_offload = ActivationOffload(self._gathered()) if offload else None
         if unloaded is not None:
             unloaded.materialize(self._packed, self.device)
+        if self.layout.cp > 1:
+            # These ranks hold different tokens, and drop different elements of them.
+            torch.manual_seed(torch.initial_seed() + self._meshes.shards.context.rank)
         self._adopt(model)
         if unloaded is not None:
             self._load_named_tensors("master", unloaded.source)
