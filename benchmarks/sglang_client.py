@@ -31,7 +31,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_stream import send_tensors
+from core_rl.engines.weight_sender import send_tensors
 from core_rl.rollout.types import LLMRequest, SamplingParams
 from core_rl_sglang.answers import generation_body
 

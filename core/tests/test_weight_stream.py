@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core_rl.config.engine import LoraConfig
-from core_rl.engines import weight_group, weight_stream
+from core_rl.engines import weight_group, weight_sender
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.sent_adapter import SentAdapter
 from core_rl.engines.sync import sync_weights
 from core_rl.engines.weight_group import Seats, WeightGroup
-from core_rl.engines.weight_stream import Bucket, abandon, receiving, send_tensors
+from core_rl.engines.weight_sender import send_tensors
+from core_rl.engines.weight_stream import Bucket, abandon, receiving
 from core_rl.errors import ConfigError, WeightsError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -171,14 +172,14 @@ def test_a_sender_that_is_killed_is_an_error(tmp_path: Path) -> None:
 
 
 def test_damaged_buckets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = weight_stream._Filling.digest
+    own = weight_sender._Filling.digest
 
     def damaging(self: Any) -> str:
         digest = own(self)
         self.tensors[0][1].view(torch.uint8)[0] ^= 1
         return digest
 
-    monkeypatch.setattr(weight_stream._Filling, "digest", damaging)
+    monkeypatch.setattr(weight_sender._Filling, "digest", damaging)
     with pytest.raises(WeightsError, match="2 tensors from 'a' on .* did not arrive as they were sent"):
         passed([("a", torch.ones(4)), ("b", torch.ones(4))], meta(tmp_path, verify=True))
 
@@ -193,7 +194,7 @@ def test_versions_must_agree(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_stream, "MEET_S", 0.2)
+    monkeypatch.setattr(weight_sender, "MEET_S", 0.2)
     with pytest.raises(WeightsError, match="no train engine sent weights of version 3"):
         collect(meta(tmp_path), 0.2)
     (tmp_path / "meet").write_text("/nowhere/left-from-a-run-that-died")

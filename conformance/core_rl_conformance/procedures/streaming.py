@@ -13,7 +13,8 @@ from torch import Tensor
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.sent_adapter import SentAdapter
-from core_rl.engines.weight_stream import Bucket, abandon, receiving, send_tensors
+from core_rl.engines.weight_sender import send_tensors
+from core_rl.engines.weight_stream import Bucket, abandon, receiving
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.pools import CALL_TIMEOUT_S

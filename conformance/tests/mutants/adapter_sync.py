@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.sent_adapter import SentAdapter
-from core_rl.engines.weight_stream import send_tensors
+from core_rl.engines.weight_sender import send_tensors
 from core_rl_conformance.reference import ROLLOUT_SPEC
 from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
 from core_rl_conformance.reference.train import ReferenceEngine

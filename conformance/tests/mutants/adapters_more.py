@@ -13,7 +13,7 @@ from torch import Tensor
 from core_rl.engines.grad_norm import GradShard
 from core_rl.engines.meta import StatePart, TensorKind, WeightUpdateMeta
 from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl.engines.weight_stream import send_tensors
+from core_rl.engines.weight_sender import send_tensors
 from core_rl.models.held_tensors import HeldTensors
 from core_rl.models.lora import adapter_disabled
 from mutants.adapters import AdaptedReference

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core_rl.engines.meta import TensorKind, WeightUpdateMeta
 from core_rl.engines.named_tensors import NamedTensors
-from core_rl.engines.weight_stream import send_tensors
+from core_rl.engines.weight_sender import send_tensors
 from core_rl_conformance.reference import ROLLOUT_SPEC
 from core_rl_conformance.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutEngine
 from core_rl_conformance.reference.taking import taking

@@ -118,7 +118,7 @@ class EngineState(EnginePasses):
             return
         if meta.method == "lora":
             guards.require_sendable_adapter(self.config)
-        from core_rl.engines.weight_stream import send_weights
+        from core_rl.engines.weight_sender import send_weights
 
         with self._onloaded("model"):
             send_weights(self, meta)

@@ -17,7 +17,7 @@ from sglang_support import build, dying_stream, tiny_model
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_stream import send_tensors
+from core_rl.engines.weight_sender import send_tensors
 from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.procedures.streaming import tensors_of

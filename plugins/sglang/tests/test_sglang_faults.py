@@ -19,7 +19,7 @@ from sglang_support import Stub, connected, drop, dying_stream, first, stubs, ti
 
 from core_rl.engines.inference import InferenceEngine
 from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_stream import send_tensors
+from core_rl.engines.weight_sender import send_tensors
 from core_rl.errors import CoreRLError, EngineStateError, RolloutError, WeightsError
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.procedures.streaming import tensors_of

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from core_rl.engines.weight_group import GroupAddress
-from core_rl.engines.weight_stream import Bucket, pickled_by_name
+from core_rl.engines.weight_messages import Bucket, pickled_by_name
 from core_rl.errors import RolloutError
 from core_rl_sglang.adapters import Policy
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable

@@ -16,7 +16,7 @@ from core_rl.engines.collectives import World
 from core_rl.engines.meta import WeightUpdateMeta
 from core_rl.engines.named_tensors import check_source
 from core_rl.engines.weight_group import GroupAddress, Seats
-from core_rl.engines.weight_stream import Bucket
+from core_rl.engines.weight_messages import Bucket
 from core_rl.errors import WeightsError
 from core_rl_sglang.directories import plain_name
 from core_rl_sglang.server import Server
