@@ -17,8 +17,8 @@ from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import MAX_ABORTS, generate_whole
 from core_rl.rollout.environment import Observation
 from core_rl.rollout.multi_turn import MultiTurnWorkflow
-from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams, StopReason
+from core_rl.seeds import derive_seed
 
 STOP = 9
 

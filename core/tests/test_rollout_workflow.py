@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.rewards import RewardFn
-from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams, StopReason
 from core_rl.rollout.workflow import SingleTurnWorkflow, pack_responses
+from core_rl.seeds import derive_seed
 
 
 class Echo:

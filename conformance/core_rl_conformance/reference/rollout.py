@@ -31,8 +31,8 @@ from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.models.build import build_model
 from core_rl.models.digest import digest_of_parts
 from core_rl.models.lora import ADAPTER_PREFIX, written_name
-from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.seeds import derive_seed
 from core_rl_conformance.reference.config import ReferenceRolloutConfig
 from core_rl_conformance.reference.sampling import Answer, generate
 from core_rl_conformance.reference.taking import taking

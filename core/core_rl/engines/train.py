@@ -12,7 +12,7 @@ from core_rl.engines.modes import parts_of
 from core_rl.engines.process_group import Membership, join, pick_device
 from core_rl.engines.schedule import schedule_length
 from core_rl.engines.state import EngineState
-from core_rl.rollout.seeds import derive_seed
+from core_rl.seeds import derive_seed
 
 __all__ = ["TrainEngine"]
 

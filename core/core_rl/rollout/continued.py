@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Protocol
 
 from core_rl.errors import RolloutError
-from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import LLMRequest, LLMResponse, StopReason
+from core_rl.seeds import derive_seed
 
 __all__ = ["TokenGenerator", "generate_whole"]
 

@@ -14,10 +14,10 @@ from core_rl.rollout.calls import guarded, name_of
 from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.environment import Environment, Observation
 from core_rl.rollout.rewards import RewardFn, as_reward, compute_reward
-from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.transcript import Transcript
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl.rollout.workflow import gather_group
+from core_rl.seeds import derive_seed
 
 __all__ = ["MultiTurnWorkflow"]
 

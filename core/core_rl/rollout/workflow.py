@@ -13,9 +13,9 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.rewards import RewardFn, compute_reward
-from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.transcript import Transcript
 from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.seeds import derive_seed
 
 __all__ = [
     "RolloutWorkflow",

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl.rollout.seeds import derive_seed
+from core_rl.seeds import derive_seed
 from core_rl.training.encoding import encode_answer, encode_demonstration, encode_prompt
 from core_rl.training.rows import (
     Row,

@@ -15,9 +15,9 @@ from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.greedy_baseline import GreedyBaselineWorkflow
 from core_rl.rollout.multi_turn import MultiTurnWorkflow
 from core_rl.rollout.rewards import RewardFn
-from core_rl.rollout.seeds import derive_seed
 from core_rl.rollout.types import SamplingParams
 from core_rl.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, TokenGenerator
+from core_rl.seeds import derive_seed
 from core_rl.training.data import NUMBER
 from core_rl.training.evaluation import Evaluation, rollout_samples
 from core_rl.training.recipe import Recipe
