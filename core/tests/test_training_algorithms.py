@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl.training import run_recipe
 from core_rl.training.loop import TrainingLoop
+from core_rl.training.recipe import load_recipe
 from core_rl.training.roles import Roles
+from core_rl.training.run import dry_run
 from core_rl.training.supervised import SupervisedLoop
 
 PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
@@ -219,6 +222,40 @@ def test_what_does_not_fit_together_is_named_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, support.recipe_values(start, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "set_too", "message"),
+    [
+        (
+            "sft",
+            {"rollout": {"group_size": 2}, "colocated": True},
+            "'sft' trains on data .* 'rollout', 'colocated'",
+        ),
+        (
+            "ppo_actor",
+            {"rollout": {"max_new_tokens": 4}},
+            "'ppo_actor' trains on rollouts .* 'data.batch_size'; there is 'rollout.prompts",
+        ),
+    ],
+)
+def test_settings_for_another_kind_of_training_are_said(
+    start: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    algorithm: str,
+    set_too: dict[str, Any],
+    message: str,
+) -> None:
+    path = support.write_recipe(
+        tmp_path / "recipe.yaml", support.supervised_values(start, tmp_path / "out", algorithm, **set_too)
+    )
+    with caplog.at_level(logging.WARNING):
+        dry_run(load_recipe(path))
+    assert re.search(message, caplog.text)
+    caplog.clear()
+    dry_run(load_recipe(support.write_recipe(path, support.recipe_values(start, tmp_path / "out"))))
+    assert not caplog.text
 
 
 def test_prompts_longer_than_the_context_are_named_or_dropped(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from core_rl.algorithms.interface import (
 )
 from core_rl.algorithms.supervised import SupervisedInterface
 from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.config.base import Config
 from core_rl.training.best_model import BestModel
 from core_rl.training.online import prepare_online
 from core_rl.training.plot import plot_rewards
@@ -28,6 +30,11 @@ from core_rl.training.supervised import prepare_supervised
 from core_rl.training.wandb_log import require_wandb
 
 __all__ = ["dry_run", "prepare", "run_recipe", "train"]
+
+logger = logging.getLogger(__name__)
+
+FOR_ROLLOUTS = ("rollout", "reward", "eval_samples", "colocated", "placement")
+"""What is read only where answers are generated."""
 
 
 def run_recipe(path: Path, overrides: list[str], console: Console | None = None) -> dict[str, Any]:
@@ -72,8 +79,23 @@ def prepare(recipe: Recipe) -> Prepared:
     require_wandb(recipe)
     algorithm = _make_algorithm(recipe)
     if isinstance(algorithm, SupervisedInterface):
+        _warn_of(recipe, "data", [repr(name) for name in FOR_ROLLOUTS if _is_set(recipe, name)])
         return prepare_supervised(recipe, algorithm)
+    if _is_set(recipe.data, "batch_size"):
+        _warn_of(recipe, "rollouts", ["'data.batch_size'; there is 'rollout.prompts_per_step'"])
     return prepare_online(recipe, algorithm)
+
+
+def _is_set(section: Config, name: str) -> bool:
+    """Whether the field ``name`` has another value than by default."""
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
+
+
+def _warn_of(recipe: Recipe, trains_on: str, ignored: list[str]) -> None:
+    if ignored:
+        logger.warning(
+            "%r trains on %s and does not read %s", recipe.algorithm.type_, trains_on, ", ".join(ignored)
+        )
 
 
 def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
