@@ -26,6 +26,8 @@ from common.workload import MODEL, make_batch, skewed_lengths
 
 from core_rl.engines.meta import RankAddress
 
+COMPILED = {"compile": True, "reshard_after_forward": False, "reduce_scatter": "last"}
+"""What a user turns on who has the memory, and some steps to wait for the compiler."""
 INSTALL = {
     "trl": "pip install trl==1.16.0",
     "verl": "pip install --no-deps verl==0.9.1, with what benchmarks/README.md lists",
@@ -52,9 +54,11 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
         build(MODEL, packed=False).save_pretrained(path)
         batch = make_batch(skewed_lengths(arguments.sequences))
         ids = list(batch.input_ids.split(batch.lengths))
-        engine = fsdp_engine(address, path=path)
         steps = {
-            "fsdp engine": engine_step(engine, batch, arguments.budget),
+            "fsdp engine": engine_step(fsdp_engine(address, path=path), batch, arguments.budget),
+            "fsdp engine, compiled": engine_step(
+                fsdp_engine(address, path=path, options=COMPILED), batch, arguments.budget
+            ),
             "bare packed loop": bare_step(build(MODEL, packed=True, path=path), ids, budget=arguments.budget),
         }
         if installed("trl"):

@@ -15,6 +15,7 @@ SPEC = EngineSpec(
     capabilities=frozenset(
         {
             Capability.DATA_PARALLEL,
+            Capability.TENSOR_PARALLEL,
             Capability.CUDA,
             Capability.SCORE,
             Capability.TOP_LOGPROBS,

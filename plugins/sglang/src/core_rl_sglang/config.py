@@ -56,7 +56,10 @@ class SglangOptions(Config):
 
 
 class SglangConfig(InferenceEngineConfig):
-    """The common config and SGLang's own section. ``layout.dp`` is the number of servers."""
+    """The common config and SGLang's own section.
+
+    ``layout.dp`` is the number of servers, and ``layout.tp`` that of the ranks of each.
+    """
 
     options: SglangOptions = SglangOptions()
 

@@ -8,7 +8,7 @@ from core_rl_conformance.profile import Profile
 __all__ = ["PROFILE"]
 
 PROFILE = Profile(
-    layouts=(ParallelLayout(), ParallelLayout(dp=2)),
+    layouts=(ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(tp=2)),
     # SGLang's attention on the CPU has neither soft caps nor windows, which gemma2 needs.
     families=("qwen3", "llama", "qwen2", "gpt2"),
     shared_servers=True,

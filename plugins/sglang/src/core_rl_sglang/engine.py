@@ -90,7 +90,7 @@ class SglangEngine(InferenceEngine):
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         start: Callable[[], ServerProcess] = partial(
-            ServerProcess, self.config.server_python, arguments, key, device, log
+            ServerProcess, self.config.server_python, arguments, key, device, log, self.config.layout.tp
         )
         process = start()
         return Server(make_api(address, self._session, options), start, process)

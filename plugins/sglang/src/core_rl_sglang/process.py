@@ -90,7 +90,13 @@ class ServerProcess:
     """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
 
     def __init__(
-        self, python: str, arguments: Sequence[str], api_key: str | None, device: str, log: Path | None
+        self,
+        python: str,
+        arguments: Sequence[str],
+        api_key: str | None,
+        device: str,
+        log: Path | None,
+        ranks: int = 1,
     ) -> None:
         self._log = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115
         environment = {
@@ -101,6 +107,8 @@ class ServerProcess:
         }
         if device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            if ranks > 1:
+                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shared_cores(ranks))
         # What is on the path of this process belongs to another environment.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             environment.pop(name, None)
@@ -167,6 +175,15 @@ class ServerProcess:
     def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def _shared_cores(ranks: int) -> str:
+    """The cores of each rank of a server: SGLang alone would give each a NUMA node, and refuse to start with fewer."""
+    cores = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share or cores[:1])) for share in shares)
 
 
 def _running(group: int) -> bool:
