@@ -16,7 +16,7 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
-PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
+PLUGINS = ["trainer", "plugins/fsdp", "plugins/megatron", "plugins/sglang"]
 EXAMPLES = ["examples/core-rl-ddp"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Those with layouts, on which the checks below are repeated.

@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from core_rl.training import run_recipe
-from core_rl.training.step_log import read_steps
+from core_rl_trainer import run_recipe
+from core_rl_trainer.logs.step_log import read_steps
 
 RECIPE = Path(__file__).parents[1] / "examples" / "grpo_arithmetic.yaml"
 PHASES = ("time_rollout_s", "time_logprobs_s", "time_update_s", "time_sync_s")

@@ -21,7 +21,7 @@ from common.measure import Side, interleave, report
 from common.processes import each_rank
 from common.workload import MODEL, make_batch, skewed_lengths, train_last
 
-from core_rl.engines.meta import RankAddress
+from core_rl.distributed.process_group import RankAddress
 
 LOWER_HALF = [f"model.layers.{layer}.*" for layer in range(MODEL["num_hidden_layers"] // 2)]
 SIDES: dict[str, tuple[float, dict[str, Any]]] = {

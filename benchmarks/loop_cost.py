@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from core_rl import get_spec, register_engine
-from core_rl.training import run_recipe
-from core_rl.training.loop import TrainingLoop
+from core_rl_trainer import run_recipe
+from core_rl_trainer.loop.loop import TrainingLoop
 
 ENGINE = "busy-fsdp"
 

@@ -22,9 +22,9 @@ from rich.table import Table
 from torch import Tensor
 
 from core_rl import EngineGroup, LossSpec, MicroBatchSpec, get_spec, load_config
+from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.metrics import Metric
-from core_rl.engines.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput
 
 VOCABULARY = 211
 MODEL = {

@@ -24,7 +24,7 @@ from common.measure import Side, interleave, report
 from common.processes import each_rank
 from common.workload import MODEL, make_batch, skewed_lengths
 
-from core_rl.engines.meta import RankAddress
+from core_rl.distributed.process_group import RankAddress
 
 COMPILED = {"compile": True, "reshard_after_forward": False, "reduce_scatter": "last"}
 """What a user turns on who has the memory, and some steps to wait for the compiler."""

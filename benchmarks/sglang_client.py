@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common.measure import Side, interleave, report
 
 from core_rl import get_spec, load_config, load_engine
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.base import parse_config
 from core_rl.config.engine import InferenceEngineConfig
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_sender import send_tensors
-from core_rl.rollout.types import LLMRequest, SamplingParams
+from core_rl.data.requests import LLMRequest, SamplingParams
+from core_rl.engine.inference import InferenceEngine
+from core_rl.weight_sync.sender import send_tensors
 from core_rl_sglang.answers import generation_body
 
 REQUESTS, IN_FLIGHT, PROMPT, ANSWER = 256, 64, 32, 16

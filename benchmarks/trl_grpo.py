@@ -30,8 +30,8 @@ from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
 from common.workload import MODEL
 
 from core_rl import EngineGroup, MicroBatchSpec, OptimizerConfig, get_spec, load_config
-from core_rl.algorithms import ModelInterfaceAbstraction, make_interface
-from core_rl.algorithms.fields import BEHAVIOUR, PROXIMAL
+from core_rl_trainer.algorithms import ModelInterfaceAbstraction, make_interface
+from core_rl_trainer.algorithms.fields import BEHAVIOUR, PROXIMAL
 
 PHASES = ("logprobs", "update")
 OURS = "fsdp engine"

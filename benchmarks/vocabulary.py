@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common.measure import Side, interleave, is_first, report
 from common.processes import each_rank, join_group
 
-from core_rl.engines.meta import RankAddress
-from core_rl.numerics.token_logprobs import token_logprobs
-from core_rl.numerics.vocabulary import VocabularyShard
+from core_rl.distributed.process_group import RankAddress
+from core_rl.toolkit.token_logprobs import token_logprobs
+from core_rl.toolkit.vocabulary import VocabularyShard
 
 LogProbs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

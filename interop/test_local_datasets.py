@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl.training.rows import check_prompt, read_rows
+from core_rl_trainer.data.rows import check_prompt, read_rows
 
 
 def table(rows: list[dict[str, Any]]) -> datasets.Dataset:

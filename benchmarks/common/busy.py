@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.rollout import ReferenceRolloutEngine
 from core_rl_fsdp.engine import FSDPEngine
 
 __all__ = ["BUSY_FILE", "BusyFSDP", "busy", "busy_seconds", "watch_rollouts"]

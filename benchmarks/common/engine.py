@@ -17,7 +17,7 @@ from core_rl import (
 )
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import RankAddress
+from core_rl.distributed.process_group import RankAddress
 
 __all__ = ["engine_step", "fsdp_engine", "megatron_engine"]
 

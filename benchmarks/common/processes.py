@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from core_rl.engines.meta import RankAddress
+from core_rl.distributed.process_group import RankAddress
 
 __all__ = ["Work", "each_rank", "join_group"]
 

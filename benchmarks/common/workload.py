@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.metrics import Metric
-from core_rl.engines.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput
 
 __all__ = ["MODEL", "make_batch", "skewed_lengths", "token_nll", "train_last"]
 

@@ -17,10 +17,11 @@ from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, ServerPool
-from core_rl_conformance.truth.low_rank import LowRank
-from core_rl_conformance.truth.oracle import Gradients, Oracle, grad_norm
-from core_rl_conformance.truth.plain import VARIANTS, PlainModel
-from core_rl_conformance.truth.tolerance import (
+from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
+from core_rl_oracle.low_rank import LowRank
+from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
+from core_rl_oracle.plain import VARIANTS, PlainModel
+from core_rl_oracle.tolerance import (
     MeanSquare,
     SignedMean,
     Tolerance,
@@ -29,7 +30,6 @@ from core_rl_conformance.truth.tolerance import (
     tolerance,
     tolerances,
 )
-from core_rl_conformance.truth.trajectory import ExpectedTraining, Training, expected_training
 
 __all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs"]
 

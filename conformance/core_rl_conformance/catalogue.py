@@ -24,7 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypeVar
 
-from core_rl.engines.spec import Capability, EngineKind
+from core_rl.config.capability import Capability
+from core_rl.registry.spec import EngineKind
 
 __all__ = ["CHECKS_DIRECTORY", "Check", "check", "check_of", "load_checks", "natural_order", "paragraphs_of"]
 

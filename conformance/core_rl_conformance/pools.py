@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import FinetuneSpec
-from core_rl.engines.registry import load_engine
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.loading import load_engine
 from core_rl.launch.group import EngineGroup
+from core_rl.registry.spec import EngineSpec
 
 __all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool"]
 

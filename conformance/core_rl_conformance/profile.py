@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.registry.spec import EngineSpec
 
 __all__ = ["DENSE", "FAMILIES", "MOE", "Profile", "Setting", "Waiver"]
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.base import parse_config
 from core_rl.config.engine import Head, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import FinetuneSpec
-from core_rl.engines.outputs import ModelOutput, OutputName
-from core_rl.engines.registry import load_config
-from core_rl.engines.spec import EngineSpec
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.engine.inference import InferenceEngine
 from core_rl.launch.group import EngineGroup
+from core_rl.registry.engines import load_config
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.bench import Bench, ExpectedGradients, ExpectedOutputs
 from core_rl_conformance.hints.diagnose import (
     Finding,
@@ -36,7 +36,7 @@ from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import Measurement
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
-from core_rl_conformance.truth.written import layer_of
+from core_rl_oracle.written import layer_of
 
 __all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
 

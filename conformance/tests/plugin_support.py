@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from mutants.zoo import spec_of
 
-from core_rl.engines.registry import register_engine
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.config.capability import Capability
 from core_rl.launch.process import start_fork_server
+from core_rl.registry.engines import register_engine
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.profile import Profile
 
 PROFILES: dict[str, Profile] = {}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from core_rl_conformance.hints.adamw_guesses import Found, Steps, compare_state, compare_weights
 from core_rl_conformance.hints.adamw_rules import Rule
-from core_rl_conformance.truth.oracle import AdamW, AdamWState
-from core_rl_conformance.truth.plain_adamw import StepTolerances
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.plain_adamw import StepTolerances
+from core_rl_oracle.tolerance import Tolerance
 
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 GENERATOR = torch.Generator().manual_seed(0)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from mutants.zoo import DP1, DP2, spec_of
 
 from core_rl.config.layout import ParallelLayout
+from core_rl.reference.train import ReferenceEngine
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.reference.train import ReferenceEngine
 from core_rl_conformance.session.basics import BASICS, Failures, level
 from core_rl_conformance.session.matrix import Case, Target
 

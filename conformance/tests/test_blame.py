@@ -18,17 +18,17 @@ from mutants.pairs import (
 from mutants.unruly import DiesInEvaluation
 from mutants.zoo import DP1, run_check, spec_of
 
-from core_rl.engines.registry import register_engine
+from core_rl.reference import SPEC as REFERENCE
+from core_rl.reference.train import ReferenceEngine
+from core_rl.registry.engines import register_engine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.procedures.blame import named_beside, scalars_beside, verify_beside
 from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.reference import SPEC as REFERENCE
-from core_rl_conformance.reference.train import ReferenceEngine
 from core_rl_conformance.session.matrix import Case, Target
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance
 
 pytest_plugins = ["pytester"]
 

@@ -18,12 +18,12 @@ from mutants.zoo import spec_of
 from plugin_support import engine, run, run_checks
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.registry import register_engine
-from core_rl.engines.spec import EngineSpec
+from core_rl.reference.train import ReferenceEngine
+from core_rl.registry.engines import register_engine
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance import catalogue
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.profile import Profile, Setting, Waiver
-from core_rl_conformance.reference.train import ReferenceEngine
 
 __all__ = ["engine"]
 
@@ -342,7 +342,7 @@ def installed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> str
     site = pytester.mkdir("site")
     (site / "strange.py").write_text(
         "from dataclasses import replace\n"
-        "from core_rl_conformance.reference import SPEC as REFERENCE\n"
+        "from core_rl.reference import SPEC as REFERENCE\n"
         "SPEC = replace(REFERENCE, name='strange', factory='mutants.outputs:EntropyOverPadding')\n"
     )
     info = site / "strange-1.0.dist-info"

@@ -19,7 +19,7 @@ from core_rl_conformance.hints.token_places import PLACES as PLACES_OF_ERRORS
 from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import Places, Tokens
 from core_rl_conformance.inputs.data import ragged
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance
 
 SMALL = Tolerance(baseline=1e-6, floor=1e-6)
 VOCABULARY = 11

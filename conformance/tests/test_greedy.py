@@ -8,7 +8,7 @@ import pytest
 
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.greedy import STEPS, find_path
-from core_rl_conformance.truth.oracle import Oracle, OracleSequence
+from core_rl_oracle.oracle import Oracle, OracleSequence
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from core_rl.config.capability import Capability
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import ConfigError
+from core_rl.reference import SPEC
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
-from core_rl_conformance.reference import SPEC
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
 from core_rl_conformance.session.summary import Summary

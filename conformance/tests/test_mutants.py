@@ -15,10 +15,10 @@ from mutants.bases import Packed, Replicated
 from mutants.interruptions import SERVING, Served
 from mutants.zoo import DP1, DP2, C, Mutant, run_check, spec_of
 
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.train import ReferenceEngine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.train import ReferenceEngine
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -21,8 +21,8 @@ from core_rl_conformance.inputs.losses import (
     ValueLoss,
 )
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.truth.float64 import PrecisionError, float64_only
-from core_rl_conformance.truth.oracle import AdamW, AdamWState, Oracle, OracleSequence, grad_norm
+from core_rl_oracle.float64 import PrecisionError, float64_only
+from core_rl_oracle.oracle import AdamW, AdamWState, Oracle, OracleSequence, grad_norm
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2", "qwen3_moe")
 

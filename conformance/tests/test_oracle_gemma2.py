@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
-from core_rl_conformance.truth.oracle import Oracle, OracleSequence
+from core_rl_oracle.oracle import Oracle, OracleSequence
 
 MODEL = TinyModel(family="gemma2", seed=3)
 CONFIG = MODEL.config()

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.directory import publish
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.collectives import World
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.registry import load_config, load_engine
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.distributed.comm import World
+from core_rl.engine.loading import load_engine
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -35,14 +36,14 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl.rollout.workflow import SingleTurnWorkflow
+from core_rl.reference import ROLLOUT_SPEC, SPEC, rollout
+from core_rl.reference.config import ReferenceConfig, ReferenceRolloutConfig
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.sampling import generate
+from core_rl.reference.train import ReferenceEngine
+from core_rl.registry.engines import load_config
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, ModelStore, TinyModel
-from core_rl_conformance.reference import ROLLOUT_SPEC, SPEC, rollout
-from core_rl_conformance.reference.config import ReferenceConfig, ReferenceRolloutConfig
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.sampling import generate
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2")
 QWEN3 = TinyModel(family="qwen3")
@@ -498,10 +499,7 @@ def test_destroy_leaves_no_thread_and_no_waiting_request(serve: Serve) -> None:
 def test_the_spec_names_what_there_is_and_costs_no_import() -> None:
     assert load_engine(ROLLOUT_SPEC) is ReferenceRolloutEngine
     assert load_config(ROLLOUT_SPEC) is ReferenceRolloutConfig
-    code = (
-        "import sys, core_rl_conformance.reference, core_rl_conformance.reference.config as c;"
-        "print('torch' in sys.modules)"
-    )
+    code = "import sys, core_rl.reference, core_rl.reference.config as c;print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "False\n"

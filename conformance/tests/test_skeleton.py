@@ -13,8 +13,8 @@ import pytest
 
 from core_rl import __version__
 from core_rl.cli import main
-from core_rl.engines.spec import PROTOCOL_VERSION
 from core_rl.errors import ConfigError
+from core_rl.registry.spec import PROTOCOL_VERSION
 from core_rl_conformance.skeleton.write import Skeleton, write_skeleton
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "core-rl-ddp"

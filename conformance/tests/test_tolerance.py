@@ -16,8 +16,8 @@ from core_rl_conformance.inputs.data import LENGTHS, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.profile import FAMILIES
-from core_rl_conformance.truth.plain import VARIANTS, PlainModel
-from core_rl_conformance.truth.tolerance import (
+from core_rl_oracle.plain import VARIANTS, PlainModel
+from core_rl_oracle.tolerance import (
     FACTOR,
     FLOOR_ULPS,
     Tolerance,

@@ -14,9 +14,9 @@ from toy_tp.engine import TensorParallelEngine, partial_gradient
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.registry import register_engine
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError
+from core_rl.registry.engines import register_engine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.inputs.losses import TokenMeanLoss

@@ -11,9 +11,9 @@ import torch
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.end_to_end import CONFIG, LENGTHS, LOSS, STEPS
-from core_rl_conformance.truth.oracle import AdamWState, Oracle
-from core_rl_conformance.truth.plain import VARIANTS, PlainModel, Variant
-from core_rl_conformance.truth.trajectory import ExpectedTraining, Training, expected_training
+from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
+from core_rl_oracle.oracle import AdamWState, Oracle
+from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 
 MODEL = TinyModel(family="gpt2")
 TRAINING = Training(

@@ -13,11 +13,11 @@ from mutants.zoo import CAPABILITIES
 from plugin_support import children, engine, run, run_checks
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.registry import register_engine
-from core_rl.engines.spec import EngineSpec
+from core_rl.reference import SPEC
+from core_rl.reference.train import ReferenceEngine
+from core_rl.registry.engines import register_engine
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.profile import Profile
-from core_rl_conformance.reference import SPEC
-from core_rl_conformance.reference.train import ReferenceEngine
 from core_rl_conformance.session.matrix import ON_SECOND
 
 __all__ = ["engine"]

@@ -8,6 +8,13 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from core_rl.backend.loss import LossSpec as LossSpec
+    from core_rl.backend.meta import FinetuneSpec as FinetuneSpec
+    from core_rl.backend.meta import SaveLoadMeta as SaveLoadMeta
+    from core_rl.backend.meta import Scheduling as Scheduling
+    from core_rl.backend.meta import WeightUpdateMeta as WeightUpdateMeta
+    from core_rl.backend.metrics import Metric as Metric
+    from core_rl.config.capability import Capability as Capability
     from core_rl.config.engine import EngineConfig as EngineConfig
     from core_rl.config.engine import InferenceEngineConfig as InferenceEngineConfig
     from core_rl.config.engine import ModelConfig as ModelConfig
@@ -17,25 +24,15 @@ if TYPE_CHECKING:
     from core_rl.config.layout import ParallelLayout as ParallelLayout
     from core_rl.data.batch import SequenceBatch as SequenceBatch
     from core_rl.data.micro_batch import MicroBatchSpec as MicroBatchSpec
-    from core_rl.engines.inference import InferenceEngine as InferenceEngine
-    from core_rl.engines.loss import LossSpec as LossSpec
-    from core_rl.engines.meta import FinetuneSpec as FinetuneSpec
-    from core_rl.engines.meta import RankAddress as RankAddress
-    from core_rl.engines.meta import SaveLoadMeta as SaveLoadMeta
-    from core_rl.engines.meta import Scheduling as Scheduling
-    from core_rl.engines.meta import WeightUpdateMeta as WeightUpdateMeta
-    from core_rl.engines.metrics import Metric as Metric
-    from core_rl.engines.outputs import ModelOutput as ModelOutput
-    from core_rl.engines.registry import get_spec as get_spec
-    from core_rl.engines.registry import list_engines as list_engines
-    from core_rl.engines.registry import load_config as load_config
-    from core_rl.engines.registry import load_engine as load_engine
-    from core_rl.engines.registry import register_engine as register_engine
-    from core_rl.engines.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
-    from core_rl.engines.spec import Capability as Capability
-    from core_rl.engines.spec import EngineSpec as EngineSpec
-    from core_rl.engines.sync import sync_weights as sync_weights
-    from core_rl.engines.train import TrainEngine as TrainEngine
+    from core_rl.data.outputs import ModelOutput as ModelOutput
+    from core_rl.data.requests import LLMRequest as LLMRequest
+    from core_rl.data.requests import LLMResponse as LLMResponse
+    from core_rl.data.requests import SamplingParams as SamplingParams
+    from core_rl.distributed.process_group import RankAddress as RankAddress
+    from core_rl.engine.inference import InferenceEngine as InferenceEngine
+    from core_rl.engine.loading import load_engine as load_engine
+    from core_rl.engine.sync import sync_weights as sync_weights
+    from core_rl.engine.train import TrainEngine as TrainEngine
     from core_rl.errors import BatchError as BatchError
     from core_rl.errors import CheckpointDamaged as CheckpointDamaged
     from core_rl.errors import CheckpointError as CheckpointError
@@ -60,13 +57,25 @@ if TYPE_CHECKING:
     from core_rl.errors import UnsupportedCapability as UnsupportedCapability
     from core_rl.errors import WeightsError as WeightsError
     from core_rl.launch.group import EngineGroup as EngineGroup
-    from core_rl.rollout.types import LLMRequest as LLMRequest
-    from core_rl.rollout.types import LLMResponse as LLMResponse
-    from core_rl.rollout.types import SamplingParams as SamplingParams
+    from core_rl.registry.engines import get_spec as get_spec
+    from core_rl.registry.engines import list_engines as list_engines
+    from core_rl.registry.engines import load_config as load_config
+    from core_rl.registry.engines import register_engine as register_engine
+    from core_rl.registry.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
+    from core_rl.registry.spec import EngineSpec as EngineSpec
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "core_rl.backend.loss": ("LossSpec",),
+    "core_rl.backend.meta": (
+        "FinetuneSpec",
+        "SaveLoadMeta",
+        "Scheduling",
+        "WeightUpdateMeta",
+    ),
+    "core_rl.backend.metrics": ("Metric",),
+    "core_rl.config.capability": ("Capability",),
     "core_rl.config.engine": (
         "EngineConfig",
         "InferenceEngineConfig",
@@ -78,27 +87,17 @@ _EXPORTS = {
     "core_rl.config.layout": ("ParallelLayout",),
     "core_rl.data.batch": ("SequenceBatch",),
     "core_rl.data.micro_batch": ("MicroBatchSpec",),
-    "core_rl.engines.inference": ("InferenceEngine",),
-    "core_rl.engines.loss": ("LossSpec",),
-    "core_rl.engines.meta": (
-        "FinetuneSpec",
-        "RankAddress",
-        "SaveLoadMeta",
-        "Scheduling",
-        "WeightUpdateMeta",
+    "core_rl.data.outputs": ("ModelOutput",),
+    "core_rl.data.requests": (
+        "LLMRequest",
+        "LLMResponse",
+        "SamplingParams",
     ),
-    "core_rl.engines.metrics": ("Metric",),
-    "core_rl.engines.outputs": ("ModelOutput",),
-    "core_rl.engines.registry": (
-        "get_spec",
-        "list_engines",
-        "load_config",
-        "load_engine",
-        "register_engine",
-    ),
-    "core_rl.engines.spec": ("PROTOCOL_VERSION", "Capability", "EngineSpec"),
-    "core_rl.engines.sync": ("sync_weights",),
-    "core_rl.engines.train": ("TrainEngine",),
+    "core_rl.distributed.process_group": ("RankAddress",),
+    "core_rl.engine.inference": ("InferenceEngine",),
+    "core_rl.engine.loading": ("load_engine",),
+    "core_rl.engine.sync": ("sync_weights",),
+    "core_rl.engine.train": ("TrainEngine",),
     "core_rl.errors": (
         "BatchError",
         "CheckpointDamaged",
@@ -125,7 +124,16 @@ _EXPORTS = {
         "WeightsError",
     ),
     "core_rl.launch.group": ("EngineGroup",),
-    "core_rl.rollout.types": ("LLMRequest", "LLMResponse", "SamplingParams"),
+    "core_rl.registry.engines": (
+        "get_spec",
+        "list_engines",
+        "load_config",
+        "register_engine",
+    ),
+    "core_rl.registry.spec": (
+        "PROTOCOL_VERSION",
+        "EngineSpec",
+    ),
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 

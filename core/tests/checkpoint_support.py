@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from core_rl.checkpoint.directory import opened, publish
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 
 TIMEOUT_S = 60.0
 """How long a rank waits for the others: only a test that fails takes it."""

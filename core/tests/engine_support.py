@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.metrics import Metric
 from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.metrics import Metric
-from core_rl.engines.outputs import ModelOutput
-from core_rl_conformance.reference import SPEC
-from core_rl_conformance.reference.config import ReferenceConfig
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.data.outputs import ModelOutput
+from core_rl.reference import SPEC
+from core_rl.reference.config import ReferenceConfig
+from core_rl.reference.train import ReferenceEngine
 
 VOCABULARY = 61
 TINY: dict[str, Any] = {

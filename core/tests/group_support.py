@@ -17,20 +17,22 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import FinetuneSpec, TensorKind
+from core_rl.backend.metrics import Metric
+from core_rl.backend.named_tensors import NamedTensors
+from core_rl.backend.steps import PostHook
+from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
-from core_rl.engines.metrics import Metric
-from core_rl.engines.named_tensors import NamedTensors
-from core_rl.engines.outputs import ModelOutput, OutputName
-from core_rl.engines.post_hook import AggregateFn
-from core_rl.engines.spec import PROTOCOL_VERSION, Capability, EngineSpec
-from core_rl.engines.steps import PostHook
-from core_rl.engines.train import TrainEngine
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.post_hook import AggregateFn
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError
+from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

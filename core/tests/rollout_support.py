@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
-from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.engine.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.errors import WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.workflow import TokenGenerator
 
 VOCAB, CONTEXT = 50, 32

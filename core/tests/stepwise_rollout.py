@@ -6,13 +6,13 @@ import asyncio
 import threading
 from dataclasses import replace
 
-from core_rl.engines.inference import ModelLimits
-from core_rl.engines.meta import FinetuneSpec
-from core_rl.engines.spec import Capability
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.engine.inference import ModelLimits
+from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference.rollout import ReferenceRolloutEngine
 from core_rl.rollout.continued import generate_whole
-from core_rl.rollout.types import LLMRequest, LLMResponse
-from core_rl_conformance.reference import ROLLOUT_SPEC
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
 
 SPEC = replace(
     ROLLOUT_SPEC,

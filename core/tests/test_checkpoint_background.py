@@ -20,12 +20,12 @@ import torch
 from checkpoint_support import TIMEOUT_S, hidden, in_child, killed_at, load_text, on_ranks, save_text
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.collectives import World
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.engines.train import TrainEngine
+from core_rl.distributed.comm import World
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import CheckpointError, CheckpointNotFound
 
 LOSS = LossSpec(fn=support.weighted_nll)
@@ -205,7 +205,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from core_rl.checkpoint.background import Later, publish_later
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 
 def write(directory):
     time.sleep(0.3)

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from core_rl.checkpoint.directory import opened, publish, read_state
 from core_rl.checkpoint.manifest import FileRecord, Manifest, parse_manifest
 from core_rl.checkpoint.tensor_files import write_tensors
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,

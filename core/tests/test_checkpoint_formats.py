@@ -17,15 +17,15 @@ from checkpoint_support import DAMAGE, TIMEOUT_S, hidden, on_ranks, remove
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.backend.progress import EngineProgress
 from core_rl.checkpoint.directory import read_state
 from core_rl.checkpoint.formats import save_portable
 from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, TrainEngineConfig
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.collectives import World
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta
-from core_rl.engines.progress import EngineProgress
-from core_rl.engines.train import TrainEngine
+from core_rl.distributed.comm import World
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -34,9 +34,9 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl_conformance.reference import SPEC
-from core_rl_conformance.reference.config import ReferenceConfig
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.reference import SPEC
+from core_rl.reference.config import ReferenceConfig
+from core_rl.reference.train import ReferenceEngine
 
 NLL = LossSpec(fn=support.weighted_nll)
 DECAYING = OptimizerConfig(lr=1e-2, schedule=ScheduleConfig(type="linear", total_steps=20))

@@ -13,7 +13,7 @@ from checkpoint_support import DAMAGE, in_child, killed_at, load_text, on_ranks,
 from fsspec.implementations.local import LocalFileSystem
 
 from core_rl.checkpoint.directory import opened, publish, read_state
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
 FILES = {"weights": "0123456789", "folder__deep__notes": "abcdef", "empty": ""}

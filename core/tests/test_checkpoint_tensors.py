@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
 BASE = torch.arange(24.0).reshape(4, 6)

@@ -14,8 +14,9 @@ import training_support as support
 
 from core_rl import __version__, errors
 from core_rl.cli import main
-from core_rl.engines.registry import register_engine
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.config.capability import Capability
+from core_rl.registry.engines import register_engine
+from core_rl.registry.spec import EngineSpec
 
 GOOD = EngineSpec(
     name="alpha",
@@ -129,10 +130,10 @@ def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class _Training(types.ModuleType):
-    """Stands for `core_rl.training`: records the call and does what the test asks."""
+    """Stands for `core_rl_trainer`: records the call and does what the test asks."""
 
     def __init__(self, outcome: BaseException | dict[str, float]) -> None:
-        super().__init__("core_rl.training")
+        super().__init__("core_rl_trainer")
         self.outcome = outcome
         self.calls: list[tuple[Path, list[str]]] = []
 
@@ -145,7 +146,7 @@ class _Training(types.ModuleType):
 
 def _training(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str, float]) -> _Training:
     training = _Training(outcome)
-    monkeypatch.setitem(sys.modules, "core_rl.training", training)
+    monkeypatch.setitem(sys.modules, "core_rl_trainer", training)
     return training
 
 

@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.spec import Capability
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LossError, UnsupportedCapability
-from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
-from core_rl.models.build import build_model
-from core_rl.models.experts import ExpertsKernel
-from core_rl.models.packed import PackedModel
-from core_rl.models.routers import Routing, balance_loss
-from core_rl_conformance.reference import SPEC
-from core_rl_conformance.reference.config import ReferenceConfig
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.reference import SPEC
+from core_rl.reference.config import ReferenceConfig
+from core_rl.reference.train import ReferenceEngine
+from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.experts import ExpertsKernel
+from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit.routers import Routing, balance_loss
 
 ONE = MicroBatchSpec(count=1)
 LOSS = LossSpec(fn=support.weighted_nll)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 from core_rl.errors import EngineContractError
-from core_rl.models.gather import LocalPart, ShardGather
+from core_rl.state.gather import LocalPart, ShardGather
 
 
 @dataclass(frozen=True)

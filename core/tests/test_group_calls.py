@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import FinetuneSpec
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import FinetuneSpec
 from core_rl.errors import BatchError, ConfigError, EngineNotFound, EngineStateError, LayoutError, LossError
 from core_rl.launch.group import EngineGroup
 

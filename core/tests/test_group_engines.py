@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta, TensorKind, WeightUpdateMeta
+from core_rl.backend.named_tensors import TensorDict
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import SaveLoadMeta, TensorKind, WeightUpdateMeta
-from core_rl.engines.named_tensors import TensorDict
-from core_rl.engines.outputs import ModelOutput, OutputName
-from core_rl.engines.train import TrainEngine
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, CheckpointNotFound, EngineStateError
 from core_rl.launch.group import EngineGroup
 

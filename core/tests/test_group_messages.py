@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl.launch.messages import HEADER, Channel
+from core_rl.distributed.channel import HEADER, Channel
 
 Ends = tuple[socket.socket, socket.socket]
 

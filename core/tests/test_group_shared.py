@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import TensorKind
 from core_rl.config.engine import ModelConfig
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import TensorKind
 from core_rl.errors import (
     ConfigError,
     CoreRLError,
@@ -29,7 +29,7 @@ from core_rl.errors import (
     RankFailed,
 )
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.reference.config import ReferenceConfig
+from core_rl.reference.config import ReferenceConfig
 
 Pair = tuple[EngineGroup, EngineGroup]
 

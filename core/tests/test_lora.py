@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.named_tensors import TensorDict
+from core_rl.config.capability import Capability
 from core_rl.config.engine import LoraConfig
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import SaveLoadMeta
-from core_rl.engines.named_tensors import TensorDict
-from core_rl.engines.spec import Capability
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -33,8 +33,8 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl_conformance.reference import SPEC
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.reference import SPEC
+from core_rl.reference.train import ReferenceEngine
 
 ONE = MicroBatchSpec(count=1)
 NLL = LossSpec(fn=support.weighted_nll)

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from core_rl.config.engine import Head, LoraConfig, ModelConfig
 from core_rl.errors import ConfigError
-from core_rl.models.build import build_model
-from core_rl.models.lora import written_name
-from core_rl.models.meta_build import build_on_meta
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.lora import written_name
+from core_rl.toolkit.meta_build import build_on_meta
 
 SMALL: dict[str, Any] = {
     "hidden_size": 24,

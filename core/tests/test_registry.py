@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from core_rl import errors
-from core_rl.engines import registry
-from core_rl.engines.discovery import declared_engines, installable_engines
-from core_rl.engines.registry import get_spec, list_engines, load_config, load_engine, register_engine
-from core_rl.engines.spec import PROTOCOL_VERSION, Capability, EngineSpec
+from core_rl.config.capability import Capability
+from core_rl.engine.loading import load_engine
+from core_rl.registry import engines as registry
+from core_rl.registry.discovery import declared_engines, installable_engines
+from core_rl.registry.engines import get_spec, list_engines, load_config, register_engine
+from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
 GOOD = """
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.config.capability import Capability; from core_rl.registry.spec import EngineSpec
 SPEC = EngineSpec(
     name="alpha", kind="train", protocol=(0, 1), factory="alpha_engine:Engine", config="alpha_config:Config",
     capabilities=frozenset({Capability.MOE}),
@@ -255,7 +257,7 @@ def test_an_older_minor_protocol_is_accepted() -> None:
         assert get_spec("alpha").protocol == (MAJOR, 0)
 
 
-ENGINE = "from core_rl.engines.train import TrainEngine\nclass Engine(TrainEngine): ...\nclass Other: ..."
+ENGINE = "from core_rl.engine.train import TrainEngine\nclass Engine(TrainEngine): ...\nclass Other: ..."
 CONFIG = """
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 class Config(TrainEngineConfig): ...

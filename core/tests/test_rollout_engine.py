@@ -23,12 +23,13 @@ from rollout_support import (
     toy_spec,
 )
 
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.inference import TopLogprobs
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.spec import Capability
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import TopLogprobs
 from core_rl.errors import (
     BatchError,
     ConfigError,
@@ -40,8 +41,7 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl.rollout.workflow import SingleTurnWorkflow
+from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 SHORT = SamplingParams(max_new_tokens=3)
 REQUEST = LLMRequest(input_ids=(1, 2), sampling=SHORT)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, EngineContractError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_aborted_response_may_be_empty() -> None:
 
 
 def test_the_types_import_no_torch() -> None:
-    code = "import sys, core_rl.rollout.types; print('torch' in sys.modules)"
+    code = "import sys, core_rl.data.requests; print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "False\n"

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
+from core_rl.backend.metrics import Metric, merge_metrics
+from core_rl.backend.schedule import decays, learning_rate, schedule_length
 from core_rl.config.engine import OptimizerConfig, ScheduleConfig
-from core_rl.engines.collectives import World
-from core_rl.engines.grad_norm import GradShard, global_grad_norm
-from core_rl.engines.metrics import Metric, merge_metrics
-from core_rl.engines.schedule import decays, learning_rate, schedule_length
+from core_rl.distributed.comm import World
 from core_rl.errors import ConfigError, LossError
+from core_rl.state.grad_norm import GradShard, global_grad_norm
 
 COSINE_HALF = 0.1 + 0.9 * 0.5
 RATES = [

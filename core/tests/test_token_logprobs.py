@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl.numerics.token_logprobs import HeadMap, token_logits, token_logprobs
+from core_rl.toolkit.token_logprobs import HeadMap, token_logits, token_logprobs
 
 
 def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: HeadMap) -> tuple[Tensor, Tensor]:

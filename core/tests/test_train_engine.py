@@ -11,15 +11,16 @@ import engine_support as support
 import pytest
 import torch
 
+from core_rl.backend.loss import LossSpec, count_sequences
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.backend.named_tensors import TensorDict
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec, count_sequences
-from core_rl.engines.meta import FinetuneSpec, RankAddress, WeightUpdateMeta
-from core_rl.engines.named_tensors import TensorDict
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.train import TrainEngine
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
     BatchError,
     CheckpointNotFound,
@@ -30,9 +31,9 @@ from core_rl.errors import (
     LossError,
     WeightsError,
 )
-from core_rl_conformance.reference import SPEC
-from core_rl_conformance.reference.config import ReferenceConfig
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.reference import SPEC
+from core_rl.reference.config import ReferenceConfig
+from core_rl.reference.train import ReferenceEngine
 
 ONE, TWO = MicroBatchSpec(count=1), MicroBatchSpec(count=2)
 NLL = LossSpec(fn=support.weighted_nll)

@@ -18,15 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
-from core_rl.engines import weight_group, weight_sender
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.sent_adapter import SentAdapter
-from core_rl.engines.sync import sync_weights
-from core_rl.engines.weight_group import Seats, WeightGroup
-from core_rl.engines.weight_sender import send_tensors
-from core_rl.engines.weight_stream import Bucket, abandon, receiving
+from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
+from core_rl.weight_sync import group as weight_group
+from core_rl.weight_sync import sender as weight_sender
+from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.weight_sync.group import Seats, WeightGroup
+from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.stream import Bucket, abandon, receiving
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)

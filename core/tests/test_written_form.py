@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from core_rl.backend.named_tensors import TensorDict
 from core_rl.config.engine import ModelConfig
-from core_rl.engines.named_tensors import TensorDict
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.models import written_form
-from core_rl.models.build import build_model
-from core_rl.models.written_form import WrittenForm
+from core_rl.toolkit import checkpoint_layout as written_form
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.checkpoint_layout import WrittenForm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

@@ -25,14 +25,14 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from core_rl.algorithms import SFTConfig, SFTInterface
 from core_rl.config.base import parse_config
+from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.registry import get_spec, load_config
-from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
+from core_rl.registry.engines import get_spec, load_config
+from core_rl_trainer.algorithms import SFTConfig, SFTInterface
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 CHARACTERS = "0123456789+="

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core_rl.engines.meta import SaveLoadMeta
-from core_rl.engines.spec import Capability
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.capability import Capability
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import ValueLoss

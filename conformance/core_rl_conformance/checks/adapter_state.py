@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, WeightUpdateMeta
-from core_rl.engines.spec import Capability
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, WeightUpdateMeta
+from core_rl.config.capability import Capability
 from core_rl.errors import CheckpointMismatch, CoreRLError, EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -34,7 +34,7 @@ from core_rl_conformance.procedures.streaming import caught
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.subject import ONE_PASS, Subject
-from core_rl_conformance.truth.tolerance import tolerances
+from core_rl_oracle.tolerance import tolerances
 
 LOSS = TokenMeanLoss(temperature=0.8)
 MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.sent_adapter import SentAdapter
-from core_rl.engines.spec import Capability
-from core_rl.engines.sync import sync_weights
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.weight_sync.adapter import SentAdapter
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
@@ -33,7 +33,7 @@ from core_rl_conformance.procedures.serving import (
 )
 from core_rl_conformance.procedures.streaming import caught, sent
 from core_rl_conformance.subject import ONE_PASS, Subject
-from core_rl_conformance.truth.low_rank import LowRank
+from core_rl_oracle.low_rank import LowRank
 
 TINY_BUCKET = 512
 """Less than many factors of a tiny model have."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
@@ -24,7 +24,7 @@ from core_rl_conformance.procedures.adapters import (
 from core_rl_conformance.procedures.ranks import fail_without_adapter
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
-from core_rl_conformance.truth.oracle import AdamW
+from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core_rl.engines.meta import FinetuneSpec
-from core_rl.engines.spec import Capability
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.capability import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.procedures.moving import (

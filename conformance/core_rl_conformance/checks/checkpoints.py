@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta
-from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from core_rl.launch.group import EngineGroup
+from core_rl.reference import SPEC as REFERENCE
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.procedures.moving import (
     State,
@@ -25,7 +27,6 @@ from core_rl_conformance.procedures.moving import (
     verify_steps,
 )
 from core_rl_conformance.profile import Setting
-from core_rl_conformance.reference import SPEC as REFERENCE
 from core_rl_conformance.subject import Subject
 
 ONE_RANK = Setting(layout=ParallelLayout())

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
+from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from core_rl.config.base import parse_config
+from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from core_rl.engines.registry import load_config
-from core_rl.engines.spec import Capability
 from core_rl.errors import CoreRLError, EngineStateError, LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
+from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss

@@ -9,15 +9,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
+from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
-from core_rl.engines.meta import SaveLoadMeta, WeightUpdateMeta
-from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
-from core_rl_conformance.truth.written import written
+from core_rl_oracle.written import written
 
 LOSS = TokenMeanLoss(temperature=0.8)
 

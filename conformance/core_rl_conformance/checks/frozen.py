@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_named
@@ -14,8 +14,8 @@ from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLos
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.truth.oracle import AdamW
-from core_rl_conformance.truth.written import layer_of
+from core_rl_oracle.oracle import AdamW
+from core_rl_oracle.written import layer_of
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, same_named
@@ -17,8 +17,8 @@ from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, Token
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import backward_on_parts
 from core_rl_conformance.subject import ONE_PASS, Subject
-from core_rl_conformance.truth.oracle import grad_norm
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.oracle import grad_norm
+from core_rl_oracle.tolerance import Tolerance
 
 TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
 LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())

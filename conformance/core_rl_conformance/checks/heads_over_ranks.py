@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core_rl.config.capability import Capability
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.spec import Capability
 from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.spec import Capability
+from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import EngineStateError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
 from core_rl_conformance.inputs.tiny_models import TinyModel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.spec import Capability
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check

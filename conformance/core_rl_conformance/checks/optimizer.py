@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind, WeightUpdateMeta
+from core_rl.backend.progress import EngineProgress
+from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind, WeightUpdateMeta
-from core_rl.engines.progress import EngineProgress
-from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.inputs.data import Ragged
@@ -18,7 +18,7 @@ from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLo
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.subject import ONE_PASS, Subject
-from core_rl_conformance.truth.oracle import AdamW
+from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)

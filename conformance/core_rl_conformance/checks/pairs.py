@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.outputs import OutputName
-from core_rl.engines.spec import Capability
+from core_rl.data.outputs import OutputName
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.blame import (
@@ -40,7 +40,7 @@ from core_rl_conformance.procedures.moving import (
     verify_goes_on,
 )
 from core_rl_conformance.subject import BUDGET, Subject, per_sequence
-from core_rl_conformance.truth.trajectory import ExpectedTraining
+from core_rl_conformance.trajectory import ExpectedTraining
 
 LOSS = TokenMeanLoss(temperature=0.8)
 CUT = MicroBatchSpec(max_tokens=48)

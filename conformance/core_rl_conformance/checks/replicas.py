@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import SaveLoadMeta
-from core_rl.engines.spec import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta
-from core_rl.engines.spec import Capability
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.train import TrainEngine
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (

@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.base import parse_config
+from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.registry import load_config, load_engine
-from core_rl.engines.spec import Capability
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.loading import load_engine
 from core_rl.errors import CoreRLError, LayoutError, UnsupportedCapability
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.procedures.serving import answers, ask, requests_for, verify_logprobs
 from core_rl_conformance.subject import Subject

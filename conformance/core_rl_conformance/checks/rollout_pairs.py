@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.spec import Capability
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMResponse, SamplingParams
 from core_rl.launch.group import EngineGroup
-from core_rl.rollout.types import LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.losses import TokenMeanLoss
@@ -25,7 +25,7 @@ from core_rl_conformance.procedures.serving import (
     verify_logprobs,
 )
 from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance
 
 SYNC = (Capability.SYNC_DISK,)
 FEW = (0, 1, 3, 4, 7, 10)

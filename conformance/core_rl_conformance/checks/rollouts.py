@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.serving import (

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.spec import Capability
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check

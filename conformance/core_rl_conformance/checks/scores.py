@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from core_rl.engines.inference import TopLogprobs
-from core_rl.engines.spec import Capability
+from core_rl.config.capability import Capability
+from core_rl.engine.inference import TopLogprobs
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LENGTHS, Ragged
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance
 
 UP_TO_THE_CONTEXT = (64, *LENGTHS)
 """One sequence is as long as the models take."""

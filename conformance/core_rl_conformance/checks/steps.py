@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 
+from core_rl.backend.meta import TensorKind
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import TensorKind
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.adamw_guesses import Steps, compare_weights
 from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
-from core_rl_conformance.truth.oracle import AdamW, AdamWState
-from core_rl_conformance.truth.tolerance import FLOOR_ULPS, Tolerance
+from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.rollout.types import LLMRequest, SamplingParams
+from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core_rl.engines.meta import SaveLoadMeta, SyncMethod, WeightUpdateMeta
-from core_rl.engines.spec import Capability
-from core_rl.engines.sync import sync_weights
+from core_rl.backend.meta import SaveLoadMeta, SyncMethod, WeightUpdateMeta
+from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss

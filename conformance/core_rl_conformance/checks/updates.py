@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.directory import publish
-from core_rl.engines.collectives import World
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.spec import Capability
+from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.distributed.comm import World
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CheckpointError, WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from core_rl_conformance.hints.adamw_rules import RIGHT, Rule, rule_step
 from core_rl_conformance.hints.diagnose import Finding, compare_named
-from core_rl_conformance.truth.oracle import AdamW, AdamWState
-from core_rl_conformance.truth.plain_adamw import StepTolerances
-from core_rl_conformance.truth.tolerance import Tolerance, largest_difference
+from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.plain_adamw import StepTolerances
+from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 __all__ = ["Found", "Steps", "compare_state", "compare_weights"]
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core_rl_conformance.truth.oracle import AdamW, AdamWState, grad_norm
+from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
 
 __all__ = ["RIGHT", "Rule", "rule_step"]
 

@@ -13,7 +13,7 @@ from core_rl_conformance.hints.factors import show_factor
 from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import Places, Tokens
-from core_rl_conformance.truth.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
+from core_rl_oracle.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
 
 __all__ = [
     "Finding",

@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["constant_factor", "show_factor"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core_rl_conformance.hints.factors import constant_factor, show_factor
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Named", "named_hints"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from core_rl.data.batch import SequenceBatch
-from core_rl_conformance.truth.oracle import OracleSequence
+from core_rl_oracle.oracle import OracleSequence
 
 __all__ = ["LENGTHS", "LONG", "Ragged", "Row", "part_edges", "ragged"]
 

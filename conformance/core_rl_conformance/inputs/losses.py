@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec, count_sequences, count_tokens
+from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import masked_fill, masked_sum, segment_sum
-from core_rl.engines.loss import LossSpec, count_sequences, count_tokens
-from core_rl.engines.metrics import Metric
-from core_rl.engines.outputs import ModelOutput
-from core_rl_conformance.truth.oracle import OracleSequence
+from core_rl.data.outputs import ModelOutput
+from core_rl_oracle.oracle import OracleSequence
 
 __all__ = [
     "BalanceLoss",

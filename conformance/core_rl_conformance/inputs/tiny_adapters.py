@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
-from core_rl_conformance.truth.low_rank import LowRank, linear_layers
+from core_rl_oracle.low_rank import LowRank, linear_layers
 
 __all__ = ["PREFIX", "TinyAdapter"]
 

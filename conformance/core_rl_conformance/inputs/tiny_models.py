@@ -32,7 +32,7 @@ from transformers import (
 
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
-from core_rl_conformance.truth.written import overwrite
+from core_rl_oracle.written import overwrite
 
 __all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "save_with"]
 

@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import SaveLoadMeta
-from core_rl.engines.outputs import OutputName
+from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
-from core_rl_conformance.truth.low_rank import LowRank
+from core_rl_oracle.low_rank import LowRank
 
 __all__ = [
     "adapter_of",

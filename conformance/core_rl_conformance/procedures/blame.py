@@ -14,7 +14,7 @@ from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_s
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Beside", "named_beside", "partners_part", "scalars_beside", "tokens_beside", "verify_beside"]
 

@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from core_rl.training import run_recipe
-from core_rl.training.step_log import read_steps
-from core_rl_conformance.truth.plain import nudged
-from core_rl_conformance.truth.tolerance import FLOOR_ULPS, Tolerance
+from core_rl_oracle.plain import nudged
+from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
+from core_rl_trainer import run_recipe
+from core_rl_trainer.logs.step_log import read_steps
 
 __all__ = ["COMPARED", "Curve", "Spread", "curve_of", "move_weights"]
 
@@ -57,7 +57,7 @@ class Spread:
     """How far each metric of each step may be from ``base``, given the curves of runs from ``moved`` weights.
 
     The baseline of a step is the largest difference up to it, since the difference grows and a single one
-    may be luckily small; the rule is that of `core_rl_conformance.truth.tolerance`.
+    may be luckily small; the rule is that of `core_rl_oracle.tolerance`.
     """
 
     def __init__(self, base: Curve, moved: Sequence[Curve]) -> None:

@@ -13,8 +13,8 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.truth.oracle import AdamW
-from core_rl_conformance.truth.trajectory import ExpectedTraining, Training
+from core_rl_conformance.trajectory import ExpectedTraining, Training
+from core_rl_oracle.oracle import AdamW
 
 __all__ = ["Trained", "expected_training", "train_end_to_end", "training_of", "verify_rates"]
 

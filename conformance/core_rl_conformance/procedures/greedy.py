@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from core_rl_conformance.truth.float64 import float64_only
-from core_rl_conformance.truth.oracle import Oracle
+from core_rl_oracle.float64 import float64_only
+from core_rl_oracle.oracle import Oracle
 
 __all__ = ["STEPS", "GreedyPath", "find_path"]
 

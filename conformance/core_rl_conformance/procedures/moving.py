@@ -9,22 +9,23 @@ from typing import Any
 
 from torch import Tensor
 
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
+from core_rl.backend.progress import EngineProgress
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.engines.progress import EngineProgress
-from core_rl.engines.spec import Capability, EngineSpec
 from core_rl.launch.group import EngineGroup
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.truth.oracle import AdamW
+from core_rl_oracle.oracle import AdamW
 
 __all__ = [
     "KINDS",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from core_rl.backend.loss import LossSpec
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.outputs import ModelOutput, OutputName
-from core_rl.engines.train import TrainEngine
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.engine.train import TrainEngine
 
 __all__ = [
     "backward_on_parts",

@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError, WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.subject import Subject
-from core_rl_conformance.truth.low_rank import LowRank
-from core_rl_conformance.truth.oracle import Oracle
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.low_rank import LowRank
+from core_rl_oracle.oracle import Oracle
+from core_rl_oracle.tolerance import Tolerance
 
 __all__ = [
     "Expected",

@@ -10,15 +10,15 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.sent_adapter import SentAdapter
-from core_rl.engines.weight_sender import send_tensors
-from core_rl.engines.weight_stream import Bucket, abandon, receiving
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
+from core_rl.reference.receiving import taking
+from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.stream import Bucket, abandon, receiving
 from core_rl_conformance.pools import CALL_TIMEOUT_S
-from core_rl_conformance.reference.taking import taking
 
 __all__ = ["Caught", "caught", "sent", "tensors_of"]
 

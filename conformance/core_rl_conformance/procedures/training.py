@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.outputs import OutputName
+from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.hints.adamw_guesses import Found, Steps, compare_state
 from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.subject import Subject, per_sequence
-from core_rl_conformance.truth.oracle import AdamW, AdamWState
-from core_rl_conformance.truth.plain_adamw import step_tolerances
-from core_rl_conformance.truth.tolerance import Tolerance
+from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.plain_adamw import step_tolerances
+from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Shadow", "optimizer_config", "verify_outputs"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from core_rl import __version__
-from core_rl.engines.registry import EngineEntry, list_engines
-from core_rl.engines.spec import PROTOCOL_VERSION, EngineSpec
+from core_rl.registry.engines import EngineEntry, list_engines
+from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.environment import describe_environment

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from core_rl.engines.spec import Capability, EngineKind
+from core_rl.config.capability import Capability
+from core_rl.registry.spec import EngineKind
 from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CaseRecord, Verdict
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
 
-from core_rl.engines.spec import EngineKind
+from core_rl.registry.spec import EngineKind
 from core_rl_conformance.catalogue import natural_order, paragraphs_of
 from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from core_rl.config.base import Config, parse_config
+from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.discovery import load_object
-from core_rl.engines.registry import get_spec, load_config, load_engine
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError, raise_all
+from core_rl.registry.discovery import load_object
+from core_rl.registry.engines import get_spec, load_config
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from core_rl.engines.spec import Capability
+from core_rl.config.capability import Capability
 from core_rl_conformance.catalogue import load_checks, natural_order
 from core_rl_conformance.outcomes import CaseResult, Outcome
 from core_rl_conformance.report.certify import certify, needs_of

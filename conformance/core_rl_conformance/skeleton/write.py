@@ -10,9 +10,9 @@ from string import Template
 from typing import Self
 
 from core_rl import __version__
-from core_rl.engines.registry import list_engines
-from core_rl.engines.spec import PROTOCOL_VERSION
 from core_rl.errors import ConfigError, raise_all
+from core_rl.registry.engines import list_engines
+from core_rl.registry.spec import PROTOCOL_VERSION
 
 __all__ = ["Skeleton", "write_skeleton"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.sent_adapter import SentAdapter
-from core_rl.engines.weight_sender import send_tensors
-from core_rl_conformance.reference import ROLLOUT_SPEC
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.train import ReferenceEngine
+from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.weight_sync.sender import send_tensors
 from mutants.zoo import Mutant
 
 

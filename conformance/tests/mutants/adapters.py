@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
+from core_rl.backend.named_tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.shards import Shard
-from core_rl.engines.meta import FinetuneSpec, RankAddress, SaveLoadMeta, TensorKind
-from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl.models.held_tensors import HeldTensors
-from core_rl.models.lora import ADAPTER_PREFIX, adapter_disabled
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
+from core_rl.toolkit.held_tensors import HeldTensors
+from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_disabled
 from mutants.bases import Replicated
 from mutants.zoo import DP2, Mutant
 

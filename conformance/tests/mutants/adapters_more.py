@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.meta import StatePart, TensorKind, WeightUpdateMeta
-from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl.engines.weight_sender import send_tensors
-from core_rl.models.held_tensors import HeldTensors
-from core_rl.models.lora import adapter_disabled
+from core_rl.backend.meta import StatePart, TensorKind, WeightUpdateMeta
+from core_rl.backend.named_tensors import NamedTensors, TensorSource
+from core_rl.state.grad_norm import GradShard
+from core_rl.toolkit.held_tensors import HeldTensors
+from core_rl.toolkit.lora import adapter_disabled
+from core_rl.weight_sync.sender import send_tensors
 from mutants.adapters import AdaptedReference
 from mutants.zoo import Mutant
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core_rl.engines.spec import EngineKind, EngineSpec
 from core_rl.errors import CoreRLError
+from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference import SPEC as REFERENCE
+from core_rl.registry.spec import EngineKind, EngineSpec
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import Check, load_checks
 from core_rl_conformance.outcomes import NotRun
-from core_rl_conformance.reference import ROLLOUT_SPEC
-from core_rl_conformance.reference import SPEC as REFERENCE
 from mutants.zoo import Mutant, run_check
 
 PARTNERS: dict[EngineKind, EngineSpec] = {"train": REFERENCE, "inference": ROLLOUT_SPEC}

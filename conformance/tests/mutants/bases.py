@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
-from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
-from core_rl.models.build import build_model
-from core_rl.models.packed import PackedModel
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
+from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.packed import PackedModel
 
 
 class Replicated(ReferenceEngine):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from core_rl.engines.meta import StatePart
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.backend.meta import StatePart
+from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import DP2, Mutant
 
 

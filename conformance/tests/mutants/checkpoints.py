@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
+from core_rl.backend.named_tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.shards import Shard, write_shards
-from core_rl.engines.meta import FinetuneSpec, RankAddress, SaveLoadMeta, TensorKind
-from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
 from mutants.bases import Replicated
 from mutants.zoo import DP2, Mutant
 

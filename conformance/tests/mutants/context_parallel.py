@@ -13,9 +13,9 @@ from toy_cp.engine import ContextParallelEngine
 from toy_cp.shard import TokenShard, UlyssesShard, attention
 from toy_cp.ulysses import UlyssesEngine
 
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.steps import MicroBatchStep
+from core_rl.state.grad_norm import GradShard
 from mutants.zoo import CP2, CP4, Mutant
 
 # ------------------------------------------------------------------- gradients

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from toy_ep.engine import ExpertParallelEngine
 
-from core_rl.engines.grad_norm import GradShard
+from core_rl.state.grad_norm import GradShard
 from core_rl_conformance.profile import MOE
 from mutants.zoo import DP2EP2, Mutant
 

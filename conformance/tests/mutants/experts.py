@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
-from core_rl.engines.named_tensors import NamedTensors, TensorSource
+from core_rl.backend.meta import FinetuneSpec, TensorKind
+from core_rl.backend.named_tensors import NamedTensors, TensorSource
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.profile import MOE
-from core_rl_conformance.reference.train import ReferenceEngine
 from mutants.bases import Packed
 from mutants.zoo import Mutant
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from core_rl.engines.inference import ModelLimits
-from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.engine.inference import ModelLimits
 from core_rl.errors import RolloutError
-from core_rl.rollout.types import LLMRequest, LLMResponse
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.sampling import Answer
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.sampling import Answer
 from mutants.zoo import C, Mutant
 
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.named_tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.shards import Shard
-from core_rl.engines.meta import SaveLoadMeta, TensorKind
-from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"

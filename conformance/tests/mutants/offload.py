@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core_rl.engines.meta import SaveLoadMeta, StatePart, TensorKind
-from core_rl.engines.named_tensors import NamedTensors
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
+from core_rl.backend.named_tensors import NamedTensors
+from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
-from core_rl.engines.named_tensors import NamedTensors
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.backend.meta import FinetuneSpec, TensorKind
+from core_rl.backend.named_tensors import NamedTensors
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 
 

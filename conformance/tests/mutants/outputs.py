@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.outputs import ModelOutput, OutputName
-from core_rl.engines.steps import MicroBatchStep
-from core_rl.models.attention import Segments
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.reference.train import ReferenceEngine
+from core_rl.toolkit.attention import Segments
 from mutants.bases import Packed
 from mutants.zoo import C, Mutant
 

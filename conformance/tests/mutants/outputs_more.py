@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.data.outputs import ModelOutput
+from core_rl.reference.train import ReferenceEngine
 from mutants.bases import Packed, Replicated
 from mutants.zoo import DP2, Mutant
 

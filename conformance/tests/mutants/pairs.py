@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.named_tensors import NamedTensors, TensorSource
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import SaveLoadMeta, TensorKind
-from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl.engines.steps import MicroBatchStep
-from core_rl_conformance.reference import SPEC as REFERENCE
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.reference import SPEC as REFERENCE
+from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from toy_pp.engine import PipelineEngine, Way
 
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.steps import MicroBatchStep
+from core_rl.state.grad_norm import GradShard
 from mutants.zoo import PP2, Mutant
 
 TIED = "embed_tokens.weight"

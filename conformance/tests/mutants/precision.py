@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
+from core_rl.data.outputs import ModelOutput
 from mutants.bases import Packed
 from mutants.zoo import Mutant
 

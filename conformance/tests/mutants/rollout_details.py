@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.inference import ModelLimits, TopLogprobs
-from core_rl.engines.meta import FinetuneSpec, WeightUpdateMeta
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.sampling import Answer
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import ModelLimits, TopLogprobs
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.sampling import Answer
 from mutants.rollout_draws import Sampling
 from mutants.rollouts import Entries
 from mutants.zoo import Mutant

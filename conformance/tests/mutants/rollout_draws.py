@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core_rl.engines.inference import ModelLimits
-from core_rl.engines.meta import FinetuneSpec
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.sampling import Answer
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import ModelLimits
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.sampling import Answer
 from mutants.rollouts import Entries, Rescored
 from mutants.zoo import Mutant
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
-from core_rl.engines.named_tensors import NamedTensors
-from core_rl.engines.steps import MicroBatchStep
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.backend.meta import FinetuneSpec, TensorKind
+from core_rl.backend.named_tensors import NamedTensors
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
 from mutants.outputs import WithTemperature
 from mutants.rollouts import ReportsWithoutTemperature
 from mutants.zoo import Mutant, spec_of

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.inference import TopLogprobs
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.sampling import Answer, generate
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import TopLogprobs
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.sampling import Answer, generate
 from mutants.zoo import Mutant
 
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]

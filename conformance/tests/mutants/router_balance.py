@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
-from core_rl.models.routers import Routing, balance_loss
+from core_rl.data.outputs import ModelOutput
+from core_rl.reference.train import ReferenceEngine
+from core_rl.toolkit.routers import Routing, balance_loss
 from core_rl_conformance.profile import MOE
-from core_rl_conformance.reference.train import ReferenceEngine
 from mutants.bases import Packed
 from mutants.zoo import DP2, Mutant
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
-from core_rl.models.routers import Routers
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
+from core_rl.toolkit.routers import Routers
 from core_rl_conformance.profile import MOE
-from core_rl_conformance.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.steps import MicroBatchStep
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.steps import MicroBatchStep
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.distributed.process_group import RankAddress
+from core_rl.reference.train import ReferenceEngine
+from core_rl.state.grad_norm import GradShard
 from mutants.zoo import Mutant
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from core_rl.engines.meta import TensorKind, WeightUpdateMeta
-from core_rl.engines.named_tensors import NamedTensors
-from core_rl.engines.weight_sender import send_tensors
-from core_rl_conformance.reference import ROLLOUT_SPEC
-from core_rl_conformance.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutEngine
-from core_rl_conformance.reference.taking import taking
-from core_rl_conformance.reference.train import ReferenceEngine
+from core_rl.backend.meta import TensorKind, WeightUpdateMeta
+from core_rl.backend.named_tensors import NamedTensors
+from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference.receiving import taking
+from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutEngine
+from core_rl.reference.train import ReferenceEngine
+from core_rl.weight_sync.sender import send_tensors
 from mutants.zoo import Mutant
 
 

@@ -15,8 +15,8 @@ from toy_tp.engine import BEFORE_COLUMN, TensorParallelEngine, partial_gradient
 from toy_tp.vocabulary import Vocabulary
 from transformers import PreTrainedModel
 
-from core_rl.engines.collectives import World
-from core_rl.engines.grad_norm import GradShard, global_grad_norm
+from core_rl.distributed.comm import World
+from core_rl.state.grad_norm import GradShard, global_grad_norm
 from mutants.zoo import TP2, TP2SP, Mutant
 
 # ------------------------------------------------------------------------ norm

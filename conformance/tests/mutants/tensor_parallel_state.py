@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Shard
 from toy_tp.collectives import enter
 from toy_tp.engine import TensorParallelEngine
 
+from core_rl.backend.meta import FinetuneSpec, TensorKind
+from core_rl.backend.named_tensors import NamedTensors, TensorSource
 from core_rl.checkpoint import shards
-from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
-from core_rl.engines.named_tensors import NamedTensors, TensorSource
-from core_rl.models.gather import LocalPart
+from core_rl.distributed.process_group import RankAddress
+from core_rl.state.gather import LocalPart
 from mutants.zoo import TP2, Mutant
 
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import WeightUpdateMeta
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.errors import CoreRLError, WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse
-from core_rl_conformance.reference.rollout import ReferenceRolloutEngine
-from core_rl_conformance.reference.sampling import Answer
+from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.sampling import Answer
 from mutants.zoo import C, Mutant
 
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]

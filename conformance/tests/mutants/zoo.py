@@ -6,15 +6,16 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.spec import Capability, EngineSpec
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.train import TrainEngine
+from core_rl.reference import ROLLOUT_SPEC
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.profile import MOE, Profile, Setting
-from core_rl_conformance.reference import ROLLOUT_SPEC
 from core_rl_conformance.session.matrix import Case, Target
 from core_rl_conformance.subject import Subject
 
@@ -112,7 +113,7 @@ def spec_of(
         kind="train",
         protocol=(0, 1),
         factory=f"{engine.__module__}:{engine.__name__}",
-        config="core_rl_conformance.reference.config:ReferenceConfig",
+        config="core_rl.reference.config:ReferenceConfig",
         capabilities=(CAPABILITIES | declared) - undeclared,
     )
 

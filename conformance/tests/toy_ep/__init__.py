@@ -5,8 +5,9 @@ Light, as the module of a spec must be: neither torch nor transformers.
 
 from __future__ import annotations
 
+from core_rl.config.capability import Capability
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.spec import Capability, EngineSpec
+from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.profile import MOE, Profile, Setting
 
 C = Capability
@@ -20,7 +21,7 @@ SPEC = EngineSpec(
     kind="train",
     protocol=(0, 1),
     factory="toy_ep.engine:ExpertParallelEngine",
-    config="core_rl_conformance.reference.config:ReferenceConfig",
+    config="core_rl.reference.config:ReferenceConfig",
     capabilities=frozenset(
         {
             C.VALUE_HEAD,

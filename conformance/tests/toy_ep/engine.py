@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.collectives import RankGroups, World
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import LayoutError
-from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
-from core_rl.models.build import build_model
-from core_rl.models.hf_engine import HFTrainEngine
-from core_rl.models.packed import PackedModel
+from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_engine import HFTrainEngine
+from core_rl.toolkit.packed import PackedModel
 
 __all__ = ["ExpertParallelEngine"]
 

@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.collectives import RankGroups, World
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
-from core_rl.models.attention import PACKED_ATTENTION, Segments, register_packed_attention
-from core_rl.models.build import build_model
-from core_rl.models.hf_engine import HFTrainEngine
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.process_group import RankAddress
+from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_engine import HFTrainEngine
 
 __all__ = ["PipelineEngine", "Way"]
 

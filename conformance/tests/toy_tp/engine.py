@@ -21,16 +21,17 @@ from torch.func import functional_call
 from toy_cp.collectives import gather_parts, gather_tokens
 from transformers import PreTrainedModel
 
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.collectives import RankGroups, World
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import LayoutError
-from core_rl.models.attention import PACKED_ATTENTION, Segments, register_packed_attention
-from core_rl.models.build import build_model
-from core_rl.models.gather import LocalPart
-from core_rl.models.hf_engine import HFTrainEngine
+from core_rl.state.gather import LocalPart
+from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_engine import HFTrainEngine
 from toy_tp.collectives import add_up, enter, split_tokens
 from toy_tp.vocabulary import Vocabulary
 

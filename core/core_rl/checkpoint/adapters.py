@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.named_tensors import TensorSource
 from core_rl.checkpoint.background import BackgroundSave
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.formats import fingerprint, load_parts, publish_save
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.config.engine import LoraConfig
-from core_rl.engines import guards
-from core_rl.engines.meta import SaveLoadMeta, TensorKind
-from core_rl.engines.named_tensors import TensorSource
+from core_rl.engine import guards
 from core_rl.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, raise_all
 
 if TYPE_CHECKING:
-    from core_rl.engines.state import EngineState
+    from core_rl.engine.state import EngineState
 
 __all__ = ["load_adapter", "save_adapter"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.agreement import describe, on_all
 from core_rl.checkpoint.directory import place_of, staged_on_leader
 from core_rl.checkpoint.manifest import seal
-from core_rl.engines.collectives import World
+from core_rl.distributed.agreement import describe, on_all
+from core_rl.distributed.comm import World
 from core_rl.errors import CheckpointError
 
 __all__ = ["BackgroundSave", "Later", "publish_later"]

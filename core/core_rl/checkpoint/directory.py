@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.agreement import on_all, on_leader
 from core_rl.checkpoint.local import LocalPlace
 from core_rl.checkpoint.manifest import MANIFEST, find_damage, parse_manifest, read_manifest, seal, to_json
 from core_rl.checkpoint.remote import RemotePlace, is_url
-from core_rl.engines.collectives import World
+from core_rl.distributed.agreement import on_all, on_leader
+from core_rl.distributed.comm import World
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,

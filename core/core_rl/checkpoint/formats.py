@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from core_rl.checkpoint.agreement import on_all
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
+from core_rl.backend.named_tensors import TensorSource, check_source
+from core_rl.backend.progress import EngineProgress
 from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
-from core_rl.engines import guards
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.engines.named_tensors import TensorSource, check_source
-from core_rl.engines.progress import EngineProgress
-from core_rl.engines.spec import Capability
+from core_rl.config.capability import Capability
+from core_rl.distributed.agreement import on_all
+from core_rl.engine import guards
 from core_rl.errors import CheckpointError, CheckpointMismatch, raise_all
 
 if TYPE_CHECKING:
-    from core_rl.engines.state import EngineState
+    from core_rl.engine.state import EngineState
 
 __all__ = ["fingerprint", "load_engine_state", "load_parts", "publish_save", "save_engine"]
 

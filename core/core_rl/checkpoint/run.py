@@ -14,7 +14,7 @@ from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.local import LocalPlace, remove_stale
 from core_rl.checkpoint.manifest import MANIFEST, to_json
 from core_rl.checkpoint.remote import is_url
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 
 __all__ = ["RunCheckpoint", "RunCheckpoints"]

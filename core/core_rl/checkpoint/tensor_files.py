@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core_rl.checkpoint.agreement import describe
 from core_rl.checkpoint.streamed_file import StreamedFile
+from core_rl.distributed.agreement import describe
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
 __all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]

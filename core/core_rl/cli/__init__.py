@@ -11,7 +11,6 @@ import typer
 from core_rl import __version__
 from core_rl.cli.commands import PluginCommand, plugin_commands
 from core_rl.cli.engines import app as engines_app
-from core_rl.cli.train import train
 from core_rl.errors import (
     ConfigError,
     CoreRLError,
@@ -25,7 +24,7 @@ __all__ = ["build_app", "main"]
 
 _USAGE_ERRORS = (ConfigError, EngineNotFound, EngineAmbiguous, EngineBroken, EngineIncompatible)
 
-BUILT_IN = ("engines", "train")
+BUILT_IN = ("engines",)
 
 
 def build_app(*, plugins: bool = True) -> typer.Typer:
@@ -40,7 +39,6 @@ def build_app(*, plugins: bool = True) -> typer.Typer:
     )
     app.callback()(_root)
     app.add_typer(engines_app, name="engines")
-    app.command(name="train")(train)
     for command in plugin_commands() if plugins else []:
         if command.name not in BUILT_IN:
             _add(app, command)

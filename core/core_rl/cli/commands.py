@@ -12,8 +12,8 @@ from typing import Any
 
 import importlib_metadata as metadata
 
-from core_rl.engines.discovery import load_object
 from core_rl.errors import EngineBroken, EngineError
+from core_rl.registry.discovery import load_object
 
 __all__ = ["GROUP", "PluginCommand", "plugin_commands"]
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core_rl.engines.registry import EngineEntry, get_spec, list_engines, load_config
-from core_rl.engines.spec import PROTOCOL_VERSION, Capability, EngineSpec
+from core_rl.config.capability import Capability
 from core_rl.errors import EngineAmbiguous, EngineBroken, EngineIncompatible
+from core_rl.registry.engines import EngineEntry, get_spec, list_engines, load_config
+from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
 if TYPE_CHECKING:
     from core_rl.config.describe import FieldHelp

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
-from core_rl.engines.spec import Capability
+from core_rl.config.capability import Capability
 from core_rl.errors import LayoutError
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
 from core_rl.data.partition import balanced, units
-from core_rl.engines.outputs import ModelOutput
 
 __all__ = ["shard", "shard_plan", "unshard_output"]
 

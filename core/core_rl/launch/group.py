@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
+from core_rl.backend.named_tensors import TensorSource
+from core_rl.backend.progress import EngineProgress
+from core_rl.backend.steps import PostHook
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import OutputName
 from core_rl.data.shard import shard_plan, unshard_output
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
-from core_rl.engines.named_tensors import TensorSource
-from core_rl.engines.outputs import OutputName
-from core_rl.engines.post_hook import AggregateFn
-from core_rl.engines.progress import EngineProgress
-from core_rl.engines.steps import PostHook
+from core_rl.engine.post_hook import AggregateFn
 from core_rl.errors import BatchError, GroupError, LossError
 from core_rl.launch import remote
 from core_rl.launch.ranks import EngineRanks

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from core_rl.distributed.channel import Channel
 from core_rl.errors import GroupError
-from core_rl.launch.messages import Channel
 from core_rl.launch.worker import DUMP_SIGNAL, rank_main
 
 __all__ = ["RankProcess", "start_fork_server", "start_process"]

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
 
+from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.registry import get_spec
-from core_rl.engines.spec import EngineSpec
-from core_rl.engines.train import TrainEngine
+from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError, EngineStateError, GroupError, LayoutError
 from core_rl.launch import remote
 from core_rl.launch.rank_set import RankSet
+from core_rl.registry.engines import get_spec
+from core_rl.registry.spec import EngineSpec
 
 __all__ = ["EngineRanks"]
 

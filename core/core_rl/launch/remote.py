@@ -9,18 +9,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from core_rl.backend.meta import FinetuneSpec, TensorKind
+from core_rl.backend.progress import EngineProgress
+from core_rl.backend.steps import PostHook
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import FinetuneSpec, RankAddress, TensorKind
-from core_rl.engines.outputs import ModelOutput, OutputName
-from core_rl.engines.progress import EngineProgress
-from core_rl.engines.registry import load_engine
-from core_rl.engines.spec import EngineSpec
-from core_rl.engines.steps import PostHook
-from core_rl.engines.train import TrainEngine
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.loading import load_engine
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
 from core_rl.launch.worker import RankState
+from core_rl.registry.spec import EngineSpec
 
 __all__ = [
     "Place",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
+from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
 from core_rl.errors import RolloutError
-from core_rl.rollout.types import LLMRequest, LLMResponse, StopReason
 from core_rl.seeds import derive_seed
 
 __all__ = ["TokenGenerator", "generate_whole"]

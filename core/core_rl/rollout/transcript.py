@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.rollout.types import LLMResponse, StopReason
+from core_rl.data.requests import LLMResponse, StopReason
 
 __all__ = ["Transcript"]
 

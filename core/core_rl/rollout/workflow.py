@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.errors import ConfigError, RolloutError
-from core_rl.rollout.continued import TokenGenerator, generate_whole
-from core_rl.rollout.rewards import RewardFn, compute_reward
+from core_rl.data.requests import LLMResponse
+from core_rl.rollout.continued import TokenGenerator
 from core_rl.rollout.transcript import Transcript
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
-from core_rl.seeds import derive_seed
 
 __all__ = [
     "RolloutWorkflow",
-    "SingleTurnWorkflow",
     "TokenGenerator",
-    "gather_group",
     "pack_responses",
 ]
-
-_Result = TypeVar("_Result")
 
 
 class RolloutWorkflow(Protocol):
@@ -40,73 +29,6 @@ class RolloutWorkflow(Protocol):
         source of seeds and of the numbers of groups.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class SingleTurnWorkflow:
-    """One prompt, ``group_size`` independent answers, one reward for each.
-
-    ``data`` holds ``prompt_ids`` and whatever the reward function reads. The result has the fields of
-    `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64 ``[B]``, the episode's number).
-    An answer that the engine aborts goes on; see `generate_whole`.
-    """
-
-    reward: RewardFn
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    """With a ``seed``, each answer gets a seed of its own, derived from it, the episode and its place."""
-    group_size: int = 1
-    """How many answers; their rewards are compared with each other (GRPO)."""
-    reward_timeout_s: float | None = None
-    """How long the reward of one answer may take, in seconds."""
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"SingleTurnWorkflow.group_size = {self.group_size}; it must be at least 1")
-
-    async def arun_episode(
-        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
-    ) -> SequenceBatch | None:
-        """Generate and score the group. Raises `RolloutError` that names the episode and the answer."""
-        if "prompt_ids" not in data:
-            raise RolloutError(f"sample {episode} has no 'prompt_ids'; it has {sorted(data)}")
-        prompt = tuple(int(token) for token in data["prompt_ids"])
-        scored = await gather_group(
-            self._answer(engine, prompt, data, episode, member) for member in range(self.group_size)
-        )
-        return pack_responses([response for response, _ in scored]).with_sequences(
-            rewards=torch.tensor([reward for _, reward in scored], dtype=torch.float32),
-            group=torch.full((self.group_size,), episode, dtype=torch.long),
-        )
-
-    async def _answer(
-        self,
-        engine: TokenGenerator,
-        prompt: tuple[int, ...],
-        data: Mapping[str, Any],
-        episode: int,
-        member: int,
-    ) -> tuple[LLMResponse, float]:
-        seed = self.sampling.seed
-        sampling = (
-            self.sampling if seed is None else replace(self.sampling, seed=derive_seed(seed, episode, member))
-        )
-        response = await generate_whole(engine, LLMRequest(input_ids=prompt, sampling=sampling))
-        subject = f"sample {episode}, answer {member}"
-        reward = await compute_reward(
-            self.reward, prompt, response.output_ids, data, subject=subject, timeout_s=self.reward_timeout_s
-        )
-        return response, reward
-
-
-async def gather_group(members: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """The results of all ``members``, which run at once. When one fails, the others are ended before it is raised."""
-    tasks = [asyncio.ensure_future(member) for member in members]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def pack_responses(responses: Sequence[LLMResponse]) -> SequenceBatch:

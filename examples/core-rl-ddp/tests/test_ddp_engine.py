@@ -13,15 +13,15 @@ from core_rl_ddp import SPEC
 from core_rl_ddp.config import DDPConfig
 from torch import Tensor
 
-from core_rl.algorithms.sft import SFTLoss
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.registry import get_spec
-from core_rl.engines.spec import EngineSpec
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.reference.config import ReferenceConfig
+from core_rl.reference.config import ReferenceConfig
+from core_rl.registry.engines import get_spec
+from core_rl.registry.spec import EngineSpec
+from core_rl_trainer.algorithms.sft import SFTLoss
 
 VOCABULARY = 61
 TINY: dict[str, Any] = {

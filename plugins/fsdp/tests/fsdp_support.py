@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.metrics import Metric
 from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.metrics import Metric
-from core_rl.engines.outputs import ModelOutput
-from core_rl_conformance.reference.config import ReferenceConfig
+from core_rl.data.outputs import ModelOutput
+from core_rl.reference.config import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig, FSDPOptions
 
 VOCABULARY = 61

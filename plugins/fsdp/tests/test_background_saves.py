@@ -13,14 +13,14 @@ import fsdp_support as support
 import pytest
 import torch
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint.directory import opened, read_state
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.collectives import World
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.engines.train import TrainEngine
+from core_rl.distributed.comm import World
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import GroupError
 from core_rl.launch.group import EngineGroup
 

@@ -14,14 +14,14 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import SaveLoadMeta
 from core_rl.errors import BatchError, CheckpointMismatch
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.reference.config import ReferenceConfig
+from core_rl.reference.config import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig
 
 LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_fsdp.config import FSDPConfig
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.errors import BatchError, CheckpointMismatch
 from core_rl.launch.group import EngineGroup
 

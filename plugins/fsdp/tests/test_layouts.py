@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
+from core_rl.backend.named_tensors import TensorDict
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.engines.named_tensors import TensorDict
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
-from core_rl.models.footprint import footprint_of
+from core_rl.toolkit.footprint import footprint_of
 from core_rl_fsdp.engine import FSDPEngine
 
 LOSSES = {

@@ -18,13 +18,13 @@ import torch
 from memory_probe import own_bytes, peaks_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.meta import SaveLoadMeta
-from core_rl.engines.train import TrainEngine
+from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
-from core_rl.models.gather import BUCKET_BYTES
+from core_rl.state.gather import BUCKET_BYTES
 from core_rl_fsdp.config import FSDPConfig
 
 RANKS = 4

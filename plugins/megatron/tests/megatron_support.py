@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.metrics import Metric
 from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.metrics import Metric
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.registry import get_spec, load_config
+from core_rl.data.outputs import ModelOutput
 from core_rl.launch.group import EngineGroup
+from core_rl.registry.engines import get_spec, load_config
 
 VOCABULARY = 61
 TINY: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
 from core_rl.errors import EngineStateError
 from core_rl.launch.group import EngineGroup
 

@@ -9,9 +9,9 @@ import megatron_support as support
 import pytest
 import torch
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.loss import LossSpec
-from core_rl.engines.meta import SaveLoadMeta
 from core_rl.launch.group import EngineGroup
 
 LOSS = LossSpec(fn=support.weighted_nll)

@@ -116,7 +116,7 @@ def test_the_engine_refuses(fields: dict[str, Any], error: type[CoreRLError], sa
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    from core_rl.engines.meta import SaveLoadMeta
+    from core_rl.backend.meta import SaveLoadMeta
 
     meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"))
     with support.started(support.config()) as group:

@@ -11,15 +11,15 @@ import torch
 from sglang_support import ADAPTERS, API_KEY, build, tiny_model
 from test_sglang_servers import BATCH, asked, pid_of, processes
 
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.sent_adapter import SentAdapter
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import WeightsError
+from core_rl.weight_sync.adapter import SentAdapter
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.adapters import written
 from core_rl_conformance.procedures.streaming import sent
-from core_rl_conformance.truth.low_rank import LowRank
-from core_rl_conformance.truth.oracle import Oracle
+from core_rl_oracle.low_rank import LowRank
+from core_rl_oracle.oracle import Oracle
 from core_rl_sglang.engine import SglangEngine
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from sglang_support import build, dying_stream, tiny_model
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_sender import send_tensors
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_conformance.truth.oracle import Oracle
+from core_rl_oracle.oracle import Oracle
 from core_rl_sglang.engine import SglangEngine
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])

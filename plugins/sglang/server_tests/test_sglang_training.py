@@ -19,16 +19,16 @@ from rich.console import Console
 from sglang_support import API_KEY, tiny_model
 from torch import Tensor
 
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engines.meta import SaveLoadMeta
-from core_rl.training import run_recipe
-from core_rl.training.loop import TrainingLoop
-from core_rl.training.roles import Roles
-from core_rl.training.rollouts import Rollouts
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.inputs.data import ragged
 from core_rl_sglang.engine import SglangEngine
+from core_rl_trainer import run_recipe
+from core_rl_trainer.loop.loop import TrainingLoop
+from core_rl_trainer.loop.roles import Roles
+from core_rl_trainer.loop.rollouts import Rollouts
 
 STEPS, PROMPTS, GROUP = 3, 6, 3
 DATA = ragged(151, seed=5, lengths=(9, 1, 30, 17, 2))

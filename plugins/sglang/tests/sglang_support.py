@@ -18,9 +18,9 @@ from torch import Tensor
 from core_rl import get_spec, load_config, load_engine
 from core_rl.config.base import parse_config
 from core_rl.config.engine import InferenceEngineConfig
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.weight_group import GroupAddress, WeightGroup
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
+from core_rl.weight_sync.group import GroupAddress, WeightGroup
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_sglang.engine import SglangEngine

@@ -17,11 +17,11 @@ import torch
 from aiohttp import web
 from sglang_support import Stub, connected, drop, dying_stream, first, stubs, tiny_model
 
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.weight_sender import send_tensors
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CoreRLError, EngineStateError, RolloutError, WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_sglang.answers import Piece
 from core_rl_sglang.engine import SglangEngine

@@ -15,12 +15,12 @@ from aiohttp import web
 from safetensors.torch import load_file
 from sglang_support import Stub, build, connected, drop, first, stubs, tiny_model
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig, ModelConfig
-from core_rl.engines.inference import InferenceEngine
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.sent_adapter import SentAdapter
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, WeightsError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams
+from core_rl.weight_sync.adapter import SentAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import sent
 from core_rl_sglang.adapters import AdapterForm

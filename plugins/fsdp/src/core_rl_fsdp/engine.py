@@ -14,19 +14,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.collectives import RankGroups, World
-from core_rl.engines.meta import FinetuneSpec, RankAddress
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import ConfigError
-from core_rl.models.attention import PACKED_ATTENTION, register_packed_attention
-from core_rl.models.build import build_model
-from core_rl.models.gather import LocalPart
-from core_rl.models.hf_engine import HFTrainEngine
-from core_rl.models.meta_build import build_on_meta
-from core_rl.models.packed import PackedModel
-from core_rl.models.ulysses import check_heads
+from core_rl.state.gather import LocalPart
+from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_engine import HFTrainEngine
+from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit.ulysses import check_heads
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import SHARD, TENSOR, Meshes

@@ -14,9 +14,9 @@ from functools import cached_property
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.collectives import RankGroups, World
+from core_rl.distributed.comm import RankGroups, World
 from core_rl.errors import LayoutError
-from core_rl.models.shards import ModelShards
+from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["REPLICATE", "SHARD", "TENSOR", "Meshes"]
 

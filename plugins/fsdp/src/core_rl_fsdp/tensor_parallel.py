@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 
+from core_rl.distributed.collectives import add_up, enter, gather, scatter_sum
 from core_rl.errors import LayoutError, UnsupportedCapability
-from core_rl.models.collectives import add_up, enter, gather, scatter_sum
-from core_rl.models.shards import ModelShards
+from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["apply_tensor_parallel", "check_tensor_parallel"]
 

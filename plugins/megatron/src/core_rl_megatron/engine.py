@@ -17,19 +17,20 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from core_rl.backend.meta import FinetuneSpec, StatePart
+from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.collectives import RankGroups, World
-from core_rl.engines.guards import check_experts
-from core_rl.engines.meta import FinetuneSpec, RankAddress, StatePart
-from core_rl.engines.outputs import ModelOutput
-from core_rl.engines.steps import MicroBatchStep
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.guards import check_experts
 from core_rl.errors import BatchError, ConfigError, UnsupportedCapability
-from core_rl.models.build import build_model
-from core_rl.models.heads import LanguageModelHead, PackedStates, scalar_outputs
-from core_rl.models.meta_build import build_on_meta
-from core_rl.models.offload import HostCopies, guarded, own_memory
-from core_rl.models.routers import Routing, own_routing
-from core_rl.models.shards import TokenSlice
+from core_rl.state.host_copies import HostCopies, guarded, own_memory
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
+from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.parallel_context import TokenSlice
+from core_rl.toolkit.routers import Routing, own_routing
 from core_rl_megatron import cpu_shim
 from core_rl_megatron.experts import PackedRouter, mark_experts, routers_of, whole_outputs
 from core_rl_megatron.modules import PackedGPT, build_chunk, padding_token

@@ -11,10 +11,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.outputs import OutputName
-from core_rl.models.collectives import gather
-from core_rl.models.routers import Routing, routing_outputs
-from core_rl.models.shards import ModelShards
+from core_rl.data.outputs import OutputName
+from core_rl.distributed.collectives import gather
+from core_rl.toolkit.parallel_context import ModelShards
+from core_rl.toolkit.routers import Routing, routing_outputs
 
 __all__ = ["PackedRouter", "mark_experts", "routers_of", "whole_outputs"]
 

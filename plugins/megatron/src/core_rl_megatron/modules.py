@@ -20,10 +20,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from core_rl.config.engine import Head
-from core_rl.engines.collectives import World
+from core_rl.distributed.comm import World
 from core_rl.errors import UnsupportedCapability
-from core_rl.models.attention import Segments, packed_attention
-from core_rl.models.shards import TokenSlice
+from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl_megatron.experts import PackedRouter
 
 __all__ = ["PackedGPT", "build_chunk", "padding_token"]

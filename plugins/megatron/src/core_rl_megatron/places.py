@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initializ
 from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.engines.collectives import RankGroups, World
+from core_rl.distributed.comm import RankGroups, World
 from core_rl.errors import EngineStateError, LayoutError
-from core_rl.models.shards import ModelShards
+from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["Places", "TrackedDraws", "leave_groups", "make_groups"]
 

@@ -15,9 +15,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
+from core_rl.backend.schedule import decays
 from core_rl.config.engine import OptimizerConfig
-from core_rl.engines.schedule import decays
-from core_rl.models.optimizer import moment, set_moment, set_step_count
+from core_rl.toolkit.optimizer import moment, set_moment, set_step_count
 
 __all__ = ["OptimizerState", "Owned", "build_optimizer"]
 

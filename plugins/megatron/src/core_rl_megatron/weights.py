@@ -9,15 +9,15 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from core_rl.backend.meta import TensorKind
+from core_rl.backend.named_tensors import TensorDict, TensorSource
 from core_rl.checkpoint.shards import Shard, ShardFiles
-from core_rl.engines.collectives import World
-from core_rl.engines.grad_norm import GradShard
-from core_rl.engines.meta import TensorKind
-from core_rl.engines.named_tensors import TensorDict, TensorSource
+from core_rl.distributed.comm import World
 from core_rl.errors import ConfigError
-from core_rl.models.gather import LocalPart, ShardGather
-from core_rl.models.held_checkpoint import HeldCheckpoint
-from core_rl.models.written_form import WrittenForm
+from core_rl.state.gather import LocalPart, ShardGather
+from core_rl.state.grad_norm import GradShard
+from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.held_checkpoint import HeldCheckpoint
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.modules import PackedGPT
 from core_rl_megatron.naming import Placement, Slot, placements

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.config.engine import LoraConfig
 from core_rl.errors import ConfigError
-from core_rl.models.lora import ADAPTER_PREFIX, adapter_shapes
+from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
 from core_rl_sglang.directories import plain_name
 
 __all__ = ["AdapterForm", "Policy"]

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
 from core_rl.errors import RolloutError
-from core_rl.rollout.types import LLMRequest, LLMResponse, SamplingParams, StopReason
 
 __all__ = ["Piece", "StaleServer", "generation_body", "next_piece", "to_response"]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from core_rl.engines.weight_group import GroupAddress, Invitation, Seats, WeightGroup
-from core_rl.engines.weight_messages import Bucket
+from core_rl.weight_sync.group import GroupAddress, Invitation, Seats, WeightGroup
+from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.api import Refused, ServerTimeout
 from core_rl_sglang.server import Server
 from core_rl_sglang.weights import TensorWeights

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.errors import EngineStateError
-from core_rl.rollout.types import LLMRequest, LLMResponse
 from core_rl_sglang.adapters import Policy
 from core_rl_sglang.answers import Piece, StaleServer, generation_body, next_piece, to_response
 from core_rl_sglang.api import Refused, ServerTimeout, Unreachable

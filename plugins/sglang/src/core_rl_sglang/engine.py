@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 import aiohttp
 from torch import Tensor
 
+from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
+from core_rl.backend.named_tensors import check_shapes
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines import inference_guards
-from core_rl.engines.inference import InferenceEngine, ModelLimits, TopLogprobs
-from core_rl.engines.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
-from core_rl.engines.named_tensors import check_shapes
-from core_rl.engines.process_group import pick_device
-from core_rl.engines.weight_stream import ReceivedWeights, receiving
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.distributed.process_group import pick_device
+from core_rl.engine import inference_guards
+from core_rl.engine.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.errors import ConfigError, LayoutError, WeightsError
 from core_rl.rollout.loop_thread import LoopThread
-from core_rl.rollout.types import LLMRequest, LLMResponse
+from core_rl.weight_sync.stream import ReceivedWeights, receiving
 from core_rl_sglang.adapters import Policy
 from core_rl_sglang.answers import Piece
 from core_rl_sglang.broadcasts import BroadcastWeights

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from core_rl.config.engine import ModelConfig
-from core_rl.engines.inference import ModelLimits
+from core_rl.engine.inference import ModelLimits
 from core_rl.errors import ConfigError
-from core_rl.models.build import read_config
-from core_rl.models.digest import digest_of_directory
-from core_rl.models.written_form import WrittenForm
+from core_rl.toolkit.build import read_config
+from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.digest import digest_of_directory
 from core_rl_sglang.adapters import AdapterForm
 
 __all__ = ["ServedModel"]

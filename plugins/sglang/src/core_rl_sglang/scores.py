@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.engines.inference import TopLogprobs
+from core_rl.engine.inference import TopLogprobs
 from core_rl.errors import RolloutError
 from core_rl_sglang.adapters import Policy
 from core_rl_sglang.calls import Requests, generated

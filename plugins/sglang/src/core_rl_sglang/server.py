@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from core_rl.engines.weight_group import GroupAddress
-from core_rl.engines.weight_messages import Bucket, pickled_by_name
 from core_rl.errors import RolloutError
+from core_rl.weight_sync.group import GroupAddress
+from core_rl.weight_sync.messages import Bucket, pickled_by_name
 from core_rl_sglang.adapters import Policy
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl_sglang.process import ServerProcess

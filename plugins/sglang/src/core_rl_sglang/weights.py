@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.backend.named_tensors import check_source
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.engines.collectives import World
-from core_rl.engines.meta import WeightUpdateMeta
-from core_rl.engines.named_tensors import check_source
-from core_rl.engines.weight_group import GroupAddress, Seats
-from core_rl.engines.weight_messages import Bucket
+from core_rl.distributed.comm import World
 from core_rl.errors import WeightsError
+from core_rl.weight_sync.group import GroupAddress, Seats
+from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.directories import plain_name
 from core_rl_sglang.server import Server
 

@@ -1,0 +1,123 @@
+"""A training from end to end: what the float64 oracle makes of it, and how far plain models stray from that.
+
+Only with a large AdamW epsilon: then an update is a smooth function of its gradient, and rounding grows
+slowly from step to step. With a small one, noise in tiny gradients decides where the weights go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import CheckLoss
+from core_rl_oracle.oracle import AdamW, AdamWState, Oracle, OracleHead, grad_norm
+from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
+from core_rl_oracle.plain_adamw import KERNELS, Kernel, PlainAdamW
+from core_rl_oracle.tolerance import Tolerance, tolerance, tolerances
+
+__all__ = ["ExpectedTraining", "Training", "Trajectory", "expected_training"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One optimizer step on each of ``data``; hashable, so that what was computed for it can be kept."""
+
+    data: tuple[Ragged, ...]
+    loss: CheckLoss
+    config: AdamW
+    total_steps: int
+    """Where the learning rate has fallen linearly to 0."""
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each step."""
+        return [self.config.linear_lr(step, self.total_steps) for step in range(len(self.data))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What a training shows: of each step the loss and the norm before clipping, and the weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTraining:
+    """The float64 trajectory, and the tolerance of each part of it."""
+
+    truth: Trajectory
+    losses: list[Tolerance]
+    norms: list[Tolerance]
+    weights: dict[str, Tolerance]
+
+
+def expected_training(
+    directory: Path, head: OracleHead, training: Training, dtype: torch.dtype, device: str
+) -> ExpectedTraining:
+    """The oracle's trajectory from the weights in ``directory``; tolerances from every variant of the plain model.
+
+    The plain models compute in ``dtype`` and keep float32 weights beside it, as engines do.
+    """
+    oracle = Oracle(directory, head)
+    start = AdamWState.start(oracle.parameters())
+    truth = _oracle_training(oracle, start.copy(), training)
+    plain = PlainModel(directory, head, dtype, device)
+    runs = [
+        _plain_training(plain, variant, kernel, start, training)
+        for variant, kernel in zip(VARIANTS, cycle(KERNELS))
+    ]
+    return ExpectedTraining(
+        truth=truth,
+        losses=_of_steps([run.losses for run in runs], truth.losses, dtype),
+        norms=_of_steps([run.norms for run in runs], truth.norms, dtype),
+        weights=tolerances([run.weights for run in runs], truth.weights, torch.float32),
+    )
+
+
+def _oracle_training(oracle: Oracle, state: AdamWState, training: Training) -> Trajectory:
+    losses, norms = [], []
+    for data, rate in zip(training.data, training.rates, strict=True):
+        oracle.set_parameters(state.params)
+        found = oracle.gradients(data.for_oracle(), training.loss.of_sequence, training.loss.temperature)
+        losses.append(found.loss)
+        norms.append(training.config.step(state, found.grads, rate))
+    return Trajectory(losses=losses, norms=norms, weights=state.params)
+
+
+def _plain_training(
+    plain: PlainModel, variant: Variant, kernel: Kernel, start: AdamWState, training: Training
+) -> Trajectory:
+    optimizer = PlainAdamW(start, training.config, kernel)
+    losses, norms = [], []
+    for data, rate in zip(training.data, training.rates, strict=True):
+        plain.set_weights(optimizer.params)
+        loss, grads = plain.gradients(
+            variant, data.for_oracle(), training.loss.of_sequence, training.loss.temperature
+        )
+        losses.append(loss)
+        norms.append(grad_norm(grads))
+        scale = training.config.clip_scale(norms[-1])
+        optimizer.step({name: grad * scale for name, grad in grads.items()}, rate)
+    return Trajectory(losses=losses, norms=norms, weights=optimizer.params)
+
+
+def _of_steps(
+    variants: Sequence[Sequence[float]], expected: Sequence[float], dtype: torch.dtype
+) -> list[Tolerance]:
+    """The tolerance of a number for each step."""
+    return [
+        tolerance(
+            [torch.tensor(values[step], dtype=torch.float64) for values in variants],
+            torch.tensor(value, dtype=torch.float64),
+            dtype,
+        )
+        for step, value in enumerate(expected)
+    ]

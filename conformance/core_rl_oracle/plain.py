@@ -1,0 +1,280 @@
+"""The plain Hugging Face model in an engine's dtype: how much error is nobody's fault.
+
+It runs the same sequences in several equivalent ways: other row orders, other cuts into batches,
+padding on either side, both attention implementations, both ways to write log-probs and entropy, and
+weights moved by one unit in the last place. All are right; how far they are from the oracle is the
+baseline of the tolerance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from core_rl_oracle.low_rank import LowRank
+from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
+from core_rl_oracle.routers import balance, watched
+from core_rl_oracle.written import overwrite, written
+
+__all__ = ["VARIANTS", "PlainModel", "Variant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of several equivalent ways to compute the same."""
+
+    rows_at_once: int
+    padding: Literal["left", "right"] = "right"
+    attention: Literal["eager", "sdpa"] = "eager"
+    softmax: Literal["log_softmax", "logsumexp"] = "log_softmax"
+    """Entropy as ``-sum(p log p)`` or as ``lse - sum(p z)``: the second, which saves memory and which many
+    fused heads use, rounds at the size of the logits, in the backward pass too."""
+    shuffle: int | None = None
+    """Seed of the row order; None keeps it."""
+    nudge: int | None = None
+    """Seed of moving each weight by one unit in the last place, up or down; None leaves them."""
+
+
+VARIANTS = (
+    Variant(rows_at_once=64),
+    Variant(rows_at_once=3, attention="sdpa", softmax="logsumexp"),
+    Variant(rows_at_once=5, padding="left", softmax="logsumexp", shuffle=1),
+    Variant(rows_at_once=64, nudge=1),
+    Variant(rows_at_once=7, attention="sdpa", softmax="logsumexp", shuffle=2, nudge=2),
+    Variant(rows_at_once=11, padding="left", nudge=3),
+)
+
+
+EXPERTS = {"eager": "eager", "sdpa": "batched_mm"}
+"""How experts are computed beside each attention; other models have none."""
+
+
+class PlainModel:
+    """The model in ``directory``, in ``dtype`` on ``device``; everything it returns is on the CPU."""
+
+    def __init__(
+        self,
+        directory: Path,
+        head: OracleHead,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        adapter: LowRank | None = None,
+    ) -> None:
+        self.directory = directory
+        self.adapter = adapter
+        self.head = head
+        self.dtype = dtype
+        self.device = device
+        self._models: dict[str, tuple[PreTrainedModel, dict[str, Tensor]]] = {}
+        self._own: dict[str, Tensor] = {}
+
+    def outputs(
+        self, variant: Variant, sequences: Sequence[OracleSequence], temperature: float
+    ) -> list[dict[str, Tensor]]:
+        """The outputs of each sequence under ``variant``, in the caller's order; without logits."""
+        model = self._model(variant)
+        found: dict[int, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            for rows in _cuts(variant, len(sequences)):
+                found |= self._batch(model, variant, rows, sequences, temperature)
+        return [found[index] for index in range(len(sequences))]
+
+    def gradients(
+        self, variant: Variant, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of (sum of totals) / (sum of weights), accumulated over the cuts."""
+        model = self._model(variant)
+        total, weight = 0.0, sum(_weight(loss, sequence, self.head) for sequence in sequences)
+        for rows in _cuts(variant, len(sequences)):
+            outputs = self._batch(model, variant, rows, sequences, temperature)
+            parts = [loss(outputs[index], _in_float32(sequences[index]))[0] for index in rows]
+            part = torch.stack(parts).sum() / weight
+            if part.requires_grad:
+                part.backward()
+            total += float(part.detach())
+        grads = {
+            name: torch.zeros_like(value) if value.grad is None else value.grad
+            for name, value in model.named_parameters()
+        }
+        return total, {
+            own: part.float().cpu() for name, grad in grads.items() for own, part in written(name, grad)
+        }
+
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Compute with ``values`` from now on, rounded to the model's dtype."""
+        self._own = dict(values)
+        for _, weights in self._models.values():
+            overwrite(weights, self._own)
+
+    def _model(self, variant: Variant) -> PreTrainedModel:
+        """The model with the weights of ``variant`` and without gradients; one object for each attention."""
+        if variant.attention not in self._models:
+            self._models[variant.attention] = self._load(variant.attention)
+        model, weights = self._models[variant.attention]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        if variant.nudge is not None:
+            _nudge(model, variant.nudge)
+        model.zero_grad(set_to_none=True)
+        return model
+
+    def _load(self, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
+        if getattr(config, "attn_logit_softcapping", None):
+            attention = "eager"  # torch's sdpa cannot cap the scores
+        family = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
+        model: PreTrainedModel = family.from_pretrained(
+            self.directory,
+            dtype=self.dtype,
+            attn_implementation=attention,
+            experts_implementation=EXPERTS[attention],
+            local_files_only=True,
+        ).eval()
+        if self.adapter is not None:
+            self.adapter.attach(model)
+        torch.nn.Module.to(model, self.device)
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        overwrite(weights, self._own)
+        return model, weights
+
+    def _batch(
+        self,
+        model: PreTrainedModel,
+        variant: Variant,
+        rows: Sequence[int],
+        sequences: Sequence[OracleSequence],
+        temperature: float,
+    ) -> dict[int, dict[str, Tensor]]:
+        lists = [sequences[index].input_ids for index in rows]
+        width = max(map(len, lists))
+        starts = [width - len(ids) if variant.padding == "left" else 0 for ids in lists]
+        ids, mask = (
+            torch.zeros(len(rows), width, dtype=torch.long),
+            torch.zeros(len(rows), width, dtype=torch.long),
+        )
+        for row, (start, row_ids) in enumerate(zip(starts, lists, strict=True)):
+            ids[row, start : start + len(row_ids)] = torch.tensor(row_ids)
+            mask[row, start : start + len(row_ids)] = 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
+        with watched(model, _replay(sequences, rows, starts, width)) as choices:
+            hidden = model.base_model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            )
+        states = hidden.last_hidden_state
+        found = {}
+        for row, (index, start) in enumerate(zip(rows, starts, strict=True)):
+            own = states[row, start : start + len(sequences[index].input_ids)]
+            outputs = _head_outputs(
+                model, self.head, variant, own, ids[row, start : start + len(own)], temperature
+            )
+            if choices:
+                first = row * width + start
+                outputs["aux_loss"] = balance([choice.rows(first, first + len(own)) for choice in choices])
+            found[index] = {name: value.cpu() for name, value in outputs.items()}
+        return found
+
+
+def _replay(
+    sequences: Sequence[OracleSequence], rows: Sequence[int], starts: Sequence[int], width: int
+) -> Tensor | None:
+    """The experts to choose, ``[rows * width, layers, k]``, any for padding; None leaves it to the routers."""
+    given = [sequences[index].fields.get("routing") for index in rows]
+    if given[0] is None:
+        return None
+    layers, k = given[0].shape[1:]
+    replay = torch.arange(k).repeat(len(rows), width, layers, 1)
+    for row, (start, routing) in enumerate(zip(starts, given, strict=True)):
+        assert routing is not None
+        replay[row, start : start + len(routing)] = routing
+    return replay.flatten(0, 1)
+
+
+def _head_outputs(
+    model: PreTrainedModel,
+    head: OracleHead,
+    variant: Variant,
+    states: Tensor,
+    ids: Tensor,
+    temperature: float,
+) -> dict[str, Tensor]:
+    zero = torch.zeros(1, device=states.device)
+    if head != "lm":
+        weight = model.get_parameter("score.weight").float()
+        scalars = (states.float() @ weight.T)[:, 0]
+        return {"values": torch.cat([zero, scalars[:-1]]), "bootstrap": scalars[-1], "scores": scalars[-1]}
+    embeddings = model.get_output_embeddings()
+    assert isinstance(embeddings, torch.nn.Module)
+    logits = _capped(embeddings(states[:-1]).float(), model) / temperature
+    logprobs, entropy = (
+        _log_softmax(logits, ids[1:]) if variant.softmax == "log_softmax" else _lse(logits, ids[1:])
+    )
+    return {
+        "logprobs": torch.cat([zero, logprobs]),
+        "entropy": torch.cat([zero, entropy]),
+        "logits": torch.cat([zero.expand(1, logits.shape[1]), logits]),
+    }
+
+
+def _capped(logits: Tensor, model: PreTrainedModel) -> Tensor:
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _log_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of ``ids [L]`` and entropies, from ``logits [L, V]``."""
+    log_p = torch.log_softmax(logits, dim=-1)
+    return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def _lse(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from the log-sum-exp."""
+    lse = torch.logsumexp(logits, dim=-1)
+    p = (logits - lse[:, None]).exp()
+    return logits.gather(1, ids[:, None])[:, 0] - lse, lse - (p * logits).sum(-1)
+
+
+def _cuts(variant: Variant, count: int) -> Iterator[list[int]]:
+    order = list(range(count))
+    if variant.shuffle is not None:
+        random.Random(variant.shuffle).shuffle(order)
+    for start in range(0, count, variant.rows_at_once):
+        yield order[start : start + variant.rows_at_once]
+
+
+def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """``tensor`` with each entry moved by one unit in the last place, up or down."""
+    up = torch.rand(tensor.shape, generator=generator) < 0.5
+    return torch.nextafter(tensor, torch.where(up, torch.inf, -torch.inf).to(tensor))
+
+
+def _nudge(model: PreTrainedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(nudged(parameter, generator))
+
+
+def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> float:
+    """How much one sequence counts, asked with outputs of zero."""
+    zeros = torch.zeros(len(sequence.input_ids))
+    names = ("logprobs", "entropy") if head == "lm" else ("values",)
+    scalars = ("scores", "bootstrap", "aux_loss")
+    outputs = dict.fromkeys(names, zeros) | dict.fromkeys(scalars, torch.zeros(()))
+    outputs["logits"] = zeros[:, None]
+    return loss(outputs, sequence)[1]
+
+
+def _in_float32(sequence: OracleSequence) -> OracleSequence:
+    fields = {
+        name: value.float() if value.is_floating_point() else value for name, value in sequence.fields.items()
+    }
+    return OracleSequence(input_ids=sequence.input_ids, fields=fields)

@@ -1,0 +1,127 @@
+"""torch's own AdamW in float32: how much rounding of optimizer steps is nobody's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
+from core_rl_oracle.tolerance import Tolerance, tolerances
+
+__all__ = ["KERNELS", "Kernel", "PlainAdamW", "StepTolerances", "step_tolerances"]
+
+Kernel = Literal["foreach", "loop", "fused"]
+KERNELS: tuple[Kernel, ...] = ("foreach", "loop", "fused")
+VARIANTS: tuple[tuple[Kernel, int | None], ...] = (
+    ("foreach", None),
+    ("loop", None),
+    ("fused", None),
+    ("foreach", 1),
+    ("loop", 2),
+)
+"""Kernels, and seeds of moving gradients by one unit in the last place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTolerances:
+    """Of weights and both moments, by name."""
+
+    master: dict[str, Tolerance]
+    exp_avg: dict[str, Tolerance]
+    exp_avg_sq: dict[str, Tolerance]
+
+
+def step_tolerances(
+    start: AdamWState,
+    expected: AdamWState,
+    config: AdamW,
+    grads: Sequence[Mapping[str, Tensor]],
+    rates: Sequence[float],
+) -> StepTolerances:
+    """The tolerances after the steps from ``start`` to ``expected`` with ``grads`` and learning ``rates``."""
+    runs = [_run(start, config, grads, rates, kernel, nudge) for kernel, nudge in VARIANTS]
+    return StepTolerances(
+        master=tolerances([run.params for run in runs], expected.params, torch.float32),
+        exp_avg=tolerances([run.exp_avg for run in runs], expected.exp_avg, torch.float32),
+        exp_avg_sq=tolerances([run.exp_avg_sq for run in runs], expected.exp_avg_sq, torch.float32),
+    )
+
+
+def _run(
+    start: AdamWState,
+    config: AdamW,
+    grads: Sequence[Mapping[str, Tensor]],
+    rates: Sequence[float],
+    kernel: Kernel,
+    nudge: int | None,
+) -> AdamWState:
+    optimizer = PlainAdamW(start, config, kernel)
+    for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
+        scale = config.clip_scale(grad_norm(step_grads))
+        given = {
+            name: grad.float() if nudge is None else _nudged(grad, nudge, number)
+            for name, grad in step_grads.items()
+        }
+        optimizer.step({name: grad * scale for name, grad in given.items()}, rate)
+    return optimizer.state
+
+
+class PlainAdamW:
+    """torch's AdamW over float32 copies of the weights and moments of ``start``."""
+
+    def __init__(self, start: AdamWState, config: AdamW, kernel: Kernel = "foreach") -> None:
+        self._params = {name: torch.nn.Parameter(value.float()) for name, value in start.params.items()}
+        self._optimizer = _optimizer(self._params, config, kernel)
+        for name, parameter in self._params.items():
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(start.count)),
+                "exp_avg": start.exp_avg[name].float(),
+                "exp_avg_sq": start.exp_avg_sq[name].float(),
+            }
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The weights, as they are now."""
+        return {name: parameter.detach() for name, parameter in self._params.items()}
+
+    @property
+    def state(self) -> AdamWState:
+        """Weights and moments, as they are now."""
+        parts = {name: self._optimizer.state[parameter] for name, parameter in self._params.items()}
+        return AdamWState(
+            params=self.params,
+            exp_avg={name: part["exp_avg"] for name, part in parts.items()},
+            exp_avg_sq={name: part["exp_avg_sq"] for name, part in parts.items()},
+        )
+
+    def step(self, grads: Mapping[str, Tensor], rate: float) -> None:
+        """One step with ``grads``, which are clipped already; parameters without one stay."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        for name, grad in grads.items():
+            self._params[name].grad = grad
+        self._optimizer.step()
+
+
+def _optimizer(params: Mapping[str, torch.nn.Parameter], config: AdamW, kernel: Kernel) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in params.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        foreach=kernel == "foreach",
+        fused=kernel == "fused",
+    )
+
+
+def _nudged(grad: Tensor, seed: int, step: int) -> Tensor:
+    up = torch.rand(grad.shape, generator=torch.Generator().manual_seed(1000 * seed + step)) < 0.5
+    return torch.nextafter(grad.float(), torch.where(up, torch.inf, -torch.inf))

@@ -1,0 +1,102 @@
+"""Small records that travel between the driver and its engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from core_rl.errors import ConfigError
+
+__all__ = [
+    "CheckpointFormat",
+    "FinetuneSpec",
+    "SaveLoadMeta",
+    "Scheduling",
+    "StatePart",
+    "SyncMethod",
+    "TensorKind",
+    "WeightUpdateMeta",
+]
+
+TensorKind = Literal["params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers", "adapter"]
+StatePart = Literal["model", "optimizer"]
+"""What can be offloaded by itself: weights with their gradients, and moments."""
+CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
+SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSpec:
+    """How long the training will be, for engines and schedules that need to know."""
+
+    total_train_epochs: int = 1
+    dataset_size: int = 1
+    train_batch_size: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over the data; the last incomplete batch is dropped."""
+        return max(1, self.dataset_size // self.train_batch_size)
+
+    @property
+    def total_train_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        return self.total_train_epochs * self.steps_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveLoadMeta:
+    """What to save or load, and where."""
+
+    path: str
+    """A local directory or an fsspec URL."""
+    format: CheckpointFormat = "sharded"
+    with_optimizer: bool = True
+    """Moments, step counts and random state as well; ``hf`` and ``adapter`` never hold them."""
+    tokenizer_path: str | None = None
+    """For ``hf``: a directory whose tokenizer files are copied into the export."""
+    asynchronous: bool = False
+    """``save`` returns when what is saved can no longer change, and the rest is done in the background; see
+    `TrainEngine.save`. ``load`` ignores it."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("SaveLoadMeta.path is empty; name a directory or an fsspec URL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightUpdateMeta:
+    """How new weights travel from a train engine to an inference engine, and as which version."""
+
+    method: SyncMethod = "disk"
+    version: int
+    """The version that the receiver has afterwards: raised by the driver, never by an engine."""
+    path: str | None = None
+    """For ``disk``: the directory between the two. For all others: the file through which they find each other; the
+    receiver makes it and removes it."""
+    verify: bool = False
+    """Compare digests of what arrived with what was sent; for ``lora`` also of the weights below the adapter."""
+    bucket_bytes: int = 256 * 2**20
+    """For all but ``disk``: the largest piece in flight, in bytes, or one tensor if that is larger."""
+
+    def __post_init__(self) -> None:
+        if self.method == "disk" and not self.path:
+            raise ConfigError("WeightUpdateMeta(method='disk') needs a path; set the directory to write to")
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"WeightUpdateMeta.bucket_bytes = {self.bucket_bytes}; it must be positive")
+
+    @property
+    def directory(self) -> Path:
+        """The path of the ``disk`` method."""
+        return Path(self.path or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduling:
+    """What one rank of an engine needs from a launcher. Declared now; honoured by launchers for several machines."""
+
+    cpu: int = 1
+    gpu: int = 0
+    memory_mib: int = 1024
+    env: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,145 @@
+"""What the core does with each micro-batch's output: a loss to run backward on, or values to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.metrics import Metric
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.errors import EngineContractError
+
+__all__ = ["CollectStep", "LossStep", "MicroBatchStep", "MicroBatches", "PostHook"]
+
+PostHook = Callable[[ModelOutput, SequenceBatch], Tensor]
+
+
+class MicroBatchStep(Protocol):
+    """The callback that ``_run`` receives. An engine calls it once for each micro-batch, where the
+    outputs live, and runs backward on the scalar that it returns unless the pass is forward-only.
+    """
+
+    @property
+    def outputs(self) -> tuple[OutputName, ...]:
+        """What the `ModelOutput` must hold."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """What log-probs, entropy and logits are computed at."""
+        ...
+
+    @property
+    def trained_only(self) -> bool:
+        """Whether token outputs count only where ``loss_mask`` is true, so that the head may skip the rest."""
+        ...
+
+    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor: ...
+
+
+class MicroBatches:
+    """The micro-batches of one pass, on the engine's device, with dummies where this rank has none."""
+
+    def __init__(self, batch: SequenceBatch, plan: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.plan = [list(part) for part in plan]
+        self.items = [(batch.select(part) if part else batch.dummy()).to(device) for part in self.plan]
+        self._index = {id(item): number for number, item in enumerate(self.items)}
+
+    def real(self) -> list[SequenceBatch]:
+        """Those that are no dummies."""
+        return [item for item, part in zip(self.items, self.plan, strict=True) if part]
+
+    def claim(self, micro_batch: SequenceBatch) -> int:
+        """The number of ``micro_batch``; `EngineContractError` when it is foreign or comes twice."""
+        number = self._index.pop(id(micro_batch), None)
+        if number is None:
+            raise EngineContractError(
+                "_run called step() with a micro-batch that it was not given, or twice with the same; "
+                "call it once for each, with the very object"
+            )
+        return number
+
+    def check_finished(self) -> None:
+        """Raise `EngineContractError` when a micro-batch was left out."""
+        if self._index:
+            raise EngineContractError(f"_run left out the micro-batches {sorted(self._index.values())}")
+
+
+class LossStep:
+    """Computes the loss, scaled so that the sum over micro-batches and ranks is the whole loss.
+
+    So is the routers' balance, with a scale of its own; 0 leaves it out.
+    """
+
+    trained_only = True
+
+    def __init__(
+        self, micro_batches: MicroBatches, loss: LossSpec, scale: float, aux_scale: float = 0.0
+    ) -> None:
+        self._micro_batches = micro_batches
+        self._loss = loss
+        self._scale = scale
+        self._aux_scale = aux_scale
+        self.metrics: list[Mapping[str, Metric]] = []
+        self.totals: list[Tensor] = []
+
+    @property
+    def outputs(self) -> tuple[OutputName, ...]:
+        return (*self._loss.outputs, "aux_loss") if self._aux_scale else self._loss.outputs
+
+    @property
+    def temperature(self) -> float:
+        return self._loss.temperature
+
+    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
+        number = self._micro_batches.claim(micro_batch)
+        output.check(self.outputs, micro_batch.num_tokens, micro_batch.num_sequences)
+        # Connected to the graph in any case: collectives in the backward pass must run on every rank.
+        connected = output.zero_loss()
+        if not self._micro_batches.plan[number]:
+            return connected
+        total, metrics = self._loss.total(output.masked(micro_batch.loss_mask), micro_batch)
+        self.totals.append(total.detach())
+        scaled = total * self._scale + connected
+        if self._aux_scale:
+            aux = output["aux_loss"]
+            metrics = {**metrics, "aux_loss": Metric.mean(aux, micro_batch.num_tokens)}
+            scaled = scaled + aux * self._aux_scale
+        self.metrics.append(metrics)
+        return scaled
+
+    def total(self) -> float:
+        """The sum of the losses of this rank's micro-batches, unscaled."""
+        return float(torch.stack([total.double() for total in self.totals]).sum()) if self.totals else 0.0
+
+
+class CollectStep:
+    """Keeps the outputs of a forward-only pass, or what ``post_hook`` makes of them."""
+
+    trained_only = False
+
+    def __init__(
+        self,
+        micro_batches: MicroBatches,
+        outputs: tuple[OutputName, ...],
+        temperature: float,
+        post_hook: PostHook | None = None,
+    ) -> None:
+        self._micro_batches = micro_batches
+        self.outputs = outputs
+        self.temperature = temperature
+        self._post_hook = post_hook
+        self.collected: dict[int, Any] = {}
+
+    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
+        number = self._micro_batches.claim(micro_batch)
+        output.check(self.outputs, micro_batch.num_tokens, micro_batch.num_sequences)
+        if self._micro_batches.plan[number]:
+            kept = output.detached() if self._post_hook is None else self._post_hook(output, micro_batch)
+            self.collected[number] = kept
+        return torch.zeros(())

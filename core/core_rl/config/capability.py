@@ -1,0 +1,45 @@
+"""Optional features of an engine."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["Capability"]
+
+
+class Capability(StrEnum):
+    """What is optional for an engine. Whatever a spec does not list is *not supported*."""
+
+    # heads and outputs of a train engine
+    VALUE_HEAD = "value_head"
+    REWARD_HEAD = "reward_head"
+    LOGITS = "logits"
+    # layouts
+    DATA_PARALLEL = "data_parallel"
+    TENSOR_PARALLEL = "tensor_parallel"
+    SEQUENCE_PARALLEL = "sequence_parallel"
+    PIPELINE_PARALLEL = "pipeline_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
+    # training
+    BFLOAT16 = "bfloat16"
+    CUDA = "cuda"
+    FROZEN_PARAMETERS = "frozen_parameters"
+    LORA = "lora"
+    MOE = "moe"
+    ROUTING_REPLAY = "routing_replay"
+    OFFLOAD = "offload"
+    # state
+    SHARDED_CHECKPOINT = "sharded_checkpoint"
+    PORTABLE_CHECKPOINT = "portable_checkpoint"
+    # weight sync: a train engine sends, an inference engine receives
+    SYNC_DISK = "sync_disk"
+    SYNC_TENSOR = "sync_tensor"
+    SYNC_DISTRIBUTED = "sync_distributed"
+    SYNC_LORA = "sync_lora"
+    # inference
+    SCORE = "score"
+    TOP_LOGPROBS = "top_logprobs"
+    PAUSE = "pause"
+    RELEASE_MEMORY = "release_memory"
+    LAUNCH_SERVER = "launch_server"

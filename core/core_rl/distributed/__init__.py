@@ -1,0 +1,1 @@
+"""Process groups, collectives and channels between processes."""

@@ -1,0 +1,144 @@
+"""Joining and leaving ``torch.distributed``, which a process has once: engines of the same world share it."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from core_rl.distributed.comm import World
+from core_rl.errors import ConfigError, EngineStateError
+
+__all__ = ["Membership", "RankAddress", "join", "pick_device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAddress:
+    """Where one rank stands, and the file through which the ranks meet."""
+
+    rank: int
+    world_size: int
+    store_path: str
+    """A file that all ranks see; it does not exist before and serves one process group."""
+    local_rank: int = 0
+    """The accelerator of this rank on its machine."""
+    timeout_s: float = 600.0
+    """How long a collective may wait for its peers, in seconds."""
+
+
+@dataclass
+class _Present:
+    """The process group of this process."""
+
+    address: RankAddress
+    device: torch.device
+    owned: bool
+    """Whether `join` made it, so that the last engine that leaves destroys it."""
+    group: dist.ProcessGroup | None = field(default_factory=lambda: dist.group.WORLD)
+    shared: dict[object, Any] = field(default_factory=dict)
+    """See `World.shared`."""
+    members: list[Membership] = field(default_factory=list)
+
+    def is_there(self) -> bool:
+        """Whether it is still what ``torch.distributed`` has: whoever made it may have destroyed it."""
+        return dist.is_initialized() and dist.group.WORLD is self.group
+
+
+class _Process:
+    present: _Present | None = None
+
+
+class Membership:
+    """An engine's place in ``torch.distributed``."""
+
+    def __init__(self, present: _Present, device: torch.device) -> None:
+        self.address = present.address
+        """This rank's number, and how long collectives may wait: as the first engine here joined."""
+        self.world = World(present.group, device, present.shared)
+        """All ranks."""
+        self._present = present
+        present.members.append(self)
+
+    def leave(self) -> None:
+        """Give the place up; the last engine here destroys the process group if `join` created it."""
+        present = self._present
+        if self not in present.members:
+            return
+        present.members.remove(self)
+        if present.members:
+            return
+        if _Process.present is present:
+            _Process.present = None
+        if present.owned and present.is_there():
+            dist.destroy_process_group()
+
+
+def pick_device(choice: str, local_rank: int) -> torch.device:
+    """The device that a config's ``device`` stands for on this rank."""
+    available = torch.cuda.is_available()
+    if choice == "cuda" and not available:
+        raise ConfigError("device = 'cuda', and torch sees no CUDA device; set device to 'cpu' or 'auto'")
+    if choice == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(address: RankAddress | None, device: torch.device) -> Membership:
+    """Join the process group at ``address``, or share it with the engines of this process that are in it.
+
+    Without an address, the group that is there is used (that of ``torchrun``, or of another engine), and else a
+    group of one rank is made. Raises `EngineStateError` where the group that is there is another one.
+    """
+    present = _Process.present
+    if present is None or not present.is_there():
+        present = (
+            _adopt(device) if dist.is_initialized() and address is None else _initialize(address, device)
+        )
+        _Process.present = present
+    elif address is not None and not _same(present, address, device):
+        raise EngineStateError(
+            f"this engine is to be rank {address.rank} of {address.world_size} on {device}, and torch.distributed is "
+            f"already initialised in this process, as rank {present.address.rank} of {present.address.world_size} on "
+            f"{present.device}; engines share a process only in the same world: destroy the other engine first, or "
+            "give this one processes of its own (EngineGroup without beside)"
+        )
+    return Membership(present, device)
+
+
+def _same(present: _Present, address: RankAddress, device: torch.device) -> bool:
+    there = present.address
+    places = [(one.store_path, one.rank, one.world_size) for one in (there, address)]
+    return places[0] == places[1] and present.device == device
+
+
+def _adopt(device: torch.device) -> _Present:
+    """The group that somebody else initialised."""
+    address = RankAddress(rank=dist.get_rank(), world_size=dist.get_world_size(), store_path="")
+    return _Present(address, device, owned=False)
+
+
+def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
+    if dist.is_initialized():
+        raise EngineStateError(
+            "torch.distributed is already initialised in this process, by somebody else; pass no address to use the "
+            "group that is there"
+        )
+    if address is None:
+        store = Path(tempfile.mkdtemp(prefix="core-rl-")) / "store"
+        address = RankAddress(rank=0, world_size=1, store_path=str(store))
+    dist.init_process_group(
+        backend="gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
+        store=FileStore(address.store_path, address.world_size),
+        rank=address.rank,
+        world_size=address.world_size,
+        timeout=timedelta(seconds=address.timeout_s),
+    )
+    return _Present(address, device, owned=True)

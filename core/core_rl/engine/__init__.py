@@ -1,0 +1,1 @@
+"""The public engines: `TrainEngine` and `InferenceEngine`."""

@@ -1,0 +1,269 @@
+"""The checks that public methods make once, so that no hook has to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from core_rl.backend.meta import StatePart, SyncMethod, TensorKind
+from core_rl.backend.progress import Pending
+from core_rl.config.capability import Capability
+from core_rl.config.engine import EngineConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import OutputName
+from core_rl.errors import (
+    BatchError,
+    ConfigError,
+    EngineStateError,
+    LayoutError,
+    LossError,
+    UnsupportedCapability,
+    WeightsError,
+)
+from core_rl.registry.spec import EngineSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HEAD_CAPABILITY = {"value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD}
+HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
+    "lm": frozenset({"logprobs", "entropy", "logits", "routing"}),
+    "value": frozenset({"values", "routing"}),
+    "reward": frozenset({"scores", "routing"}),
+}
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
+    "disk": Capability.SYNC_DISK,
+    "tensor": Capability.SYNC_TENSOR,
+    "distributed": Capability.SYNC_DISTRIBUTED,
+    "lora": Capability.SYNC_LORA,
+}
+
+
+def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
+    """Raise `UnsupportedCapability` or `LayoutError` for what ``config`` asks and ``spec`` does not declare."""
+    missing = config.layout.needed_capabilities() - spec.capabilities
+    if missing:
+        raise LayoutError(
+            f"layout {config.layout} needs {', '.join(sorted(missing))}, which the engine {spec.name!r} does not "
+            "declare; set these degrees to 1 or choose another engine"
+        )
+    wanted: list[Capability] = []
+    if config.model.head in HEAD_CAPABILITY:
+        wanted.append(HEAD_CAPABILITY[config.model.head])
+    if config.dtype == "bfloat16":
+        wanted.append(Capability.BFLOAT16)
+    if config.model.frozen:
+        wanted.append(Capability.FROZEN_PARAMETERS)
+    if config.model.lora:
+        wanted.append(Capability.LORA)
+    if config.offload_params or config.offload_optimizer:
+        wanted.append(Capability.OFFLOAD)
+    for capability in wanted:
+        require_capability(spec, capability, f"a config with {capability.value}")
+
+
+def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig) -> None:
+    """Raise `UnsupportedCapability` for a mixture of experts on an engine that does not declare it.
+
+    And `ConfigError` where the routers of a model without any are to be balanced.
+    """
+    if has_experts(model):
+        require_capability(spec, Capability.MOE, f"{model.model_type!r}, a mixture of experts")
+    elif config.router_aux_coef:
+        raise ConfigError(
+            f"model.router_aux_coef = {config.router_aux_coef}, and {model.model_type!r} routes nothing; set it to 0"
+        )
+
+
+def has_experts(model: PretrainedConfig) -> bool:
+    """Whether ``model`` routes tokens to experts; each family of transformers counts them under one of a few names."""
+    text = model.get_text_config()
+    return any(getattr(text, name, None) for name in EXPERT_COUNTS)
+
+
+def check_device(spec: EngineSpec, device: torch.device) -> None:
+    """Raise `UnsupportedCapability` for CUDA on an engine without it."""
+    if device.type == "cuda":
+        require_capability(spec, Capability.CUDA, "device 'cuda'")
+
+
+def require_capability(spec: EngineSpec, capability: Capability, what: str) -> None:
+    """Raise `UnsupportedCapability` unless ``spec`` declares ``capability``."""
+    if not spec.supports(capability):
+        raise UnsupportedCapability(
+            f"{what}: the engine {spec.name!r} does not declare {capability.value!r}; "
+            f"it declares {', '.join(sorted(spec.capabilities)) or 'none'}"
+        )
+
+
+def require_state(state: str, needed: str, method: str) -> None:
+    """Raise `EngineStateError` unless the engine is in the state that ``method`` needs."""
+    if state != needed:
+        hints = {
+            "new": "call initialize() first",
+            "ready": "destroy() it and build another",
+            "destroyed": "build another",
+        }
+        raise EngineStateError(f"{method} on an engine that is {state!r}; {hints[state]}")
+
+
+def require_optimizer(config: TrainEngineConfig) -> OptimizerConfig:
+    """The optimizer config, or `EngineStateError` for a forward-only engine."""
+    if config.optimizer is None:
+        raise EngineStateError(
+            "this engine has optimizer = null and only runs forward; configure an optimizer"
+        )
+    return config.optimizer
+
+
+def require_trainable(
+    config: TrainEngineConfig, mode: str | None, pending: Pending, adapter_off: bool = False
+) -> None:
+    """Raise `EngineStateError` where gradients may not accumulate."""
+    require_optimizer(config)
+    require_adapter_on(adapter_off, "forward_backward()")
+    if mode == "eval":
+        raise EngineStateError(
+            "forward_backward() inside eval_mode(); leave the context, or pass forward_only=True"
+        )
+    if pending.reduced:
+        raise EngineStateError(
+            "the gradients were already reduced by an export; call optimizer_step() or optimizer_zero_grad() first"
+        )
+
+
+def require_kind(config: TrainEngineConfig, kind: TensorKind) -> None:
+    """Raise for kinds that a forward-only engine lacks, and for unknown ones."""
+    known = ("params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers", "adapter")
+    if kind not in known:
+        raise WeightsError(f"unknown kind {kind!r}; known kinds: {', '.join(known)}")
+    if kind in ("grads", "exp_avg", "exp_avg_sq"):
+        require_optimizer(config)
+    if kind == "adapter":
+        require_adapter(config, "the kind 'adapter'")
+
+
+def require_adapter(config: EngineConfig, what: str) -> None:
+    """Raise `EngineStateError` for an engine without an adapter."""
+    if config.model.lora is None:
+        raise EngineStateError(
+            f"{what}: this engine has no adapter; set model.lora, for example to {{rank: 16}}"
+        )
+
+
+def require_sendable_adapter(config: TrainEngineConfig) -> None:
+    """Raise `EngineStateError` for an engine without an adapter, and `ConfigError` for one with a head beside it."""
+    require_adapter(config, "weight sync by 'lora'")
+    if config.model.head != "lm":
+        raise ConfigError(
+            f"weight sync by 'lora' from an engine with head {config.model.head!r}: its head is trained beside the "
+            "adapter, and an inference engine has none; it is for models with head 'lm'"
+        )
+
+
+def require_adapter_on(adapter_off: bool, what: str) -> None:
+    """Raise `EngineStateError` inside ``disable_adapter()``, where ``what`` would leave the adapter out."""
+    if adapter_off:
+        raise EngineStateError(
+            f"{what} inside disable_adapter(), where the adapter is off; leave the context"
+        )
+
+
+def part_of(kind: TensorKind) -> StatePart:
+    """What must be on the device to read or set tensors of ``kind``."""
+    return "optimizer" if kind in ("exp_avg", "exp_avg_sq") else "model"
+
+
+def require_present(offloaded: frozenset[StatePart], kind: TensorKind) -> None:
+    """Raise `EngineStateError` for tensors that are offloaded."""
+    if part_of(kind) in offloaded:
+        inside = ", or call it inside train_mode() or eval_mode()" if part_of(kind) == "model" else ""
+        raise EngineStateError(
+            f"named_tensors({kind!r}): the {part_of(kind)} state is offloaded; call onload() first{inside}"
+        )
+
+
+def require_loadable(config: TrainEngineConfig, kind: TensorKind) -> None:
+    """Raise `WeightsError` for gradients, which only a backward pass makes, and for merged weights."""
+    if kind == "grads":
+        raise WeightsError("gradients cannot be loaded; run forward_backward()")
+    if kind == "params" and config.model.lora is not None:
+        raise WeightsError(
+            "an engine with an adapter cannot load 'params' (or a checkpoint with format='hf'): weights with an "
+            "adapter merged into them do not come apart; load the adapter (kind or format 'adapter'), or both "
+            "(kind 'master', format 'portable'), or set model.path to a new base model"
+        )
+
+
+def require_sync(spec: EngineSpec, method: SyncMethod) -> None:
+    """Raise `UnsupportedCapability` for a method that ``spec`` does not declare."""
+    require_capability(spec, SYNC_CAPABILITY[method], f"weight sync by {method!r}")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise `LossError` unless the temperature is positive."""
+    if not temperature > 0:
+        raise LossError(f"temperature = {temperature}; it must be positive")
+
+
+def check_outputs(spec: EngineSpec, config: TrainEngineConfig, outputs: Sequence[OutputName]) -> None:
+    """Raise `ConfigError` for outputs that the head cannot give, and `UnsupportedCapability` for logits."""
+    possible = HEAD_OUTPUTS[config.model.head]
+    wrong = [name for name in outputs if name not in possible]
+    if wrong:
+        raise ConfigError(f"a model with head {config.model.head!r} gives {sorted(possible)}, not {wrong}")
+    if "logits" in outputs:
+        require_capability(spec, Capability.LOGITS, "output 'logits'")
+    if "routing" in outputs:
+        require_capability(spec, Capability.ROUTING_REPLAY, "output 'routing'")
+
+
+def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfig) -> None:
+    """Raise for a token field ``routing`` that cannot be replayed: none may go by without a word.
+
+    `UnsupportedCapability` where the engine does not declare it, `BatchError` for what is no choice of
+    experts of this model.
+    """
+    if "routing" not in batch.tokens:
+        return
+    require_capability(spec, Capability.ROUTING_REPLAY, "a batch with the token field 'routing'")
+    text, routing = model.get_text_config(), batch["routing"]
+    if not has_experts(model):
+        raise BatchError(
+            f"the batch has a token field 'routing', and {model.model_type!r} routes nothing; drop it"
+        )
+    k, count = text.num_experts_per_tok, next(filter(None, (getattr(text, n, None) for n in EXPERT_COUNTS)))
+    if routing.dtype != torch.int64 or routing.dim() != 3 or routing.shape[2] != k:
+        raise BatchError(
+            f"token field 'routing' must be int64 [T, layers, {k}]; got {routing.dtype} {list(routing.shape)}"
+        )
+    if routing.numel() and not 0 <= int(routing.min()) <= int(routing.max()) < count:
+        raise BatchError(
+            f"token field 'routing' holds {int(routing.min())} to {int(routing.max())}; experts are 0 to {count - 1}"
+        )
+    if (routing.sort(-1).values.diff(dim=-1) == 0).any():
+        raise BatchError("token field 'routing' names an expert twice for one token and layer")
+
+
+def check_batch(batch: SequenceBatch, model: PretrainedConfig) -> None:
+    """Raise `BatchError` for a token id or a length that the model cannot take."""
+    if not batch.num_tokens:
+        return
+    text = model.get_text_config()
+    highest = int(batch.input_ids.max())
+    if highest >= text.vocab_size:
+        position = int(batch.input_ids.argmax())
+        sequence = int((batch.cu_seqlens <= position).sum()) - 1
+        raise BatchError(
+            f"sequence {sequence} holds the token id {highest} at position "
+            f"{position - int(batch.cu_seqlens[sequence])}; the vocabulary has {text.vocab_size} entries"
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and batch.max_length > limit:
+        sequence = batch.lengths.index(batch.max_length)
+        raise BatchError(
+            f"sequence {sequence} has {batch.max_length} tokens; the model takes {limit} (max_position_embeddings)"
+        )

@@ -1,0 +1,177 @@
+"""The checks that the public methods of an inference engine make, so that no hook has to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.inference_hooks import ModelLimits, TopLogprobs
+from core_rl.backend.meta import SyncMethod
+from core_rl.config.capability import Capability
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.engine.guards import require_adapter, require_capability
+from core_rl.errors import (
+    BatchError,
+    ConfigError,
+    EngineContractError,
+    EngineStateError,
+    LayoutError,
+    RolloutError,
+    raise_all,
+)
+from core_rl.registry.spec import EngineSpec
+
+__all__ = [
+    "check_batch",
+    "check_config",
+    "check_request",
+    "check_response",
+    "check_scores",
+    "check_sync",
+    "check_top",
+]
+
+
+def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
+    """Raise `LayoutError`, `UnsupportedCapability` or `ConfigError` for what the engine does not declare."""
+    missing = config.layout.needed_capabilities() - spec.capabilities
+    if missing:
+        raise LayoutError(
+            f"layout {config.layout} needs {sorted(missing)}, which the engine {spec.name!r} does not declare; "
+            "set these degrees to 1 or choose another engine"
+        )
+    if config.dtype == "bfloat16":
+        require_capability(spec, Capability.BFLOAT16, "dtype = 'bfloat16'")
+    if config.device == "cuda":
+        require_capability(spec, Capability.CUDA, "device = 'cuda'")
+    if config.model.lora is not None:
+        require_capability(spec, Capability.SYNC_LORA, "a config with model.lora")
+        if config.model.lora.path is not None:
+            raise ConfigError(
+                f"model.lora.path = {config.model.lora.path!r}; an inference engine starts from the base model, and "
+                "its adapter comes by update_weights(); leave it out"
+            )
+    if config.model.head != "lm":
+        raise ConfigError(
+            f"model.head = {config.model.head!r}; an inference engine generates with the head 'lm'"
+        )
+
+
+def check_sync(config: InferenceEngineConfig, method: SyncMethod) -> None:
+    """Raise `EngineStateError` unless what comes by ``method`` is what an engine with ``config`` serves.
+
+    With ``model.lora`` that is the model of ``config`` under an adapter, and else a model of its own.
+    """
+    if method == "lora":
+        require_adapter(config, "update_weights() by 'lora'")
+    elif config.model.lora is not None:
+        raise EngineStateError(
+            f"update_weights() by {method!r} on an engine with model.lora, which takes its adapter alone: by 'lora'; "
+            "without model.lora it takes weights with the adapter merged into them"
+        )
+
+
+def check_request(request: LLMRequest, limits: ModelLimits) -> None:
+    """Raise one `RolloutError` that lists everything that the model cannot take: servers die of some of it."""
+    raise_all(RolloutError, f"request {request.rid}", _request_violations(request, limits))
+
+
+def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[str]:
+    if not request.input_ids:
+        yield "the prompt is empty; give at least one token, such as BOS"
+    for where, ids in (("prompt", request.input_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
+        foreign = [token for token in ids if not 0 <= token < limits.vocab_size]
+        if foreign:
+            yield f"{where} holds the token id {foreign[0]}; the vocabulary has {limits.vocab_size} entries"
+    needed = len(request.input_ids) + request.sampling.max_new_tokens
+    if limits.context_length is not None and needed > limits.context_length:
+        yield (
+            f"a prompt of {len(request.input_ids)} tokens and max_new_tokens = {request.sampling.max_new_tokens} "
+            f"exceed the context of {limits.context_length}; shorten one of them"
+        )
+
+
+def check_response(
+    request: LLMRequest, response: LLMResponse, limits: ModelLimits, *, oldest: int, newest: int
+) -> None:
+    """Raise `EngineContractError` unless ``response`` answers ``request`` with weights of these versions."""
+    if not isinstance(response, LLMResponse):
+        raise EngineContractError(
+            f"_agenerate returned a {type(response).__name__}; it returns an LLMResponse"
+        )
+    violations = _response_violations(request, response, limits, oldest, newest)
+    raise_all(EngineContractError, f"response to request {request.rid}", violations)
+
+
+def _response_violations(
+    request: LLMRequest, response: LLMResponse, limits: ModelLimits, oldest: int, newest: int
+) -> Iterable[str]:
+    if (response.rid, response.input_ids) != (request.rid, request.input_ids):
+        yield f"it repeats another request (rid {response.rid!r}) or another prompt"
+    if len(response.output_ids) > request.sampling.max_new_tokens:
+        yield f"{len(response.output_ids)} tokens; max_new_tokens = {request.sampling.max_new_tokens}"
+    if response.stop_reason == "length" and len(response.output_ids) < request.sampling.max_new_tokens:
+        yield f"stop_reason = 'length' after {len(response.output_ids)} of {request.sampling.max_new_tokens} tokens"
+    # What the engine filled in may be of any type, whatever is annotated.
+    tokens: Sequence[object] = response.output_ids
+    logprobs: Sequence[object] = response.logprobs
+    versions: Sequence[object] = response.versions
+    foreign = [t for t in tokens if not (isinstance(t, int) and 0 <= t < limits.vocab_size)]
+    if foreign:
+        yield f"the output token {foreign[0]!r} is not in the vocabulary of {limits.vocab_size}"
+    # Rounding may lift the log-prob of a certain token a little above 0.
+    odd = [p for p in logprobs if not (isinstance(p, float) and math.isfinite(p) and p <= 1e-4)]
+    if odd:
+        yield f"the log-prob {odd[0]!r} is not a finite float of at most 0"
+    if any(not (isinstance(v, int) and oldest <= v <= newest) for v in versions):
+        yield f"versions {sorted(set(response.versions))}; the weights had {oldest} to {newest} meanwhile"
+    elif any(later < earlier for earlier, later in pairwise(response.versions)):
+        yield f"versions fall along the answer: {response.versions}"
+
+
+def check_batch(batch: SequenceBatch, limits: ModelLimits) -> None:
+    """Raise `BatchError` for an empty batch, and for sequences that the model cannot take."""
+    raise_all(BatchError, "score", _batch_violations(batch, limits))
+
+
+def _batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterable[str]:
+    if not batch.num_sequences:
+        yield "the batch is empty"
+        return
+    for index, ids in enumerate(batch.input_ids.split(batch.lengths)):
+        if int(ids.max()) >= limits.vocab_size:
+            yield (
+                f"sequence {index} holds the token id {int(ids.max())}; "
+                f"the vocabulary has {limits.vocab_size} entries"
+            )
+        if limits.context_length is not None and len(ids) > limits.context_length:
+            yield f"sequence {index} has {len(ids)} tokens; the context has {limits.context_length}"
+
+
+def check_scores(name: str, values: object, shape: Sequence[int], batch: SequenceBatch) -> Tensor:
+    """``values`` on the CPU, or `EngineContractError` unless they are float32, of ``shape``, and 0 at first tokens."""
+    if not isinstance(values, Tensor) or values.dtype != torch.float32 or list(values.shape) != list(shape):
+        got = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise EngineContractError(f"{name} returned {got}; it returns float32 {list(shape)}")
+    values = values.detach().cpu()
+    firsts = values[batch.cu_seqlens[:-1].long()]
+    if bool(torch.isnan(values).any()) or bool((firsts != 0).any()):
+        raise EngineContractError(f"{name} returned NaN, or something other than 0 for a first token")
+    return values
+
+
+def check_top(top: TopLogprobs, k: int, batch: SequenceBatch) -> TopLogprobs:
+    """``top`` on the CPU, or `EngineContractError` unless both are ``[T, k]`` and ids are int64."""
+    shape = [batch.num_tokens, k]
+    logprobs = check_scores("_top_logprobs", top.logprobs, shape, batch)
+    if top.ids.dtype != torch.long or list(top.ids.shape) != shape:
+        raise EngineContractError(
+            f"_top_logprobs returned ids {top.ids.dtype} {list(top.ids.shape)}, not {shape}"
+        )
+    return TopLogprobs(ids=top.ids.cpu(), logprobs=logprobs)

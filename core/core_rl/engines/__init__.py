@@ -1,1 +1,0 @@
-"""What an engine is: its spec, its discovery, and the interfaces that a plugin fills in."""

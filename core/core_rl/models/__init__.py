@@ -1,1 +1,0 @@
-"""A kit for engines over Hugging Face models: building, packed attention, heads, optimizer."""

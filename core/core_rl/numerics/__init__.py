@@ -1,1 +1,0 @@
-"""Numerical kernels that engines share."""

@@ -1,0 +1,57 @@
+"""The reference engines: plain Hugging Face models, one process, eager, float32. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from core_rl.config.capability import Capability
+from core_rl.registry.spec import EngineSpec
+
+__all__ = ["ROLLOUT_SPEC", "SPEC"]
+
+SPEC = EngineSpec(
+    name="reference",
+    kind="train",
+    protocol=(0, 1),
+    factory="core_rl.reference.train:ReferenceEngine",
+    config="core_rl.reference.config:ReferenceConfig",
+    capabilities=frozenset(
+        {
+            Capability.VALUE_HEAD,
+            Capability.REWARD_HEAD,
+            Capability.LOGITS,
+            Capability.FROZEN_PARAMETERS,
+            Capability.MOE,
+            Capability.ROUTING_REPLAY,
+            Capability.LORA,
+            Capability.OFFLOAD,
+            Capability.CUDA,
+            Capability.SHARDED_CHECKPOINT,
+            Capability.PORTABLE_CHECKPOINT,
+            Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
+        }
+    ),
+    description="The plain Hugging Face model, one sequence at a time: slow, simple, and the one to compare with",
+)
+
+ROLLOUT_SPEC = EngineSpec(
+    name="reference-rollout",
+    kind="inference",
+    protocol=(0, 1),
+    factory="core_rl.reference.rollout:ReferenceRolloutEngine",
+    config="core_rl.reference.config:ReferenceRolloutConfig",
+    capabilities=frozenset(
+        {
+            Capability.CUDA,
+            Capability.SCORE,
+            Capability.TOP_LOGPROBS,
+            Capability.RELEASE_MEMORY,
+            Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
+        }
+    ),
+    description="The plain Hugging Face model in this process, through generate()",
+)

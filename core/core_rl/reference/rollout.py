@@ -1,0 +1,259 @@
+"""The reference inference engine: a plain Hugging Face model in this process, through ``generate``.
+
+Everything that touches the model runs on one worker thread, in order: batches of requests, scores
+and weight updates. A batch is therefore drawn by one version of the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.backend.named_tensors import TensorDict, check_source
+from core_rl.checkpoint.directory import opened
+from core_rl.config.engine import ModelConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.distributed.comm import World
+from core_rl.distributed.process_group import pick_device
+from core_rl.engine.inference import InferenceEngine, ModelLimits, TopLogprobs
+from core_rl.errors import ConfigError, EngineStateError, WeightsError
+from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.reference.receiving import taking
+from core_rl.reference.sampling import Answer, generate
+from core_rl.seeds import derive_seed
+from core_rl.state.digest import digest_of_parts
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.lora import ADAPTER_PREFIX, written_name
+from core_rl.weight_sync.stream import receiving
+
+__all__ = ["ReferenceRolloutEngine"]
+
+_Row = TypeVar("_Row")
+
+RECEIVE_TIMEOUT_S = 300.0
+"""How long an update by any method but ``disk`` waits for its sender."""
+
+
+class ReferenceRolloutEngine(InferenceEngine):
+    """One process, float32, eager. Concurrent requests with equal sampling parameters share a batch.
+
+    What a request with a seed draws depends on nothing but the weights; one without takes the next
+    seed of ``config.seed``.
+    """
+
+    config: ReferenceRolloutConfig
+
+    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        if addresses:
+            raise ConfigError(f"the reference engine has no server; remove the addresses {addresses}")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="reference-rollout")
+        self._queue: deque[tuple[LLMRequest, Future[LLMResponse]]] = deque()
+        self._unseeded = 0
+        self._served_version = 0
+        model = self._load(self.config.model)
+        self._eos_token_ids = _token_ids(model)
+        self._adopt(model)
+        text = model.config.get_text_config()
+        return ModelLimits(
+            vocab_size=text.vocab_size, context_length=getattr(text, "max_position_embeddings", None)
+        )
+
+    def _load(self, model: ModelConfig) -> PreTrainedModel:
+        return build_model(model, seed=self.config.seed, attn_implementation="eager")
+
+    def _adopt(self, model: PreTrainedModel) -> None:
+        # A published generation config may hold penalties and forced tokens; a request says all there is.
+        model.generation_config = GenerationConfig()
+        torch.nn.Module.to(model, pick_device(self.config.device, 0))
+        self._model = model
+
+    def _teardown(self) -> None:
+        self._worker.submit(self._refuse_queued).result()
+        self._worker.shutdown()
+
+    def _refuse_queued(self) -> None:
+        for _, future in self._queue:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(
+                    EngineStateError("the engine was destroyed before it came to this request")
+                )
+
+    # ------------------------------------------------------------- generation
+
+    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+        future: Future[LLMResponse] = Future()
+        self._queue.append((request, future))
+        try:
+            # Whatever else is ready to run queues its requests first, so that they share a batch.
+            await asyncio.sleep(0)
+            if not future.done():
+                self._worker.submit(self._drain)
+            return await asyncio.wrap_future(future)
+        finally:
+            future.cancel()
+
+    def _drain(self) -> None:
+        """On the worker: answer all that is queued."""
+        groups: dict[SamplingParams, list[tuple[LLMRequest, Future[LLMResponse]]]] = {}
+        for _ in range(len(self._queue)):
+            request, future = self._queue.popleft()
+            if future.set_running_or_notify_cancel():
+                groups.setdefault(replace(request.sampling, seed=None), []).append((request, future))
+        size = self.config.max_batch_size
+        for entries in groups.values():
+            for start in range(0, len(entries), size):
+                self._answer(entries[start : start + size])
+
+    def _answer(self, entries: Sequence[tuple[LLMRequest, Future[LLMResponse]]]) -> None:
+        requests = [request for request, _ in entries]
+        try:
+            answers = generate(
+                self._model,
+                [request.input_ids for request in requests],
+                requests[0].sampling,
+                [self._seed(request.sampling) for request in requests],
+                self._eos_token_ids,
+            )
+        except Exception as error:  # noqa: BLE001  (the thread's boundary: whoever awaits the answer raises it)
+            for _, future in entries:
+                future.set_exception(error)
+            return
+        for (request, future), answer in zip(entries, answers, strict=True):
+            future.set_result(self._response(request, answer))
+
+    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+        return LLMResponse(
+            rid=request.rid,
+            input_ids=request.input_ids,
+            output_ids=answer.ids,
+            logprobs=answer.logprobs,
+            versions=(self._served_version,) * len(answer.ids),
+            stop_reason=answer.stop_reason,
+        )
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        if sampling.seed is not None:
+            return sampling.seed
+        self._unseeded += 1
+        return derive_seed(self.config.seed, self._unseeded)
+
+    # ---------------------------------------------------------------- weights
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+        if meta.method == "disk":
+            self._worker.submit(self._install_from_disk, meta).result()
+            return
+        if meta.method == "lora":
+            self._receive_adapter(meta)
+            return
+        with taking(meta, RECEIVE_TIMEOUT_S) as buckets:
+            # Requests go on under the old weights until all of the new ones are here.
+            tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
+            self._worker.submit(self._install_tensors, tensors, meta.version).result()
+
+    def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
+        lora = self.config.model.lora
+        assert lora is not None  # the core asks only then
+        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+            assert received.adapter is not None
+            received.adapter.require_fit(lora, self._base_digest)
+            factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
+            self._worker.submit(self._install_adapter, factors, meta.version).result()
+
+    def _base_digest(self) -> str:
+        held = {written_name(name): value for name, value in self._model.named_parameters()}
+        base = ((name, value) for name, value in held.items() if not name.startswith(ADAPTER_PREFIX))
+        return digest_of_parts(World(), base)
+
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        written = {written_name(name): value for name, value in self._model.named_parameters()}
+        held = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
+        expected = {name: tuple(value.shape) for name, value in held.items()}
+        check_source(TensorDict(factors), expected, "the adapter that was sent")
+        with torch.no_grad():
+            for name, value in held.items():
+                value.copy_(factors[name])
+        self._served_version = version
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        held = dict(self._model.named_parameters())
+        expected = {name: tuple(value.shape) for name, value in held.items()}
+        check_source(TensorDict(tensors), expected, "the weights that were sent")
+        with torch.no_grad():
+            for name, value in held.items():
+                value.copy_(tensors[name])
+        self._served_version = version
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        assert meta.path is not None
+        with opened(meta.path, World(), kind="hf", require_manifest=meta.verify) as directory:
+            try:
+                model = self._load(ModelConfig(path=str(directory)))
+            except ConfigError as error:
+                raise WeightsError(f"the weights in {meta.path!r} cannot be read: {error}") from error
+        expected = {name: tuple(value.shape) for name, value in self._model.named_parameters()}
+        check_source(TensorDict(dict(model.named_parameters())), expected, f"the weights in {meta.path!r}")
+        self._adopt(model)
+        self._served_version = meta.version
+
+    def _release_memory(self) -> None:
+        self._worker.submit(torch.nn.Module.to, self._model, torch.device("cpu")).result()
+
+    def _resume_memory(self) -> None:
+        device = pick_device(self.config.device, 0)
+        self._worker.submit(torch.nn.Module.to, self._model, device).result()
+
+    def _set_version(self, version: int) -> None:
+        def set_it() -> None:
+            self._served_version = version
+
+        self._worker.submit(set_it).result()
+
+    # ----------------------------------------------------------------- scores
+
+    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        def chosen(ids: Tensor, log_p: Tensor) -> Tensor:
+            return F.pad(log_p.gather(1, ids[1:, None]).squeeze(1), (1, 0))
+
+        return torch.cat(self._worker.submit(self._for_each, batch, temperature, chosen).result())
+
+    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        def top(_ids: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+            values, indices = log_p.topk(k, dim=-1)
+            return F.pad(indices, (0, 0, 1, 0)), F.pad(values, (0, 0, 1, 0))
+
+        rows = self._worker.submit(self._for_each, batch, temperature, top).result()
+        return TopLogprobs(ids=torch.cat([i for i, _ in rows]), logprobs=torch.cat([v for _, v in rows]))
+
+    def _for_each(
+        self, batch: SequenceBatch, temperature: float, read: Callable[[Tensor, Tensor], _Row]
+    ) -> list[_Row]:
+        """On the worker: ``read(ids [L], log-probs [L - 1, V] that predict ids[1:])`` of each sequence alone."""
+        results = []
+        with torch.inference_mode():
+            for row in batch.input_ids.split(batch.lengths):
+                ids = row.to(self._model.device)
+                logits = self._model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+                results.append(read(ids, torch.log_softmax(logits / temperature, dim=-1)))
+        return results
+
+
+def _token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The end-of-sequence tokens of the model: of its generation config, else of its config."""
+    found = model.generation_config.eos_token_id
+    if found is None:
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(int(token) for token in found)

@@ -1,0 +1,115 @@
+"""Sampling with Hugging Face's ``generate``, so that each request draws what it would draw alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from core_rl.data.requests import SamplingParams, StopReason
+
+__all__ = ["Answer", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one request drew."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+
+
+class GumbelSampler(LogitsProcessor):
+    """Adds Gumbel noise to the logits: the largest sum is a draw from their softmax.
+
+    The noise of each row comes from a generator of its own, so a draw does not depend on the batch
+    that the row is in, as it would with ``do_sample``. (Gumbel-max trick: Maddison et al., arXiv:1411.0030.)
+    """
+
+    def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:
+        # Any: transformers annotates its own calls too narrowly for mypy.
+        self._warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+        if sampling.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        noise = torch.empty(scores.shape, dtype=torch.float64)
+        for row, generator in zip(noise, self._generators, strict=True):
+            row.exponential_(generator=generator)
+        # float64 and a floor, because the logarithm of an exact 0 would always win.
+        noise.clamp_(min=torch.finfo(torch.float64).tiny).log_().neg_()
+        warped: Tensor = self._warpers(input_ids, scores)
+        return warped + noise.to(scores)
+
+
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    eos_token_ids: Sequence[int],
+) -> list[Answer]:
+    """Continue all ``prompts`` at once with the same ``sampling``, each with its own seed."""
+    ids, mask = _left_pad(prompts)
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(stops) or None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    processors = [] if sampling.greedy else [GumbelSampler(sampling, seeds)]
+    generate_: Any = model.generate
+    output = generate_(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        generation_config=config,
+        logits_processor=LogitsProcessorList(processors),
+    )
+    drawn = output.sequences[:, ids.shape[1] :]
+    logprobs = torch.stack(
+        [
+            torch.log_softmax(logits.float() / sampling.logprob_temperature, dim=-1)
+            .gather(1, drawn[:, step, None])
+            .squeeze(1)
+            for step, logits in enumerate(output.logits)
+        ],
+        dim=1,
+    )
+    return [_cut(row, values, stops) for row, values in zip(drawn.tolist(), logprobs.tolist(), strict=True)]
+
+
+def _left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, int64 ``[B, L]``; ``generate`` derives the positions from the mask."""
+    length = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
+        mask[row, length - len(prompt) :] = 1
+    return ids, mask
+
+
+def _cut(ids: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Answer:
+    """What was drawn up to the first stop token, which is kept."""
+    end = next((place + 1 for place, token in enumerate(ids) if token in stops), None)
+    reason: StopReason = "length" if end is None else "stop"
+    return Answer(ids=tuple(ids[:end]), logprobs=tuple(logprobs[:end]), stop_reason=reason)

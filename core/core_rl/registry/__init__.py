@@ -1,0 +1,1 @@
+"""Engine specs and the lookup of engines by name. Importing it imports no torch."""

@@ -1,0 +1,198 @@
+"""Finding engines by name: installed plugins, and what was registered in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections import Counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
+
+from core_rl.errors import EngineAmbiguous, EngineBroken, EngineNotFound
+from core_rl.registry.discovery import (
+    EngineEntry,
+    check_spec,
+    declared_engines,
+    installable_engines,
+    load_object,
+)
+from core_rl.registry.spec import EngineSpec
+
+if TYPE_CHECKING:
+    from core_rl.config.engine import EngineConfig
+
+__all__ = [
+    "EngineEntry",
+    "Registration",
+    "get_spec",
+    "list_engines",
+    "load_class",
+    "load_config",
+    "register_engine",
+]
+
+# The one state of core-rl that belongs to the whole process: what `register_engine` was told.
+_registered: list[Registration] = []
+
+_Class = TypeVar("_Class")
+
+
+def list_engines() -> list[EngineEntry]:
+    """All engines in alphabetical order; one that cannot be used carries its error, and hides no other."""
+    entries = _claims()
+    counts = Counter(entry.name for entry in entries)
+    read = [entry.read() for entry in entries]
+    listed = [
+        dataclasses.replace(entry, error=_ambiguous(entry.name, entries)) if counts[entry.name] > 1 else entry
+        for entry in read
+    ]
+    return sorted(listed, key=lambda entry: (entry.name, entry.distribution))
+
+
+def get_spec(name: str) -> EngineSpec:
+    """The spec of the engine ``name``. Imports the module of that spec, and of no other.
+
+    Raises:
+        EngineNotFound: with the known names, the closest one, and the line that installs a missing one.
+        EngineAmbiguous: two distributions claim the name.
+        EngineBroken: the plugin cannot be imported, or its spec is malformed.
+        EngineIncompatible: the plugin was written for another version of the interface.
+    """
+    entries = _claims()
+    claims = [entry for entry in entries if entry.name == name]
+    if not claims:
+        raise _not_found(name, entries)
+    if len(claims) > 1:
+        raise _ambiguous(name, claims)
+    entry = claims[0].read()
+    if entry.error is not None:
+        raise entry.error
+    assert entry.spec is not None
+    return entry.spec
+
+
+def load_config(spec: EngineSpec) -> type[EngineConfig]:
+    """Import the config class that ``spec.config`` names.
+
+    Raises:
+        EngineBroken: it cannot be imported, or is no `TrainEngineConfig` or `InferenceEngineConfig`.
+        EngineIncompatible: before anything is imported.
+    """
+    from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig  # pydantic
+
+    base = TrainEngineConfig if spec.kind == "train" else InferenceEngineConfig
+    return load_class(spec, "config", base)
+
+
+def load_class(spec: EngineSpec, field: Literal["config", "factory"], base: type[_Class]) -> type[_Class]:
+    """Import the class that a ``field`` of ``spec`` names, a subclass of ``base``.
+
+    Raises:
+        EngineBroken: it cannot be imported, or is no subclass of ``base``.
+        EngineIncompatible: before anything is imported.
+    """
+    origin = _Origin(spec)
+    check_spec(spec, origin)
+    target = spec.config if field == "config" else spec.factory
+    found = load_object(target, origin)
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    raise EngineBroken(
+        f"{origin}: {field} {target!r} must be a subclass of {base.__module__}.{base.__name__}, found {found!r}"
+    )
+
+
+class Registration:
+    """An engine registered in this process; `close`, or leaving the ``with`` block, undoes it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        _registered.append(self)
+
+    def close(self) -> None:
+        """Forget the engine; one that it replaced comes back. Further calls do nothing."""
+        if self in _registered:
+            _registered.remove(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def register_engine(spec: EngineSpec, *, replace: bool = False) -> Registration:
+    """Make ``spec`` known in this process, as an installed plugin would be; for tests and notebooks.
+
+    Other processes do not see it: what starts ranks hands them the spec, not its name.
+
+    Raises:
+        EngineAmbiguous: the name is taken and ``replace`` is false.
+        EngineBroken: the spec is malformed.
+        EngineIncompatible: it was written for another version of the interface.
+    """
+    check_spec(spec, "register_engine")
+    taken = [entry for entry in _claims() if entry.name == spec.name]
+    if taken and not replace:
+        raise EngineAmbiguous(
+            f"engine {spec.name!r} exists already:\n{_listed(taken)}\n"
+            "Choose another name, or pass replace=True to put this one in its place"
+        )
+    return Registration(spec)
+
+
+def _claims() -> list[EngineEntry]:
+    """Unread entries; a registered engine stands in place of earlier and installed ones of its name."""
+    registered = {
+        registration.spec.name: EngineEntry(
+            name=registration.spec.name,
+            distribution="(this process)",
+            version="-",
+            value=registration.spec.factory,
+            path="-",
+            spec=registration.spec,
+        )
+        for registration in _registered
+    }
+    return [*registered.values(), *(entry for entry in declared_engines() if entry.name not in registered)]
+
+
+class _Origin:
+    """Who declares ``spec``, looked up when a message says so: all that is installed is read for it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._name = spec.name
+
+    def __str__(self) -> str:
+        origins = [entry.origin for entry in _claims() if entry.name == self._name]
+        return origins[0] if len(origins) == 1 else f"engine {self._name!r}"
+
+
+def _listed(entries: list[EngineEntry]) -> str:
+    return "\n".join(f"  - {e.distribution} {e.version} in {e.path}, {e.value!r}" for e in entries)
+
+
+def _ambiguous(name: str, entries: list[EngineEntry]) -> EngineAmbiguous:
+    claims = [entry for entry in entries if entry.name == name]
+    return EngineAmbiguous(
+        f"engine {name!r} is claimed {len(claims)} times:\n{_listed(claims)}\n"
+        f"Uninstall all but one: pip uninstall {claims[-1].distribution}"
+    )
+
+
+def _not_found(name: str, entries: list[EngineEntry]) -> EngineNotFound:
+    known = sorted(entry.name for entry in entries)
+    installable = installable_engines()
+    close = difflib.get_close_matches(name.lower(), [*known, *installable], n=1)
+    lines = [f"no installed engine is called {name!r}. Installed: {', '.join(known) or 'none'}."]
+    if name in installable:
+        lines.append(f'Install it: pip install "core-rl[{name}]"')
+    elif close:
+        hint = "" if close[0] in known else f' Install it: pip install "core-rl[{close[0]}]"'
+        lines.append(f"Did you mean {close[0]!r}?{hint}")
+    else:
+        lines.append(f"If a plugin provides it, install that one, by custom: pip install core-rl-{name}")
+    lines += [f"Unreadable: {entry.error}" for entry in entries if entry.error is not None]
+    return EngineNotFound("\n".join(lines))

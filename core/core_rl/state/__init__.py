@@ -1,0 +1,1 @@
+"""Operations over the sharded tensors of an engine: norm, gathering, digests, host copies."""

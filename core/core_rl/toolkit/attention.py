@@ -1,0 +1,170 @@
+"""Attention that stays inside each packed sequence, registered with transformers' attention interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from core_rl.distributed.collectives import swap
+from core_rl.distributed.comm import World
+from core_rl.errors import UnsupportedCapability
+from core_rl.toolkit.ulysses import spread_heads
+
+__all__ = ["PACKED_ATTENTION", "Segments", "packed_attention", "register_packed_attention"]
+
+PACKED_ATTENTION = "core_rl_packed"
+"""The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the sequences of a packed batch lie; an object, so that compiled code does not depend on their number."""
+
+    bounds: tuple[int, ...]
+    """``cu_seqlens`` of the whole batch as ``B + 1`` integers."""
+    context: World | None = None
+    """The ranks over which the tokens of the batch are spread, if they are."""
+
+
+def register_packed_attention(*, compiled: bool = False) -> None:
+    """Make `PACKED_ATTENTION` known to transformers. Calling it twice does nothing more.
+
+    With ``compiled`` it stays out of the graphs that ``torch.compile`` makes of the blocks around it:
+    each batch has other sequences, and would have a graph of its own.
+    """
+    function = torch.compiler.disable(packed_attention) if compiled else packed_attention
+    AttentionInterface.register(PACKED_ATTENTION, function)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  transformers passes it by position
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: Any,  # transformers passes every keyword of its models on to the attention function
+) -> tuple[Tensor, None]:
+    """Causal attention inside each segment.
+
+    Args:
+        module: the attention layer that calls.
+        query: ``[1, heads, T, D]``; ``key`` and ``value`` are ``[1, kv_heads, T, D]``.
+        attention_mask: ignored; segments tell everything.
+        segments: the sequences. Where they are spread over ranks, the arguments hold this rank's tokens and all
+            heads; inside, each rank has all tokens and some heads.
+        scaling: of the scores, by default ``D ** -0.5``.
+        dropout: probability of dropping an attention weight.
+        sliding_window: tokens that a query sees, itself included.
+        softcap: ``c * tanh(scores / c)`` (Gemma 2).
+
+    Returns:
+        ``[1, T, heads, D]`` and no weights.
+    """
+    if unused.get("s_aux") is not None or unused.get("position_bias") is not None:
+        raise UnsupportedCapability(
+            f"{type(module).__name__} uses attention sinks or a position bias, which packed attention does not compute"
+        )
+    bounds, context = segments.bounds, segments.context
+    longest = max(end - start for start, end in pairwise(bounds))
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    scores = _Scores(scaling, dropout, window, softcap)
+    if context is None or context.size == 1:
+        return _attend(query, key, value, bounds, longest, scores), None
+    query, key, value = spread_heads(query, key, value, context)
+    return swap(_attend(query, key, value, bounds, longest, scores), context, split=1, join=2), None
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """How scores become weights; see `packed_attention`. ``window`` is None where it hides nothing."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], longest: int, scores: _Scores
+) -> Tensor:
+    """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``."""
+    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if half and scores.softcap is None and scores.dropout == 0.0:
+        return _varlen(query, key, value, bounds, longest, scores)
+    pieces = [
+        _segment(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scores)
+        for start, end in pairwise(bounds)
+    ]
+    return torch.cat(pieces, dim=2).transpose(1, 2)
+
+
+def _segment(query: Tensor, key: Tensor, value: Tensor, scores: _Scores) -> Tensor:
+    """One sequence, ``[1, heads, L, D]``."""
+    if scores.softcap is not None:
+        return _softcapped(query, key, value, scores, scores.softcap)
+    hides = scores.window is not None and query.shape[2] > scores.window
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_causal_mask(query.shape[2], scores.window, query.device) if hides else None,
+        is_causal=not hides,
+        dropout_p=scores.dropout,
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, scores: _Scores, softcap: float) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scale = scores.scaling if scores.scaling is not None else query.shape[-1] ** -0.5
+    capped = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
+    mask = _causal_mask(query.shape[2], scores.window, query.device)
+    weights = F.softmax(capped.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
+    return F.dropout(weights.to(query.dtype), scores.dropout, training=scores.dropout > 0) @ value
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[int, ...],
+    longest: int,
+    scores: _Scores,
+) -> Tensor:
+    """All sequences in one kernel; half precision on CUDA."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts = torch.tensor(bounds, dtype=torch.int32, device=query.device)
+    out = varlen_attn(
+        query[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1).contiguous(),
+        value[0].transpose(0, 1).contiguous(),
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scores.scaling,
+        window_size=(-1 if scores.window is None else scores.window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
+    return out[None]

@@ -1,0 +1,182 @@
+"""Building a Hugging Face model with one of the three heads, from a directory or from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as hf_logging
+
+from core_rl.config.engine import ModelConfig
+from core_rl.errors import ConfigError
+from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.experts import ExpertsKernel, use_experts_kernel
+from core_rl.toolkit.lora import add_adapter
+
+__all__ = [
+    "build_model",
+    "finished",
+    "freeze",
+    "is_new_head",
+    "model_family",
+    "read_config",
+    "require_fitting",
+]
+
+
+def read_config(model: ModelConfig) -> PretrainedConfig:
+    """The transformers config that ``model`` names, with one label for a value or reward head.
+
+    Raises `ConfigError` for a missing directory or a config that transformers refuses.
+    """
+    config: PretrainedConfig
+    try:
+        if model.path is not None:
+            if not (Path(model.path) / "config.json").is_file():
+                raise ConfigError(
+                    f"model.path = {model.path!r} holds no config.json; name a Hugging Face model directory"
+                )
+            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+        else:
+            config = AutoConfig.for_model(**(model.config or {}))
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"transformers refuses the model config {model.path or model.config!r}: {error}"
+        ) from error
+    if model.head != "lm":
+        config.num_labels = 1
+    return config
+
+
+def build_model(
+    model: ModelConfig,
+    *,
+    seed: int,
+    attn_implementation: str,
+    experts: ExpertsKernel = "eager",
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """A model in ``dtype`` on the CPU, in evaluation mode, the same on every rank for the same ``seed``.
+
+    With ``model.lora`` it has an adapter, and its base is frozen.
+
+    Weights that no file gives (all of them for ``model.config``, the head for a new value model)
+    are drawn from ``seed`` without touching the global random state. Raises `ConfigError` for
+    missing or misshapen weights, and `UnsupportedCapability` for a model whose written form is no cut
+    of what it holds.
+    """
+    config = read_config(model)
+    family = model_family(model)
+    built: PreTrainedModel
+    with torch.random.fork_rng(devices=[]), _no_progress_bars():
+        torch.manual_seed(seed)
+        try:
+            if model.path is None:
+                built = family.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+            else:
+                built, report = family.from_pretrained(
+                    model.path,
+                    config=config,
+                    attn_implementation=attn_implementation,
+                    dtype=dtype,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+                _check_loading(model, report)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
+    return finished(built, model, seed=seed, experts=experts)
+
+
+def model_family(model: ModelConfig) -> Any:
+    """The class of transformers' that builds a model with this head."""
+    return AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+
+
+def finished(
+    built: PreTrainedModel, model: ModelConfig, *, seed: int, experts: ExpertsKernel
+) -> PreTrainedModel:
+    """A model that has just been made, with what ``model`` says beyond its weights, in evaluation mode."""
+    use_experts_kernel(built, experts)
+    freeze(built, model.frozen)
+    if model.lora is not None:
+        add_adapter(built, model.lora, model.head, seed)
+    built.config.architectures = [type(built).__name__]  # what an export is to be loaded as
+    built.eval()
+    return built
+
+
+def freeze(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
+    """Turn gradients off for the parameters that match one of the glob ``patterns``.
+
+    A pattern matches names as they are held or as they are written. Raises `ConfigError` for a
+    pattern that matches nothing, and for patterns that match a part of a fused parameter.
+    """
+    written = WrittenForm.of(model)
+    parts = {held: written.names(held) for held, _ in model.named_parameters()}
+    names = [*parts, *(name for part in parts.values() for name in part)]
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
+        raise ConfigError(f"model.frozen = {idle} match no parameter; names look like {names[:3]}")
+    for held, parameter in model.named_parameters():
+        frozen = [name for name in parts[held] if _matches(name, patterns) or _matches(held, patterns)]
+        if frozen and len(frozen) < len(parts[held]):
+            raise ConfigError(
+                f"model.frozen matches {frozen[:3]}, a part of {held!r}, which is one parameter in memory; "
+                "freeze all of its experts or none"
+            )
+        parameter.requires_grad_(not frozen)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for every load, on every rank, into the caller's terminal."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _check_loading(model: ModelConfig, report: dict[str, object]) -> None:
+    """A new head may be missing; anything else that is missing or misshapen is an error."""
+    missing = [name for name in _listed(report, "missing_keys") if not is_new_head(model, name)]
+    require_fitting(model, missing, _listed(report, "mismatched_keys"))
+
+
+def is_new_head(model: ModelConfig, name: str) -> bool:
+    """Whether ``name`` is a scalar head, which files of a language model do not hold."""
+    return model.head != "lm" and name == "score.weight"
+
+
+def require_fitting(model: ModelConfig, missing: Sequence[str], misshapen: Sequence[str]) -> None:
+    """Raise `ConfigError` if files lack tensors of the model, or hold them in another shape."""
+    if missing or misshapen:
+        raise ConfigError(
+            f"the weights in {model.path!r} do not fit their config: "
+            f"missing {list(missing[:5])}, misshapen {list(misshapen[:5])}"
+        )
+
+
+def _listed(report: dict[str, object], key: str) -> list[str]:
+    found = report.get(key) or ()
+    return sorted(str(name) for name in found) if isinstance(found, (list, set, tuple)) else []

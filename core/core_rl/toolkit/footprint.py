@@ -1,0 +1,97 @@
+"""How large a model is, without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from core_rl.config.engine import ModelConfig
+from core_rl.errors import ConfigError
+from core_rl.toolkit.build import finished, model_family, read_config
+
+__all__ = ["Footprint", "footprint_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Numbers of a model, adapter and head included."""
+
+    parameters: int
+    """Weights; tied ones count once."""
+    trained: int
+    """Those that are not frozen."""
+    outer: int
+    """Those outside of the layers: embeddings and head."""
+    largest: int
+    """Numbers of the largest matrix outside of the layers that is trained, 0 where none is."""
+    layers: int
+    hidden: int
+    inner: int
+    """Numbers that a layer keeps of each token inside its attention and its MLP until the backward pass: queries, keys
+    and values, the attention's result twice (as the attention and as the next product need it), and four inside a
+    gated MLP, of the experts that a token goes to."""
+    normed: int
+    """Numbers of each token that go through norms inside the attention: queries and keys, or none."""
+    vocabulary: int
+
+
+def footprint_of(model: ModelConfig) -> Footprint:
+    """Build ``model`` on the meta device, which takes no memory, and count. Raises `ConfigError` as `build_model`."""
+    config = read_config(model)
+    try:
+        with torch.device("meta"):
+            built = model_family(model).from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
+    built = finished(built, model, seed=0, experts="eager")
+    text = config.get_text_config()
+    outside = _outside(built)
+    return Footprint(
+        parameters=_count(built.parameters()),
+        trained=_count(p for p in built.parameters() if p.requires_grad),
+        outer=_count(outside),
+        largest=max((p.numel() for p in outside if p.requires_grad), default=0),
+        layers=int(text.num_hidden_layers),
+        hidden=int(text.hidden_size),
+        inner=_inner(text),
+        normed=_normed(built, text),
+        vocabulary=int(text.vocab_size),
+    )
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _outside(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Embeddings and head; tied ones count once."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return list({id(p): p for end in ends if end is not None for p in end.parameters()}.values())
+
+
+def _widths(config: PretrainedConfig) -> tuple[int, int]:
+    """Of all queries, and of all keys; configs that lack a name have its usual value."""
+    heads = int(config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return heads * width, groups * width
+
+
+def _inner(config: PretrainedConfig) -> int:
+    """See `Footprint.inner`; configs that lack a name have its usual value."""
+    queries, keys = _widths(config)
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = getattr(config, "moe_intermediate_size", None)
+    if experts:
+        mlp = experts * config.num_experts_per_tok
+    return int(3 * queries + 2 * keys + 4 * mlp)
+
+
+def _normed(model: PreTrainedModel, config: PretrainedConfig) -> int:
+    """See `Footprint.normed`."""
+    inside = any(name.endswith(".q_norm") for name, _ in model.named_modules())
+    return sum(_widths(config)) if inside else 0

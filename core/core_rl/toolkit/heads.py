@@ -1,0 +1,127 @@
+"""The heads of packed models: log-probs and entropy, values and scores out of the trunk's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core_rl.config.engine import Head
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import OutputName
+from core_rl.distributed.collectives import add_up, enter, gather
+from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
+from core_rl.toolkit.token_logprobs import HeadMap, token_logits, token_logprobs
+
+__all__ = ["LanguageModelHead", "PackedStates", "scalar_outputs"]
+
+
+@dataclass(frozen=True)
+class PackedStates:
+    """What the trunk made of this rank's tokens of a packed batch."""
+
+    hidden: Tensor
+    """``[L, H]``, one row for each token of ``tokens``, or with sequence parallelism a part of these rows."""
+    tokens: TokenSlice
+    batch: SequenceBatch
+    shards: ModelShards
+
+    def rows(self, *, partial: bool) -> Tensor:
+        """All rows of ``hidden``; ``partial`` says that each rank will use a part of the head on them."""
+        if not self.shards.sequence_parallel:
+            return self.hidden
+        return gather(self.hidden, self.shards.tensor, 0, partial=partial)
+
+    def placed(self, values: Tensor, positions: Tensor, length: int) -> Tensor:
+        """``length`` entries, 0 but for ``values`` at ``positions`` on the rank that has them."""
+        own = values.new_zeros((length, *values.shape[1:])).index_copy(0, positions, values)
+        return add_up(own, self.shards.context)
+
+    def not_first(self) -> Tensor:
+        """Bool ``[T]``: all but the first token of each sequence."""
+        mask = torch.ones_like(self.batch.input_ids, dtype=torch.bool)
+        mask[self.batch.cu_seqlens[:-1].long().to(mask.device)] = False
+        return mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelHead:
+    """Log-probs, entropy and logits of the tokens of a batch, over a vocabulary that may be spread over ranks."""
+
+    vocab_size: int
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def outputs(
+        self,
+        states: PackedStates,
+        weight: Tensor,
+        bias: Tensor | None,
+        asked: Sequence[OutputName],
+        temperature: float,
+        trained_only: bool,
+    ) -> dict[str, Tensor]:
+        """The fields of a `ModelOutput` among ``asked`` that this head gives.
+
+        Args:
+            states: what predicts.
+            weight: this rank's rows of the head, ``[V / tp, H]``, without padding; ``bias`` is ``[V / tp]``.
+            asked: names of outputs.
+            temperature: divides the logits.
+            trained_only: run on the positions of ``loss_mask`` alone; the other outputs are 0.
+        """
+        batch, shards = states.batch, states.shards
+        mapping = HeadMap(scale=self.scale, softcap=self.softcap, temperature=temperature)
+        predicted = (batch.loss_mask if trained_only else states.not_first()).nonzero().squeeze(1)
+        which, states_at = states.tokens.here(predicted - 1)
+        predicted = predicted[which]
+        rows = states.rows(partial=True)[states_at]
+        if not shards.sequence_parallel:
+            rows = enter(rows, shards.tensor)
+        found: dict[str, Tensor] = {}
+        if "logprobs" in asked or "entropy" in asked:
+            logprobs, entropy = token_logprobs(
+                rows,
+                weight,
+                batch.input_ids[predicted],
+                bias=bias,
+                head=mapping,
+                with_entropy="entropy" in asked,
+                vocabulary=shards.vocabulary(self.vocab_size),
+            )
+            found = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
+        if "logits" in asked:
+            logits = token_logits(rows, weight, bias=bias, head=mapping)
+            found["logits"] = self._whole_rows(logits, shards)
+        return {
+            name: states.placed(value, predicted, batch.num_tokens)
+            for name, value in found.items()
+            if name in asked
+        }
+
+    def _whole_rows(self, logits: Tensor, shards: ModelShards) -> Tensor:
+        """Logits over the whole vocabulary, from this rank's columns."""
+        if shards.tensor.size == 1:
+            return logits
+        padded = F.pad(logits, (0, -(-self.vocab_size // shards.tensor.size) - logits.shape[1]))
+        return gather(padded, shards.tensor, 1, partial=False)[:, : self.vocab_size]
+
+
+def scalar_outputs(states: PackedStates, score: Callable[[Tensor], Tensor], head: Head) -> dict[str, Tensor]:
+    """The fields of a `ModelOutput` that a ``value`` or ``reward`` head gives.
+
+    ``score`` maps float32 states ``[L, H]`` to ``[L, 1]``; all ranks have all of it.
+    """
+    batch, tokens = states.batch, states.tokens
+    scores = score(states.rows(partial=False).float()).squeeze(-1)
+    which, last = tokens.here(batch.cu_seqlens[1:].long().to(scores.device) - 1)
+    final = states.placed(scores[last], which, batch.num_sequences)
+    if head == "reward":
+        return {"scores": final}
+    later = states.not_first().nonzero().squeeze(1)
+    which, before = tokens.here(later - 1)
+    values = states.placed(scores[before], later[which], batch.num_tokens)
+    return {"values": values, "bootstrap": final}

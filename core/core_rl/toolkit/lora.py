@@ -1,0 +1,268 @@
+"""Low-rank adapters (LoRA) in a Hugging Face model: adding one, its names, merging, switching it off.
+
+The adapter layers are those of ``peft``, an optional dependency that is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from core_rl.config.engine import Head, LoraConfig
+from core_rl.errors import ConfigError
+from core_rl.toolkit.checkpoint_layout import WrittenForm
+
+__all__ = [
+    "ADAPTER_PREFIX",
+    "LowRank",
+    "adapter_config",
+    "adapter_disabled",
+    "adapter_shapes",
+    "add_adapter",
+    "fresh_adapter",
+    "low_rank_products",
+    "merged",
+    "written_name",
+]
+
+ADAPTER_PREFIX = "base_model.model."
+"""What ``peft`` writes before the names of an adapter's tensors."""
+NAME = "default"
+"""The name under which ``peft`` keeps the only adapter; it is not in what is written."""
+SEED_OFFSET = 1 << 40
+"""The adapter is not drawn from the stream of random numbers that a drawn base model comes from."""
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig, head: Head, seed: int) -> None:
+    """Put adapter layers into ``model``, in place; only they and a scalar head are trained from then on.
+
+    ``A`` is drawn from ``seed`` without touching the global random state, the same on every rank, and
+    ``B`` is 0: the outputs stay what they are. On the meta device neither has values; see
+    `fresh_adapter`. Class and modules of the model stay as well, so that what runs it need not know.
+
+    Raises `ConfigError` without ``peft``, and for target modules that match nothing.
+    """
+    peft = _import_peft()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    targets = _targets(model, config)
+    with torch.random.fork_rng(devices=[]):
+        peft.inject_adapter_in_model(
+            _peft_config(model, config, head, _short(model, targets)), model, NAME, low_cpu_mem_usage=True
+        )
+    device = next(model.base_model.parameters()).device
+    fresh = fresh_adapter(model, seed)
+    for name, parameter in [*model.named_parameters()]:
+        if name.startswith("score."):
+            parameter.requires_grad_(name in trained)
+        if (value := fresh.get(written_name(name))) is not None:
+            module, _, last = name.rpartition(".")
+            drawn = nn.Parameter(value.to(device), requires_grad=True)
+            model.get_submodule(module).register_parameter(last, drawn)
+
+
+def fresh_adapter(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
+    """The values with which the adapter of ``model`` begins, float32, by their written names.
+
+    ``A`` is drawn as ``peft`` draws it and ``B`` is 0; a model without memory has the same.
+    """
+    generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
+    shapes = {written_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    fresh = {}
+    for product in low_rank_products(model).values():
+        fresh[product.a] = torch.empty(shapes[product.a])
+        nn.init.kaiming_uniform_(fresh[product.a], a=math.sqrt(5), generator=generator)
+        fresh[product.b] = torch.zeros(shapes[product.b])
+    return fresh
+
+
+def adapter_config(
+    model: PreTrainedModel, config: LoraConfig, head: Head, base: str | None
+) -> dict[str, Any]:
+    """The ``adapter_config.json`` with which ``peft`` and servers read the adapter of ``model``, over ``base``."""
+    products = low_rank_products(model).values()
+    layers = [product.a.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight") for product in products]
+    found = _peft_config(model, config, head, _short(model, layers))
+    found.base_model_name_or_path = base
+    found.inference_mode = True
+    found.modules_to_save = None if head == "lm" else ["score"]
+    values: dict[str, Any] = found.to_dict()
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+
+
+def written_name(name: str) -> str:
+    """The name under which the parameter ``name`` of a model with an adapter is written.
+
+    A base parameter has the name that it has without the adapter, and a part of the adapter the one that
+    ``peft`` writes.
+    """
+    if ".lora_A." in name or ".lora_B." in name:
+        return ADAPTER_PREFIX + name.replace(f".{NAME}.", ".")
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_shapes(config: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Written names and shapes of the factors that ``lora`` adds to a language model with ``config``.
+
+    Raises `ConfigError` as `add_adapter` does.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    add_adapter(model, lora, "lm", 0)
+    shapes = {written_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: shape for name, shape in shapes.items() if name.startswith(ADAPTER_PREFIX)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """What an adapter adds to one weight ``[out, in]``: ``scaling * B @ A``."""
+
+    a: str
+    """The written name of ``A [rank, in]``."""
+    b: str
+    """The written name of ``B [out, rank]``."""
+    scaling: float
+    transposed: bool
+    """The weight is stored as ``[in, out]`` (GPT-2's ``Conv1D``)."""
+
+    def added_to(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """A new tensor, in the dtype of all three."""
+        product = b @ a
+        return torch.add(weight, product.T if self.transposed else product, alpha=self.scaling)
+
+
+def low_rank_products(model: nn.Module) -> dict[str, LowRank]:
+    """What the adapter of ``model`` adds, by the written name of the weight; nothing for a model without one."""
+    found = {}
+    for name, module in model.named_modules():
+        if not _is_adapted(module):
+            continue
+        layer: Any = module
+        found[f"{name}.weight"] = LowRank(
+            a=f"{ADAPTER_PREFIX}{name}.lora_A.weight",
+            b=f"{ADAPTER_PREFIX}{name}.lora_B.weight",
+            scaling=float(layer.scaling[NAME]),
+            transposed=isinstance(layer.base_layer, Conv1D),
+        )
+    return found
+
+
+def merged(
+    tensors: Iterable[tuple[str, Tensor]], products: Mapping[str, LowRank]
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream ``tensors`` of full base weights and adapter parts as base weights with the adapter added.
+
+    The factors of a weight come before it, and are kept until then. Nothing is changed in place.
+    """
+    factors: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        product = products.get(name)
+        if name.startswith(ADAPTER_PREFIX):
+            factors[name] = tensor
+        elif product is None:
+            yield name, tensor
+        else:
+            yield name, product.added_to(tensor, factors.pop(product.a), factors.pop(product.b))
+
+
+@contextmanager
+def adapter_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside the context, adapter layers give what their base layer gives."""
+    layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            # peft's enable_adapters() would also turn requires_grad off and on again, and of a sharded
+            # module it may find the gathered parameters at one time and the shards at the other.
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer._disable_adapters = value
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def _import_peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            "model.lora needs the package peft, which cannot be imported "
+            f"({error}); run: pip install 'core-rl[peft]'"
+        ) from error
+
+
+def _peft_config(model: PreTrainedModel, config: LoraConfig, head: Head, targets: Iterable[str]) -> Any:
+    return _import_peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        use_rslora=config.rslora,
+        target_modules=sorted(targets),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+    )
+
+
+def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Full names of the layers that get an adapter."""
+    linear = _linear_layers(model)
+    if config.target_modules == "all-linear":
+        return linear
+    idle = [target for target in config.target_modules if not any(_matches(name, target) for name in linear)]
+    if idle or not config.target_modules:
+        last = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"model.lora.target_modules: {idle or 'an empty list'} matches no linear layer of the trunk, where "
+            f"there are {', '.join(last)}; embeddings, heads (a tie would carry it over) and experts take no adapter"
+        )
+    return [name for name in linear if any(_matches(name, target) for target in config.target_modules)]
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Linear layers of the trunk that can have an adapter.
+
+    Not the head, whose weight may be the embedding's as well (peft #2018). In a mixture of experts, not what
+    is called as an expert's matrices are: ``peft`` takes such a name for the fused weights of the experts.
+    """
+    trunk = {id(module) for module in model.base_model.modules()}
+    experts = _expert_parts(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if id(module) in trunk
+        and isinstance(module, nn.Linear | Conv1D)
+        and name.rpartition(".")[2] not in experts
+    ]
+
+
+def _expert_parts(model: PreTrainedModel) -> set[str]:
+    """Last parts of the names of matrices that are fused in memory and written one by one: ``down_proj``."""
+    form = WrittenForm.of(model)
+    held = [name for name, _ in model.named_parameters()]
+    written = {name for own in held for name in form.names(own)}
+    return {name.rsplit(".", 2)[-2] for name in written.difference(held)}
+
+
+def _matches(name: str, target: str) -> bool:
+    """As ``peft`` matches names."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _short(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
+    """``layers`` by the last parts of their names, as servers expect them, where these name no other module."""
+    chosen = set(layers)
+    last = {name.rpartition(".")[2] for name in chosen}
+    named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    return sorted(last if named == chosen else chosen)

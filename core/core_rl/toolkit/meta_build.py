@@ -1,0 +1,216 @@
+"""Building a model on the meta device, so that each rank later reads only the parts of its weights that it holds.
+
+`build_on_meta` makes the module without memory and checks that the files fit it. The engine then
+shards it, gives its shards memory (`Unloaded.materialize`) and reads them (`Unloaded.source`). At no
+time does a rank hold all of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from core_rl.backend.named_tensors import TensorSource
+from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.config.engine import ModelConfig
+from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
+from core_rl.toolkit.build import finished, is_new_head, model_family, read_config, require_fitting
+from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.experts import ExpertsKernel
+from core_rl.toolkit.lora import fresh_adapter, written_name
+
+__all__ = ["Unloaded", "build_on_meta"]
+
+COMPARED_BYTES = 16 * 2**20
+"""Two tensors are compared in pieces of about this size, in bytes."""
+
+
+class Unloaded:
+    """A model on the meta device, and the files with its weights."""
+
+    def __init__(self, model: PreTrainedModel, source: TensorSource) -> None:
+        self.model = model
+        self.source = source
+        """All parameters and persistent buffers under the names that transformers writes."""
+        self._computed = _computed_buffers(model)
+
+    def materialize(self, root: nn.Module, device: torch.device) -> None:
+        """Give all of ``root``, which holds the model, memory on ``device``; parameters are not initialized.
+
+        The parameters may have been sharded. Tied ones stay tied. Buffers that no file holds get the
+        values that the model computes for them, in its own dtype: rotary frequencies stay float32.
+        """
+        tied = _tied_places(root)
+        root.to_empty(device=device)
+        for (module, name), *others in tied:
+            for other, other_name in others:
+                other._parameters[other_name] = module._parameters[name]
+        for module, name, value in self._computed:
+            module._buffers[name] = value.to(device)
+
+
+def build_on_meta(
+    model: ModelConfig,
+    *,
+    seed: int,
+    attn_implementation: str,
+    experts: ExpertsKernel = "eager",
+    dtype: torch.dtype = torch.float32,
+) -> Unloaded | None:
+    """The model of ``model.path`` without memory, in evaluation mode; None where `build_model` must load it.
+
+    That is so for weights drawn from a config, files other than safetensors, and files whose tensors
+    transformers renames. A new adapter is drawn from ``seed`` as well.
+
+    A new head is drawn from ``seed``, the same on every rank. Raises `ConfigError` for missing,
+    misshapen or unreadable weights.
+    """
+    if model.path is None:
+        return None
+    try:
+        files = TensorFiles(Path(model.path), "model")
+    except CheckpointNotFound:
+        return None
+    except CheckpointError as error:
+        raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
+    config = read_config(model)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    try:
+        with torch.device("meta"):
+            built: PreTrainedModel = model_family(model).from_config(
+                config, attn_implementation=attn_implementation, dtype=dtype
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
+    built = finished(built, model, seed=seed, experts=experts)
+    source = _source(built, model, files, seed)
+    return None if source is None else Unloaded(built, source)
+
+
+def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed: int) -> TensorSource | None:
+    """What gives each tensor of ``built``; None where only transformers knows how the files are to be read."""
+    adapter = fresh_adapter(built, seed)
+    wanted = _written_shapes(built, adapter)
+    tied = _tied_names(built)
+    present = set(files.names())
+    found = {name: place for name in wanted if (place := _find(built, name, tied, present)) is not None}
+    missing = [name for name in wanted if name not in found and not is_new_head(model, name)]
+    known = {*found.values(), *(name for names in tied.values() for name in names)}
+    if missing and (present - known or built._keys_to_ignore_on_load_missing):
+        return None
+    misshapen = [name for name, place in found.items() if files.shape(place) != wanted[name]]
+    require_fitting(model, missing, misshapen)
+    for source, names in tied.items():
+        if any(name in present and not _equal(files, found[source], name) for name in names):
+            return None  # they are not tied in these files
+    drawn = {name: _drawn_head(built, seed) for name in wanted if name not in found}
+    return _ModelFiles(files, found, drawn | adapter)
+
+
+def _written_shapes(built: PreTrainedModel, adapter: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The tensors that transformers writes for this model, without its adapter."""
+    held = {written_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    base = {name: shape for name, shape in held.items() if name not in adapter}
+    buffers = {name: tuple(b.shape) for name, b in built.named_buffers() if name in built.state_dict()}
+    return WrittenForm.of(built, base).shapes(base) | buffers
+
+
+def _find(
+    built: PreTrainedModel, name: str, tied: Mapping[str, list[str]], present: Collection[str]
+) -> str | None:
+    """The name, among those ``present`` in the files, that stands for ``name``.
+
+    It is its own, without the prefix of the trunk, or one tied to it.
+    """
+    candidates = [name, name.removeprefix(f"{built.base_model_prefix}."), *tied.get(name, ())]
+    return next((candidate for candidate in candidates if candidate in present), None)
+
+
+def _tied_names(built: PreTrainedModel) -> dict[str, list[str]]:
+    """For each parameter that has several names, the first one and the others."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in built.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(written_name(name))
+    return {first: others for first, *others in names.values() if others}
+
+
+def _equal(files: TensorFiles, left: str, right: str) -> bool:
+    """Whether two tensors hold the same numbers, read in pieces."""
+    if left == right:
+        return True
+    shape = files.shape(left)
+    if files.shape(right) != shape:
+        return False
+    if not shape:
+        return torch.equal(files.read(left), files.read(right))
+    rows = max(1, COMPARED_BYTES // max(1, 4 * torch.Size(shape[1:]).numel()))
+    pieces = [(slice(start, start + rows),) for start in range(0, shape[0], rows)]
+    return all(torch.equal(files.read(left, piece), files.read(right, piece)) for piece in pieces)
+
+
+def _drawn_head(built: PreTrainedModel, seed: int) -> Tensor:
+    """The weights of a new scalar head, as transformers initializes them."""
+    planned = cast("nn.Linear", built.get_submodule("score"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = nn.utils.skip_init(
+            nn.Linear, planned.in_features, planned.out_features, bias=False, dtype=planned.weight.dtype
+        )
+        built._init_weights(head)
+    return cast("Tensor", head.weight.detach())
+
+
+def _computed_buffers(built: PreTrainedModel) -> list[tuple[nn.Module, str, Tensor]]:
+    """The buffers that no file holds, computed on the CPU, and where they belong."""
+    places = [
+        (module, name)
+        for module in built.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    ]
+    for module, name in places:
+        planned = module._buffers[name]
+        assert planned is not None
+        module._buffers[name] = torch.empty_like(planned, device="cpu")
+    for parameter in built.parameters():
+        # What transformers' own loading does: only what is not marked is initialized.
+        cast("Any", parameter)._is_hf_initialized = True
+    built.initialize_weights()
+    return [(module, name, cast("Tensor", module._buffers[name])) for module, name in places]
+
+
+def _tied_places(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [shared for shared in places.values() if len(shared) > 1]
+
+
+class _ModelFiles:
+    """A `TensorSource` over files that may name tensors otherwise, and over tensors that no file holds."""
+
+    def __init__(self, files: TensorFiles, places: Mapping[str, str], drawn: Mapping[str, Tensor]) -> None:
+        self._files = files
+        self._places = dict(places)
+        self._drawn = dict(drawn)
+
+    def names(self) -> list[str]:
+        return [*self._places, *self._drawn]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (
+            tuple(self._drawn[name].shape) if name in self._drawn else self._files.shape(self._places[name])
+        )
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        if name not in self._drawn:
+            return self._files.read(self._places[name], slices)
+        return self._drawn[name] if slices is None else self._drawn[name][slices]

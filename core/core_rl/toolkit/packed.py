@@ -1,0 +1,98 @@
+"""A Hugging Face model over packed batches: one trunk pass, then the head on the positions that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from core_rl.config.engine import Head
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import OutputName
+from core_rl.distributed.collectives import gather
+from core_rl.errors import ConfigError
+from core_rl.toolkit.attention import Segments
+from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
+from core_rl.toolkit.parallel_context import WHOLE, ModelShards
+from core_rl.toolkit.routers import Routers, Routing, own_routing
+
+__all__ = ["PackedModel"]
+
+
+class PackedModel(nn.Module):
+    """Wraps a model that was built with `PACKED_ATTENTION`.
+
+    The head runs inside ``forward``, so that wrappers which gather parameters around a module's
+    forward (FSDP, DDP) see it. Parameter names are the wrapped model's behind the prefix ``model.``.
+    """
+
+    def __init__(self, model: PreTrainedModel, head: Head, shards: ModelShards = WHOLE) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.shards = shards
+        self._routers = Routers(model)
+        text = model.config.get_text_config()
+        scale = float(getattr(text, "logit_scale", None) or 1.0)
+        self._language_model = LanguageModelHead(
+            vocab_size=int(text.vocab_size),
+            scale=scale / float(getattr(text, "logits_scaling", 1.0) or 1.0),
+            softcap=getattr(text, "final_logit_softcapping", None),
+        )
+
+    def forward(
+        self,
+        batch: SequenceBatch,
+        outputs: Sequence[OutputName],
+        temperature: float = 1.0,
+        trained_only: bool = False,
+    ) -> dict[str, Tensor]:
+        """The fields of a `ModelOutput` for ``batch``; a dictionary, since wrappers look into those.
+
+        With ``trained_only`` the language-model head runs on the positions of ``loss_mask`` alone and
+        the other outputs are 0.
+        """
+        tokens = self.shards.slice_of(batch)
+        with self._routers.watch(own_routing(batch, tokens)) as routings:
+            hidden = self.model.base_model(
+                input_ids=tokens.input_ids[None],
+                position_ids=tokens.position_ids[None],
+                attention_mask=None,
+                use_cache=False,
+                segments=Segments(tokens.segments, self.shards.context),
+            ).last_hidden_state[0]
+        states = PackedStates(hidden, tokens, batch, self.shards)
+        if self.head == "lm":
+            head = self._output_embeddings()
+            found = self._language_model.outputs(states, *head, outputs, temperature, trained_only)
+        else:
+            score = self.model.score
+            assert isinstance(score, nn.Module)  # every ...ForSequenceClassification has it
+            found = scalar_outputs(states, score, self.head)
+        if "aux_loss" in outputs or "routing" in outputs:
+            whole = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
+            found |= self._routers.outputs(whole, batch.cu_seqlens, outputs)
+        return found
+
+    def _whole_routing(self, routing: Routing, length: int) -> Routing:
+        """Of all ``length`` tokens, without padding, on every rank that sees some of them."""
+        logits = gather(routing.logits, self.shards.context, 0, partial=False)
+        experts = gather(routing.experts, self.shards.context, 0, partial=False)
+        return Routing(logits[:length], experts[:length])
+
+    def _output_embeddings(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the language-model head, this rank's rows."""
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
+            raise ConfigError(
+                f"{type(self.model).__name__} has no output embeddings, so it gives no log-probs"
+            )
+        bias = getattr(head, "bias", None)
+        return _own(head.weight), None if bias is None else _own(bias)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, with its graph."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,82 @@
+"""How one copy of a model, and the tokens that it sees, are spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.distributed.comm import World
+from core_rl.toolkit.vocabulary import VocabularyShard
+
+__all__ = ["WHOLE", "ModelShards", "TokenSlice"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShards:
+    """The ranks that hold one copy of the model; all of them get the same batches."""
+
+    context: World = field(default_factory=World)
+    """Context parallel: each rank sees an equal part of the tokens."""
+    tensor: World = field(default_factory=World)
+    """Tensor parallel: each rank holds some heads, columns and vocabulary rows."""
+    sequence_parallel: bool = False
+    """Between the matrices, tokens are spread over the ranks of ``tensor`` as well."""
+
+    def vocabulary(self, size: int) -> VocabularyShard | None:
+        """This rank's part of a vocabulary of ``size``; None where it has all of it.
+
+        It is cut as `torch.chunk` does: all parts but the last are equally large.
+        """
+        group = self.tensor.group
+        return (
+            None if group is None else VocabularyShard(group, -(-size // self.tensor.size) * self.tensor.rank)
+        )
+
+    def slice_of(self, batch: SequenceBatch) -> TokenSlice:
+        """The tokens of ``batch`` that this rank sees, on the batch's device."""
+        multiple = self.context.size * (self.tensor.size if self.sequence_parallel else 1)
+        padding = -batch.num_tokens % multiple
+        length = (batch.num_tokens + padding) // self.context.size
+        start = length * self.context.rank
+        boundaries = tuple(batch.cu_seqlens.tolist())
+        return TokenSlice(
+            input_ids=_padded(batch.input_ids, padding)[start : start + length],
+            position_ids=_padded(batch.position_ids, padding)[start : start + length],
+            start=start,
+            # Padding is a sequence of its own, which nobody attends to and nobody reads.
+            segments=boundaries + ((boundaries[-1] + padding,) if padding else ()),
+        )
+
+
+WHOLE = ModelShards()
+"""One rank with the whole model and all tokens."""
+
+
+@dataclass(frozen=True)
+class TokenSlice:
+    """Consecutive tokens of a packed batch, which is padded so that all ranks get equally many."""
+
+    input_ids: Tensor
+    """``[L]``."""
+    position_ids: Tensor
+    """``[L]``."""
+    start: int
+    """Position of the first one in the batch."""
+    segments: tuple[int, ...]
+    """Boundaries of the sequences of the whole padded batch."""
+
+    def here(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of ``positions [N]`` lie here, as indices into it, and where they lie in the slice."""
+        local = positions - self.start
+        which = ((local >= 0) & (local < len(self.input_ids))).nonzero().squeeze(1)
+        return which, local[which]
+
+
+def _padded(values: Tensor, count: int) -> Tensor:
+    """``count`` entries more: 0, 1, 2, ... are ids and positions of any model that takes so many tokens."""
+    if not count:
+        return values
+    return torch.cat([values, torch.arange(count, dtype=values.dtype, device=values.device)])

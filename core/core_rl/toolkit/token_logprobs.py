@@ -1,0 +1,268 @@
+"""Log-probs and entropy of given tokens, in float32 and in chunks.
+
+``[T, vocabulary]`` does not exist in float32 as a whole: each chunk of rows makes its logits, reduces
+them, and drops them; the backward pass makes them again. Only where all fit in `KEEP_BYTES` are they kept
+for it, so that small vocabularies pay nothing for a saving that they do not need. All chunks work in
+the same two buffers: fresh ones would cost the CPU a page fault for every 4 KiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.toolkit.vocabulary import VocabularyShard
+
+__all__ = ["HeadMap", "chunk_rows", "token_logits", "token_logprobs"]
+
+CHUNK_ROWS = 512
+"""Most rows whose logits are made at once. More gain nothing in the products and leave the cache."""
+
+CPU_CHUNK_BYTES = 96 * 2**20
+"""Most float32 logits that the CPU makes at once, in bytes; there are two buffers of this size. Other devices need
+`CHUNK_ROWS` to be busy, and their allocators keep memory at hand."""
+
+KEEP_BYTES = 128 * 2**20
+"""The largest float32 logits, in bytes, that are kept between the forward and the backward pass: all or none."""
+
+LOWEST = -128.0
+"""exp is 0 here and below in float32, so that p * log p is 0 and not NaN where a logit is -inf."""
+
+LOWEST_FLOAT = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadMap:
+    """What a language-model head does after its matrix product."""
+
+    scale: float = 1.0
+    """Multiplies the logits (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``)."""
+    softcap: float | None = None
+    """``c * tanh(logits / c)`` (Gemma 2's ``final_logit_softcapping``)."""
+    temperature: float = 1.0
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        """Float32 logits ``[N, V]`` divided by the temperature, from the raw product in any dtype."""
+        logits = raw.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """The same in place, on the raw product in float32, without a graph."""
+        factor = self.scale / self.temperature
+        if self.softcap is not None:
+            logits.mul_(self.scale / self.softcap).tanh_()
+            factor = self.softcap / self.temperature
+        return logits if factor == 1.0 else logits.mul_(factor)
+
+    def derivative(self, logits: Tensor) -> Tensor | float:
+        """Of this map's result ``logits`` by the raw product."""
+        factor = self.scale / self.temperature
+        if self.softcap is None:
+            return factor
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(factor)
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    head: HeadMap | None = None,
+    with_entropy: bool = False,
+    vocabulary: VocabularyShard | None = None,
+    chunk: int | None = None,
+    keep_bytes: int = KEEP_BYTES,
+) -> tuple[Tensor, Tensor | None]:
+    """``log_softmax(head(hidden @ weight.T))[targets]`` and the entropy of that softmax.
+
+    Args:
+        hidden: the states that predict, ``[N, H]``.
+        weight: the head, ``[V, H]``; ``bias`` is ``[V]``.
+        targets: the predicted ids, int64 ``[N]``.
+        head: scale, soft cap and temperature of the logits.
+        with_entropy: also return the entropy in nats.
+        vocabulary: where ``weight`` and ``bias`` hold only some rows of the head. Results are those over
+            the whole vocabulary; the gradient of ``hidden`` is this rank's part of it, and the
+            caller adds the parts up.
+        chunk: rows whose logits are made at once; by default `CHUNK_ROWS`, on the CPU also `CPU_CHUNK_BYTES`.
+        keep_bytes: the logits are kept for the backward pass where all of them take at most this.
+
+    Returns:
+        Log-probs and, if asked, entropy, float32 ``[N]``, both differentiable.
+    """
+    if bias is not None:
+        hidden = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], dim=1)
+        weight = torch.cat([weight, bias[:, None]], dim=1)
+    row_bytes = 4 * max(1, len(weight))
+    if chunk is None:
+        chunk = chunk_rows(row_bytes, hidden.device.type == "cpu")
+    keep = torch.is_grad_enabled() and len(hidden) * row_bytes <= keep_bytes
+    apply: Any = _TokenLogprobs.apply
+    plan = _Plan(head or HeadMap(), with_entropy, vocabulary, chunk, keep)
+    logprobs, entropy = apply(hidden, weight, targets, plan)
+    return logprobs, entropy if with_entropy else None
+
+
+def chunk_rows(row_bytes: float, on_cpu: bool) -> int:
+    """How many rows of logits, of ``row_bytes`` float32 each, are made at once."""
+    return min(CHUNK_ROWS, max(1, int(CPU_CHUNK_BYTES // row_bytes))) if on_cpu else CHUNK_ROWS
+
+
+def token_logits(
+    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, head: HeadMap | None = None
+) -> Tensor:
+    """All logits, float32 ``[N, V]``, through scale, soft cap and temperature."""
+    return (head or HeadMap())(torch.nn.functional.linear(hidden, weight, bias))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the rows are gone through."""
+
+    head: HeadMap
+    with_entropy: bool
+    vocabulary: VocabularyShard | None
+    chunk: int
+    keep: bool
+    """Whether the logits, or their exponentials, wait for the backward pass."""
+
+    @property
+    def exponentials(self) -> bool:
+        """Whether exp(logits) is all that the backward pass needs."""
+        return not self.with_entropy and self.head.softcap is None
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        return (slice(start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
+
+    def buffer(self, rows: int, weight: Tensor) -> Tensor:
+        return torch.empty(rows, len(weight), dtype=torch.float32, device=weight.device)
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        if hidden.dtype == out.dtype:
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            out.copy_(hidden @ weight.T)
+        return self.head.apply_(out)
+
+    def above(self, highest: Tensor, total: Tensor) -> Tensor:
+        """The log-sum-exp over the whole vocabulary minus the ``highest`` logit here; ``total`` is
+        the sum of exp(logit - highest) here.
+        """
+        own = total.log()
+        return own if self.vocabulary is None else self.vocabulary.normaliser(highest + own) - highest
+
+    def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        if self.vocabulary is None:
+            return targets, torch.ones_like(targets, dtype=torch.bool)
+        return self.vocabulary.locate(targets, rows)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With z the logits, p = softmax(z) and H the entropy: d log p_y / dz = 1_y - p, and
+    dH / dz = -p * (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        count = len(hidden)
+        index, here = plan.locate(targets, len(weight))
+        highest, total, chosen, mean = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
+        stored = plan.buffer(count if plan.keep else min(plan.chunk, count), weight)
+        exponential = plan.buffer(0 if plan.exponentials else min(plan.chunk, count), weight)
+        for rows in plan.chunks(count):
+            out = stored[rows] if plan.keep else stored[: rows.stop - rows.start]
+            logits = plan.logits(hidden[rows], weight, out)
+            # Finite, so that a row of -inf stays one.
+            highest[rows] = logits.amax(dim=1).clamp(min=LOWEST_FLOAT)
+            logits.sub_(highest[rows, None])
+            chosen[rows] = logits.gather(1, index[rows, None]).squeeze(1)
+            p = torch.exp(logits, out=logits if plan.exponentials else exponential[: len(logits)])
+            total[rows] = p.sum(dim=1)
+            if plan.with_entropy:
+                # The backward pass clamps as well, and makes p again; the slope of a soft cap needs what is below.
+                capped = plan.keep and plan.head.softcap is not None
+                finite = torch.clamp(logits, min=LOWEST, out=None if capped else logits)
+                mean[rows] = p.mul_(finite).sum(dim=1)
+        above = plan.above(highest, total)
+        logprobs = chosen - above
+        entropy = (-above).exp() * (above * total - mean) if plan.with_entropy else mean[:0]
+        if plan.vocabulary is not None:
+            logprobs, entropy = plan.vocabulary.add_up(torch.where(here, logprobs, 0.0), entropy)
+        ctx.save_for_backward(
+            hidden, weight, index, here, highest, above, entropy, *([stored] if plan.keep else [])
+        )
+        ctx.plan = plan
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropy = grads
+        hidden, weight, index, here, highest, above, entropy, *kept = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # float32, because the sum over chunks of a bfloat16 gradient would be rounded each time.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        buffers = [plan.buffer(min(plan.chunk, len(hidden)), weight) for _ in range(1 + plan.with_entropy)]
+        normaliser = highest + above
+        for rows in plan.chunks(len(hidden)):
+            buffer, *other = (buffer[: rows.stop - rows.start] for buffer in buffers)
+            by_raw: Tensor | float = plan.head.scale / plan.head.temperature
+            if kept and plan.exponentials:
+                factor = -grad_logprobs[rows] * (-above[rows]).exp()
+                grad = torch.mul(kept[0][rows], factor[:, None], out=buffer)
+            else:
+                if kept:
+                    log_p = torch.sub(kept[0][rows], above[rows, None], out=buffer)
+                else:
+                    log_p = plan.logits(hidden[rows], weight, buffer).sub_(normaliser[rows, None])
+                if plan.head.softcap is not None:
+                    by_raw = plan.head.derivative(log_p + normaliser[rows, None])
+                grad = _through_softmax(log_p, grad_logprobs[rows], grad_entropy, entropy, rows, other)
+            chosen = torch.where(here[rows], grad_logprobs[rows], 0.0)
+            grad.scatter_add_(1, index[rows, None], chosen[:, None])
+            if not isinstance(by_raw, float) or by_raw != 1.0:
+                grad.mul_(by_raw)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad, hidden[rows])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _through_softmax(
+    log_p: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    entropy: Tensor,
+    rows: slice,
+    other: list[Tensor],
+) -> Tensor:
+    """The gradient of the logits but for the chosen tokens' own, in the memory of ``log_p``."""
+    if not other:
+        return log_p.exp_().mul_(-grad_logprobs[:, None])
+    slope = -grad_entropy[rows]
+    constant = slope * entropy[rows] - grad_logprobs
+    log_p.clamp_(min=LOWEST)
+    factor = torch.addcmul(constant[:, None], log_p, slope[:, None], out=other[0])
+    return log_p.exp_().mul_(factor)
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """``total [V, H] += grad [N, V].T @ hidden [N, H]``, with a float32 ``total``."""
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.T, hidden)
+    else:
+        total += grad.T @ hidden

@@ -1,0 +1,1 @@
+"""Weight transfer from a train engine to inference engines."""

@@ -1,0 +1,197 @@
+"""The ``advantage`` section of an actor's config: which rule turns rewards into advantages."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from torch import Tensor
+
+from core_rl.config.base import Config
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.masked import segment_sum
+from core_rl.distributed.comm import World
+from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.algorithms import advantages as rules
+from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, GROUP, TOKEN_REWARDS, VALUES
+from core_rl_trainer.algorithms.gae import gae_advantages, returns_to_go
+from core_rl_trainer.algorithms.named import custom_callable, named_kind, named_or_fields
+
+__all__ = [
+    "GAE",
+    "GRPO",
+    "RLOO",
+    "AdvantageConfig",
+    "AdvantageEstimator",
+    "CustomAdvantage",
+    "DrGRPO",
+    "ReMax",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+]
+
+
+class AdvantageEstimator(Config):
+    """Turns ``token_rewards [T]`` into advantages ``[T]``."""
+
+    fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the batch must have besides ``token_rewards``."""
+
+    @abstractmethod
+    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+        """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``world``."""
+
+
+class _OfSequences(AdvantageEstimator):
+    """One advantage for each sequence, from what all its tokens earn together."""
+
+    @abstractmethod
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        """Advantages ``[B]``; ``rewards [B]`` are float64."""
+
+    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+        rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
+        return rules.spread_to_tokens(self._of(rewards, batch), batch)
+
+
+class GRPO(_OfSequences):
+    """Against the group's mean, by its standard deviation (arXiv:2402.03300)."""
+
+    type: Literal["grpo"] = "grpo"
+    """The name."""
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.grpo_advantages(rewards, batch[GROUP])
+
+
+class DrGRPO(_OfSequences):
+    """Against the group's mean (arXiv:2503.20783)."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    """The name."""
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.dr_grpo_advantages(rewards, batch[GROUP])
+
+
+class RLOO(_OfSequences):
+    """Against the mean of the others in the group (arXiv:2402.14740)."""
+
+    type: Literal["rloo"] = "rloo"
+    """The name."""
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.rloo_advantages(rewards, batch[GROUP])
+
+
+class ReMax(_OfSequences):
+    """Against the greedy answer to the same prompt (arXiv:2310.10505)."""
+
+    type: Literal["remax"] = "remax"
+    """The name."""
+    fields: ClassVar[frozenset[str]] = frozenset({BASELINE_REWARDS})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.remax_advantages(rewards, batch[BASELINE_REWARDS])
+
+
+class ReinforcePlusPlus(AdvantageEstimator):
+    """REINFORCE++ (arXiv:2501.03262): what a token and those after it earn, whitened over the global batch."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """The name."""
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Discount for each token."""
+
+    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+        returns = returns_to_go(batch[TOKEN_REWARDS], batch, self.gamma)
+        return rules.whiten(returns, batch.loss_mask, world)
+
+
+class ReinforcePlusPlusBaseline(_OfSequences):
+    """REINFORCE++ with the group's mean as a baseline (arXiv:2501.03262), whitened over the global batch."""
+
+    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    """The name."""
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+        return rules.whiten(super().__call__(batch, world), batch.loss_mask, world)
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.dr_grpo_advantages(rewards, batch[GROUP])
+
+
+class GAE(AdvantageEstimator):
+    """Generalised advantage estimation with a critic's values (arXiv:1506.02438); PPO."""
+
+    type: Literal["gae"] = "gae"
+    """The name."""
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Discount for each token."""
+    lam: float = Field(default=0.95, ge=0.0, le=1.0)
+    """1 trusts the rewards alone, 0 the critic alone."""
+    bootstrap_truncated: bool = False
+    """Where an answer was cut off at its limit, go on from the critic's value of what comes then, instead of 0."""
+    fields: ClassVar[frozenset[str]] = frozenset({VALUES, BOOTSTRAP})
+
+    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+        last = batch[BOOTSTRAP] * _truncated(batch) if self.bootstrap_truncated else None
+        return gae_advantages(
+            batch[TOKEN_REWARDS], batch[VALUES], batch, gamma=self.gamma, lam=self.lam, last_values=last
+        )
+
+
+def _truncated(batch: SequenceBatch) -> Tensor:
+    """1 for sequences that ended at the limit of tokens, else 0."""
+    if "stop_reason" not in batch.meta:
+        raise BatchError("bootstrap_truncated needs the meta field 'stop_reason'; the batch has none")
+    return batch[BOOTSTRAP].new_tensor([reason == "length" for reason in batch.meta["stop_reason"]])
+
+
+BUILT_IN = ("grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+
+
+class CustomAdvantage(AdvantageEstimator):
+    """A rule of your own: ``fn(batch) -> Tensor [T]``; the batch has ``token_rewards [T]``."""
+
+    type: str
+    """``module:function``, or a name among the entry points ``rl_interfaces``."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Where the name stands for a class: what it is made with, before its instance is called."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
+        try:
+            custom_callable("advantage rule", self.type, BUILT_IN, self.settings)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+        found: Tensor = custom_callable("advantage rule", self.type, BUILT_IN, self.settings)(batch)
+        if found.shape != (batch.num_tokens,):
+            raise BatchError(
+                f"{self.type!r} returned advantages {list(found.shape)}; return one for each token, "
+                f"[{batch.num_tokens}]"
+            )
+        return found
+
+
+AdvantageConfig = Annotated[
+    Annotated[GRPO, Tag("grpo")]
+    | Annotated[DrGRPO, Tag("dr_grpo")]
+    | Annotated[RLOO, Tag("rloo")]
+    | Annotated[ReMax, Tag("remax")]
+    | Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")]
+    | Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[GAE, Tag("gae")]
+    | Annotated[CustomAdvantage, Tag("custom")],
+    Discriminator(named_kind(BUILT_IN)),
+    BeforeValidator(named_or_fields),
+]
+"""A name, or its settings with the name as ``type``."""

@@ -1,0 +1,209 @@
+"""Model interfaces: an algorithm's steps over an engine, found by name as in ReaLHF and AReaL.
+
+A name is looked up among the interfaces registered in this process, those of the core, and the
+entry points of installed distributions (group ``rl_interfaces``); ``"module:Class"`` names any class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+import importlib_metadata
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.base import Config, parse_config
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.distributed.comm import World
+from core_rl.errors import ConfigError
+from core_rl.rollout.workflow import RolloutWorkflow
+from core_rl_trainer.algorithms.named import GROUP, load_object, not_found
+
+__all__ = [
+    "ModelInterface",
+    "ModelInterfaceAbstraction",
+    "RolloutEngineLike",
+    "TrainEngineLike",
+    "available_interfaces",
+    "interface_class",
+    "make_interface",
+    "register_interface",
+]
+
+BUILT_IN = {
+    "cispo": "core_rl_trainer.algorithms.presets:CISPOInterface",
+    "dapo": "core_rl_trainer.algorithms.presets:DAPOInterface",
+    "dpo": "core_rl_trainer.algorithms.dpo:DPOInterface",
+    "dr_grpo": "core_rl_trainer.algorithms.presets:DrGRPOInterface",
+    "grpo": "core_rl_trainer.algorithms.presets:GRPOInterface",
+    "gspo": "core_rl_trainer.algorithms.presets:GSPOInterface",
+    "ppo": "core_rl_trainer.algorithms.presets:PPOInterface",
+    "ppo_actor": "core_rl_trainer.algorithms.ppo_actor:PPOActorInterface",
+    "ppo_critic": "core_rl_trainer.algorithms.ppo_critic:PPOCriticInterface",
+    "reinforce_plus_plus": "core_rl_trainer.algorithms.presets:ReinforcePlusPlusInterface",
+    "remax": "core_rl_trainer.algorithms.presets:ReMaxInterface",
+    "reward_model": "core_rl_trainer.algorithms.reward_model:RewardModelInterface",
+    "rloo": "core_rl_trainer.algorithms.presets:RLOOInterface",
+    "sft": "core_rl_trainer.algorithms.sft:SFTInterface",
+}
+
+DataKind = Literal["rollouts", "demonstrations", "preferences"]
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class TrainEngineLike(Protocol):
+    """The engine methods that algorithms use: those of a `TrainEngine` on one rank, or of an `EngineGroup`.
+
+    It exists so that an algorithm cannot tell the two apart. Loading, weight sync, versions and the
+    learning-rate schedule belong to the training loop and are not part of it.
+    """
+
+    def train_batch(
+        self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec
+    ) -> dict[str, float]: ...
+
+    def forward(
+        self,
+        batch: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        outputs: tuple[OutputName, ...] = ("logprobs",),
+        temperature: float = 1.0,
+    ) -> ModelOutput: ...
+
+    def save(self, meta: SaveLoadMeta) -> None: ...
+
+
+class RolloutEngineLike(Protocol):
+    """The one method of an inference engine that algorithms use."""
+
+    def rollout(self, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow) -> SequenceBatch: ...
+
+
+class ModelInterface(ABC, Generic[ConfigT]):
+    """An algorithm's steps over an engine. A subclass names its config and implements two of them."""
+
+    config_class: ClassVar[type[Config]]
+    """The config that ``args`` of `ModelInterfaceAbstraction` are parsed into."""
+
+    trains_on: ClassVar[DataKind] = "rollouts"
+    """What `train_step` is to be given: rollouts, sequences to imitate, or pairs of them."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    @property
+    def wanted_fields(self) -> frozenset[str]:
+        """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
+        return frozenset()
+
+    def prepare(self, batch: SequenceBatch, world: World | None = None) -> SequenceBatch:
+        """``batch`` with what `train_step` and other interfaces of the step need, taken over all of its sequences.
+
+        `train_step` does it by itself for a batch that was not prepared. ``world`` are the ranks that hold the
+        other parts of the batch, where each of them calls this; behind a group there are none.
+        """
+        return batch
+
+    @abstractmethod
+    def train_step(
+        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> dict[str, float]:
+        """Update the engine's weights with the global ``batch``; returns metrics."""
+
+    @abstractmethod
+    def inference(
+        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> SequenceBatch:
+        """``batch`` with the engine's own values of its tokens added; no weight changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm itself carries from step to step, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+
+    def generate(
+        self, engine: RolloutEngineLike, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow
+    ) -> SequenceBatch:
+        """The sequences that ``workflow`` makes of each item of ``data`` with the inference engine."""
+        return engine.rollout(data, workflow)
+
+    def save(self, engine: TrainEngineLike, path: str, tokenizer_path: str | None = None) -> None:
+        """Write the engine's model as a Hugging Face directory, with the tokenizer found at ``tokenizer_path``."""
+        engine.save(SaveLoadMeta(path=path, format="hf", with_optimizer=False, tokenizer_path=tokenizer_path))
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ModelInterfaceAbstraction:
+    """Which interface, and its settings."""
+
+    type_: str
+    """A registered name, or ``"module:Class"``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the interface's config."""
+
+
+_registered: dict[str, type[ModelInterface[Any]]] = {}
+
+
+def register_interface(name: str, cls: type[ModelInterface[Any]]) -> None:
+    """Make ``cls`` known as ``name`` in this process. `ConfigError` when another class has the name."""
+    _check_class(name, cls)
+    taken = _registered.get(name, cls)
+    if taken is not cls or name in BUILT_IN:
+        owner = BUILT_IN.get(name) or f"{taken.__module__}:{taken.__qualname__}"
+        raise ConfigError(f"the interface name {name!r} belongs to {owner}; choose another name")
+    _registered[name] = cls
+
+
+def available_interfaces() -> list[str]:
+    """All names that `make_interface` knows."""
+    entry_points = importlib_metadata.entry_points(group=GROUP)
+    return sorted({*_registered, *BUILT_IN, *(point.name for point in entry_points)})
+
+
+def make_interface(abstraction: ModelInterfaceAbstraction) -> ModelInterface[Any]:
+    """The interface that ``abstraction`` names, with its config.
+
+    Raises `ConfigError` for an unknown, ambiguous or broken name and for settings it does not take.
+    """
+    cls = interface_class(abstraction.type_)
+    return cls(parse_config(cls.config_class, abstraction.args, f"interface {abstraction.type_!r}"))
+
+
+def interface_class(name: str) -> type[ModelInterface[Any]]:
+    """The class that ``name`` stands for; raises as `make_interface` does."""
+    points = list(importlib_metadata.entry_points(group=GROUP, name=name))
+    targets = [point.value for point in points] + ([BUILT_IN[name]] if name in BUILT_IN else [])
+    if len(targets) + (name in _registered) > 1:
+        raise ConfigError(
+            f"the interface name {name!r} is claimed more than once, by {', '.join(targets)}; "
+            "uninstall one, or write the 'module:Class' of the one that you mean"
+        )
+    if name in _registered:
+        return _registered[name]
+    if targets or ":" in name:
+        return _load(name, targets[0] if targets else name)
+    raise ConfigError(not_found("interface", name, available_interfaces(), "module:Class"))
+
+
+def _load(name: str, target: str) -> type[ModelInterface[Any]]:
+    found: Any = load_object(name, target)
+    _check_class(name, found)
+    cls: type[ModelInterface[Any]] = found
+    return cls
+
+
+def _check_class(name: str, cls: object) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, ModelInterface) and hasattr(cls, "config_class")):
+        raise ConfigError(
+            f"the interface {name!r} is {cls!r}; it must be a subclass of ModelInterface with a config_class"
+        )

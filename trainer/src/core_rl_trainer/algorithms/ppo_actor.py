@@ -1,0 +1,255 @@
+"""The actor of PPO and of all that came from it: which advantages, which objective, which corrections."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from core_rl.config.base import Config
+from core_rl.data.batch import LOSS_MASK, SequenceBatch
+from core_rl.data.masked import masked_fill
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.distributed.comm import World
+from core_rl_trainer.algorithms.advantages import whiten
+from core_rl_trainer.algorithms.estimators import GRPO, AdvantageConfig
+from core_rl_trainer.algorithms.fields import (
+    ADVANTAGES,
+    BEHAVIOUR,
+    GROUP,
+    IMPORTANCE,
+    PROXIMAL,
+    REFERENCE,
+    RETURNS,
+    REWARDS,
+    TOKEN_REWARDS,
+    VALUES,
+)
+from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
+from core_rl_trainer.algorithms.kl import KLEstimator, kl_estimate
+from core_rl_trainer.algorithms.kl_control import KLController
+from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig
+from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
+from core_rl_trainer.algorithms.policy_loss import PolicyLoss
+from core_rl_trainer.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
+from core_rl_trainer.algorithms.updates import (
+    UpdatesConfig,
+    merge_updates,
+    peers,
+    require_fields,
+    run_updates,
+)
+
+__all__ = ["OverlongConfig", "PPOActorConfig", "PPOActorInterface"]
+
+logger = logging.getLogger(__name__)
+
+
+class OverlongConfig(Config):
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)."""
+
+    max_length: int = Field(ge=1)
+    """Trained tokens at which the reward is 1 less."""
+    buffer: int = Field(ge=1)
+    """The penalty begins this many tokens before ``max_length``."""
+
+    @model_validator(mode="after")
+    def _inside(self) -> Self:
+        if self.buffer > self.max_length:
+            raise ValueError(f"buffer = {self.buffer} is longer than max_length = {self.max_length}")
+        return self
+
+
+class PPOActorConfig(UpdatesConfig):
+    """Settings of the actor. The defaults are GRPO's, with each token counted the same."""
+
+    advantage: AdvantageConfig = GRPO()
+    """How rewards become advantages: a name, or its settings with the name as ``type``."""
+    loss: ObjectiveConfig = Clipped()
+    """The policy objective: a name, or its settings with the name as ``type``."""
+    correction: CorrectionConfig | None = None
+    """Weights for tokens of another policy than the train engine's: a name, or its settings."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL divergence to the reference policy; above 0 a reference is needed."""
+    kl_estimator: KLEstimator = "k3"
+    """In the loss, k2 has the gradient of KL(policy || reference), k3 (GRPO) the reverse one's, k1 none in
+    expectation; in the reward, k1 is unbiased."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL divergence goes: into the loss (GRPO), or into the reward of each token (PPO, RLOO)."""
+    kl_target: float | None = Field(default=None, gt=0.0)
+    """Adapt ``kl_coef`` until the divergence for each token is this (arXiv:1909.08593, section 2.2)."""
+    kl_horizon: float = Field(default=10_000.0, gt=0.0)
+    """Sequences over which the adaptation takes place."""
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the entropy bonus."""
+    whiten_advantages: bool = False
+    """Bring advantages to mean 0 and variance 1 over the tokens of the global batch."""
+    drop_equal_groups: bool = False
+    """Leave out groups whose rewards are all equal (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+    overlong: OverlongConfig | None = None
+    """Take something off the reward of answers that are nearly too long."""
+    max_kl: float | None = Field(default=None, gt=0.0)
+    """End a step's updates when the divergence from the policy before them (``approx_kl``) is above this."""
+    recompute_logprobs: bool = True
+    """Take ratios to log-probs that the train engine computes before its first update, instead of those
+    that the rollout engine reported."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """That of the rollouts: log-probs are computed at it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _same_kind(cls, values: Any) -> Any:
+        """A section without ``type`` changes single fields of the default."""
+        if not isinstance(values, Mapping):
+            return values
+        changed = {}
+        for name in ("advantage", "loss"):
+            section = values.get(name)
+            if isinstance(section, Mapping) and "type" not in section:
+                changed[name] = cls.model_fields[name].default.model_dump() | dict(section)
+        return {**values, **changed}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.correction is not None and not self.recompute_logprobs:
+            raise ValueError("correction weighs recomputed log-probs; it needs recompute_logprobs = true")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target adapts kl_coef, which never leaves 0; set kl_coef above 0")
+        return self
+
+
+class PPOActorInterface(ModelInterface[PPOActorConfig]):
+    """Batches come from a rollout: ``loss_mask`` and ``logprobs [T]``, ``rewards`` and ``group [B]``."""
+
+    config_class = PPOActorConfig
+
+    def __init__(self, config: PPOActorConfig) -> None:
+        super().__init__(config)
+        self._kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
+
+    @property
+    def wanted_fields(self) -> frozenset[str]:
+        """Fields of other engines, or of greedy answers, that the settings use."""
+        wanted = {PROXIMAL: self.config.recompute_logprobs, REFERENCE: self.config.kl_coef > 0}
+        from_rollout = {GROUP, TOKEN_REWARDS}
+        return frozenset(name for name, used in wanted.items() if used) | (
+            self.config.advantage.fields - from_rollout
+        )
+
+    def loss(self) -> PolicyLoss:
+        """The loss with these settings and the present KL coefficient."""
+        chosen = self.config
+        return PolicyLoss(
+            objective=chosen.loss,
+            kl_coef=self._kl.coef if chosen.kl_in == "loss" else 0.0,
+            kl_estimator=chosen.kl_estimator,
+            entropy_coef=chosen.entropy_coef,
+        )
+
+    # ------------------------------------------------------------- preparation
+
+    def prepare(self, batch: SequenceBatch, world: World | None = None) -> SequenceBatch:
+        """``batch`` with ``token_rewards``, ``advantages`` and, where there are values, ``returns [T]``.
+
+        Everything is taken over all sequences of ``batch``, and of the ranks of ``world``, each of which holds
+        whole groups. Groups without signal are left out, if the settings say so; the result may be empty.
+        Raises `BatchError` that lists the missing fields, or names a reward that is not finite.
+        """
+        world, chosen = world or World(), self.config
+        grouped = {GROUP} if chosen.drop_equal_groups else set()
+        needed = {REWARDS, LOSS_MASK, BEHAVIOUR, *grouped, *self.wanted_fields, *chosen.advantage.fields}
+        require_fields("the PPO actor", batch, needed)
+        rewards = batch[REWARDS].float()
+        if chosen.overlong is not None:
+            rewards = rewards + overlong_penalty(batch, chosen.overlong.max_length, chosen.overlong.buffer)
+        earned = token_rewards(rewards, batch, self._penalties(batch))
+        batch = batch.with_tokens(**{TOKEN_REWARDS: earned})
+        if chosen.drop_equal_groups:
+            kept = groups_with_signal(batch[REWARDS], batch[GROUP])
+            batch = batch.select(kept.nonzero().flatten().tolist())
+        return batch.with_tokens(**self._advantages(batch, world))
+
+    def _penalties(self, batch: SequenceBatch) -> torch.Tensor | None:
+        """What the KL divergence takes off the reward of each token, ``[T]``."""
+        if self.config.kl_in != "reward" or not self.config.kl_coef:
+            return None
+        return self._kl.coef * self._divergence(batch, self.config.kl_estimator)
+
+    def _advantages(self, batch: SequenceBatch, world: World) -> dict[str, torch.Tensor]:
+        chosen = self.config
+        advantages = chosen.advantage(batch, world).float()
+        found = {ADVANTAGES: advantages}
+        if VALUES in batch:
+            found[RETURNS] = masked_fill(batch[VALUES], batch.loss_mask) + advantages
+        if chosen.whiten_advantages:
+            found[ADVANTAGES] = whiten(advantages, batch.loss_mask, world)
+        if chosen.correction is not None:
+            found[IMPORTANCE] = chosen.correction.limited(chosen.correction.ratios(batch))
+        return found
+
+    def _divergence(self, batch: SequenceBatch, estimator: KLEstimator) -> torch.Tensor:
+        """Estimates of KL(policy || reference) before the updates, ``[T]``."""
+        own, mask = batch[PROXIMAL] if PROXIMAL in batch else batch[BEHAVIOUR], batch.loss_mask
+        return kl_estimate(masked_fill(own, mask), masked_fill(batch[REFERENCE], mask), estimator)
+
+    # ------------------------------------------------------------------- steps
+
+    def train_step(
+        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> dict[str, float]:
+        """``epochs * minibatches`` updates, or fewer; a batch that has ``advantages`` is taken as prepared.
+
+        Metrics are means over the updates, extremes their extremes. A batch without any sequence is logged and
+        changes nothing. How far the rollout's log-probs are from the train engine's is not among them: that is
+        `core_rl_trainer.logs.mismatch`, which a loop calls with the log-probs of `inference`.
+        """
+        world, chosen = peers(engine), self.config
+        if ADVANTAGES not in batch:
+            batch = self.prepare(batch, world)
+        require_fields("the PPO actor", batch, {LOSS_MASK, BEHAVIOUR, *self._used_in_loss()})
+        if not world.sum([float(batch.num_sequences)])[0]:
+            logger.warning("no group has rewards that differ: nothing to train in this step")
+            return {"updates": 0.0, "update_successful": 0.0}
+        loss = self.loss().spec(chosen.temperature)
+        updates = run_updates(engine, batch, loss, mb_spec, chosen, chosen.max_kl)
+        correction = chosen.correction
+        weights = {} if correction is None else importance_metrics(correction, batch, world)
+        return merge_updates(updates) | weights | self._control(batch, world)
+
+    def _used_in_loss(self) -> Iterator[str]:
+        if self.config.recompute_logprobs:
+            yield PROXIMAL
+        if self.config.kl_coef and self.config.kl_in == "loss":
+            yield REFERENCE
+        if self.config.correction is not None:
+            yield IMPORTANCE
+
+    def _control(self, batch: SequenceBatch, world: World) -> dict[str, float]:
+        """Let the KL controller see the batch; the coefficient that the step had."""
+        if REFERENCE not in batch or not self.config.kl_coef:
+            return {}
+        divergence = self._divergence(batch, "k1")[batch.loss_mask].double()
+        own = [float(divergence.sum()), float(len(divergence)), float(batch.num_sequences)]
+        total, tokens, sequences = world.sum(own)
+        used = self._kl.coef
+        self._kl.update(total / max(tokens, 1.0), sequences)
+        return {"kl_coef": used, "kl_before": total / max(tokens, 1.0)}
+
+    def inference(
+        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> SequenceBatch:
+        """``batch`` with ``logprobs [T]`` replaced by those of the engine's weights, at the temperature.
+
+        The caller stores them as ``prox_logprobs`` or ``ref_logprobs``, according to whose weights they are.
+        """
+        output = engine.forward(batch, mb_spec, ("logprobs",), self.config.temperature)
+        return batch.with_tokens(**{BEHAVIOUR: output["logprobs"]})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._kl.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kl.load_state_dict(state)

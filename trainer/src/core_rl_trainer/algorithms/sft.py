@@ -1,0 +1,60 @@
+"""Supervised fine-tuning: the negative log-likelihood of the trained tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.metrics import Metric
+from core_rl.config.base import Config
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.masked import masked_sum
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput
+from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
+from core_rl_trainer.algorithms.interface import TrainEngineLike
+from core_rl_trainer.algorithms.supervised import SupervisedInterface
+
+__all__ = ["SFTConfig", "SFTInterface", "SFTLoss"]
+
+
+class SFTConfig(Config):
+    """Settings of supervised fine-tuning."""
+
+    aggregation: Aggregation = "token_mean"
+    """``token_mean``, or ``sequence_mean``: each sequence counts the same, however long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTLoss:
+    """Minus the log-probs of the tokens where ``loss_mask`` is true."""
+
+    aggregation: Aggregation = "token_mean"
+
+    def spec(self) -> LossSpec:
+        """The loss as a train engine takes it."""
+        return LossSpec(fn=self, weight_fn=weight_fn(self.aggregation))
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """The scalar sum; metric ``nll``, the mean over tokens under either aggregation."""
+        losses, mask = -output["logprobs"], batch.loss_mask
+        nll = Metric.mean(masked_sum(losses, mask), mask.sum())
+        return aggregate(losses, batch, self.aggregation), {"nll": nll}
+
+
+class SFTInterface(SupervisedInterface[SFTConfig]):
+    """One optimizer step on the batch's trained tokens."""
+
+    config_class = SFTConfig
+    trains_on = "demonstrations"
+
+    def loss(self) -> LossSpec:
+        return SFTLoss(aggregation=self.config.aggregation).spec()
+
+    def inference(
+        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> SequenceBatch:
+        """``batch`` with ``logprobs [T]``, those of the engine's weights."""
+        return batch.with_tokens(logprobs=engine.forward(batch, mb_spec)["logprobs"])

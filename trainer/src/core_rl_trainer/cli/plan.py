@@ -1,0 +1,129 @@
+"""The plan of a run on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from core_rl_trainer.loop.run_plan import RolePlan, RunPlan
+
+__all__ = ["print_plan"]
+
+SHOWN = 16
+"""Ranks of a role that are listed."""
+MEMORY = ("weights", "gradients", "moments", "transient", "activations", "logits", "total")
+
+
+def print_plan(plan: RunPlan, console: Console | None = None) -> None:
+    """Print what the run does, what each role and rank does, and the memory that each needs."""
+    console = console or Console(highlight=False)
+    console.print(_run(plan))
+    console.print(_roles(plan.roles))
+    console.print(_memory(plan.roles))
+    if plan.colocated:
+        console.print("Roles that share devices take turns: at one time, one of them is there.")
+        for text in _sharing(plan.roles):
+            console.print(text)
+        console.print()
+    for role in plan.roles:
+        if role.ranks:
+            console.print(_ranks(role))
+    console.print(
+        "Nothing was started; the memory is an estimate, without what frameworks take for themselves."
+    )
+
+
+def _run(plan: RunPlan) -> Table:
+    load, old = plan.load, plan.off_policyness
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, caption=" ")
+    updates = "1 update" if load.updates_per_step == 1 else f"{load.updates_per_step} updates"
+    sequences = (
+        f"{load.rows_per_step:,} rows * {load.sequences_per_row} = {plan.sequences_per_step:,} sequences"
+    )
+    rows = (
+        ("algorithm", plan.algorithm + (f", answers at most {old} versions old" if old else "")),
+        ("data", f"{load.rows:,} rows to train on, {load.held_out:,} held out"),
+        ("steps", f"{plan.steps:,}, with {updates} each: {plan.passes:.3g} passes over the data"),
+        (
+            "each step",
+            f"{sequences} of at most {load.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
+        ),
+        ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens"),
+        ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
+    )
+    for name, text in rows:
+        table.add_row(f"[bold]{name}[/]", escape(text))
+    return table
+
+
+def _roles(roles: Sequence[RolePlan]) -> Table:
+    table = _table(
+        "role", "engine", "layout", "dtype", "device", "devices", "weights", "trained", "layers", "vocabulary"
+    )
+    for role in roles:
+        model = role.model
+        numbers = (
+            model.parameters,
+            model.trained if role.memory.moments else 0,
+            model.layers,
+            model.vocabulary,
+        )
+        own = (role.engine, role.layout, role.dtype, role.device, _numbers(role.devices))
+        table.add_row(f"[bold]{role.role}[/]", *own, *(f"{number:,}" for number in numbers))
+    return table
+
+
+def _sharing(roles: Sequence[RolePlan]) -> Iterator[str]:
+    """Which roles live in the same processes."""
+    for role in roles:
+        guests = [other.role for other in roles if other.beside == role.role]
+        if guests:
+            count = "1 process" if len(role.ranks) == 1 else f"{len(role.ranks)} processes"
+            *some, last = [role.role, *guests]
+            yield f"{', '.join(some)} and {last} live in the same {count}."
+
+
+def _numbers(devices: Sequence[int]) -> str:
+    """``0, 1`` or, for more in a row, ``0-7``."""
+    first = devices[0] if devices else 0
+    if len(devices) > 2 and list(devices) == list(range(first, first + len(devices))):
+        return f"{first}-{devices[-1]}"
+    return ", ".join(map(str, devices))
+
+
+def _memory(roles: Sequence[RolePlan]) -> Table:
+    table = _table("memory of a rank", *MEMORY)
+    for role in roles:
+        if role.ranks:
+            values = [_size(getattr(role.memory, name)) for name in MEMORY]
+        else:
+            values = [_size(role.memory.weights), *["" for _ in MEMORY[1:-1]], "and its cache"]
+        table.add_row(f"[bold]{role.role}[/]", *values)
+    return table
+
+
+def _ranks(role: RolePlan) -> Table:
+    table = _table(f"{role.role}: rank", "dp", "tp", "pp", "cp", "sequences of a step", "micro-batches")
+    for rank in role.ranks[:SHOWN]:
+        place = (str(rank.place[name]) for name in ("dp", "tp", "pp", "cp"))
+        table.add_row(
+            str(rank.rank), *place, f"at most {rank.sequences:,}", f"at most {rank.micro_batches:,}"
+        )
+    if len(role.ranks) > SHOWN:
+        table.add_row(f"and {len(role.ranks) - SHOWN} more")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, caption=" ")
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.3g} GiB"

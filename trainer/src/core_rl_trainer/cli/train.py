@@ -1,0 +1,70 @@
+"""``core-rl train``: run a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file.", metavar="RECIPE", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Fields to change, dotted: engine=reference optimizer.lr=1e-5 seed=3",
+            metavar="FIELD=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check the recipe, print what the run would do and need, and stop."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result, or the plan, as JSON; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Train a model as RECIPE says.
+
+    The same command again, after a crash or Ctrl-C, goes on from the last complete checkpoint.
+
+    Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
+    """
+    if not dry_run:
+        from core_rl.launch.process import start_fork_server
+
+        start_fork_server()  # imports torch for the ranks while this process does so for itself
+
+    changes = overrides or []
+    if dry_run:
+        _print_plan(recipe, changes, as_json)
+        return
+
+    from core_rl_trainer.loop.run import run_recipe
+
+    try:
+        result = run_recipe(recipe, changes)
+    except KeyboardInterrupt:
+        typer.secho("interrupted; the same command goes on from the last complete checkpoint", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(result))
+
+
+def _print_plan(recipe: Path, overrides: list[str], as_json: bool) -> None:
+    import dataclasses
+
+    from core_rl_trainer.cli.plan import print_plan
+    from core_rl_trainer.loop.run import dry_run
+    from core_rl_trainer.recipe.recipe import load_recipe
+
+    chosen = load_recipe(recipe, overrides)
+    plan = dry_run(chosen)
+    if as_json:
+        values = {"recipe": chosen.model_dump(mode="json"), "plan": dataclasses.asdict(plan)}
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        print_plan(plan)

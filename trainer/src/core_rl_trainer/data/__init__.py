@@ -1,0 +1,1 @@
+"""Datasets of prompts, demonstrations and preferences."""

@@ -1,0 +1,56 @@
+"""Environments on text."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from core_rl.errors import RolloutError
+from core_rl_trainer.environments.environment import Observation
+from core_rl_trainer.rewards.calls import call_user, name_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Tool", "ToolEnvironment"]
+
+
+class Tool(Protocol):
+    """Replies to the text of an answer, or returns None where it calls no tool: that answer is the last one.
+
+    ``sample`` is the line of the JSONL file. May be a coroutine function; a plain one runs in a thread.
+    """
+
+    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> str | Awaitable[str | None] | None: ...
+
+
+class ToolEnvironment:
+    """The prompt of a sample, and a tool that replies until the model gives an answer without calling it.
+
+    Only the tool's replies are encoded, without special tokens; what the model wrote stays as it is. There are
+    no rewards: those are for a reward function, which scores the last answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tool: Tool) -> None:
+        self._tokenizer = tokenizer
+        self._tool = tool
+        self._sample: Mapping[str, Any] = {}
+
+    async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+        self._sample = data
+        prompt: Sequence[int] = data["prompt_ids"]
+        return prompt
+
+    async def step(self, output_ids: Sequence[int]) -> Observation:
+        answer = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
+        reply = await call_user(self._tool, str(answer), self._sample)
+        if reply is None:
+            return Observation(done=True)
+        if not isinstance(reply, str):
+            raise RolloutError(
+                f"the tool {name_of(self._tool)} returned {reply!r}, and neither text nor None"
+            )
+        return Observation(ids=tuple(self._tokenizer.encode(reply, add_special_tokens=False)))
+
+    async def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,1 @@
+"""Metrics, records and pages of a training run."""

@@ -1,0 +1,120 @@
+"""The page of a run: its curves, samples of its rollouts, and what somebody needs who takes it up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+
+from core_rl.machine import Machine, describe_machine
+from core_rl.pages.environment import page_environment
+from core_rl.registry.engines import list_engines
+from core_rl_trainer.logs.curves import panels
+from core_rl_trainer.logs.metrics_log import Row
+from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["RunPage", "Status"]
+
+Status = Literal["running", "stopped", "complete"]
+
+TEMPLATES = Path(__file__).parent / "templates"
+COLOURS = {"running": "not-run", "stopped": "failed", "complete": "passed"}
+EVALUATIONS = 12
+"""The newest evaluations, of which samples are shown."""
+CHARACTERS = 4000
+"""Of a longer text, the beginning and the end are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The first and the newest evaluation."""
+
+    first: int
+    last: int
+    rows: tuple[tuple[str, float | None, float | None], ...]
+
+
+class RunPage:
+    """Renders the page of a run of ``recipe``; it needs nothing else: no network, no script, no other file."""
+
+    def __init__(
+        self, recipe: Recipe, directory: Path, places: Mapping[str, RolePlace] = MappingProxyType({})
+    ) -> None:
+        """``places`` are those of the train roles."""
+        self._recipe = recipe
+        self._places = places
+        self._directory = directory
+        self._machine = _machine(recipe)
+        self._environment = page_environment(TEMPLATES)
+        self._environment.filters |= {"number": _number, "shortened": _shortened}
+
+    def render(
+        self,
+        rows: Sequence[Row],
+        samples: Sequence[Mapping[str, Any]],
+        *,
+        status: Status,
+        best: Mapping[str, Any] | None = None,
+        problem: str = "",
+    ) -> str:
+        """The whole page, from metric ``rows`` and ``samples`` of rollouts; ``problem`` is why a run stopped."""
+        values = {
+            "recipe": self._recipe,
+            "recipe_text": yaml.safe_dump(self._recipe.model_dump(mode="json"), sort_keys=False),
+            "directory": self._directory,
+            "working_directory": Path.cwd(),
+            "machine": self._machine,
+            "status": status,
+            "problem": problem,
+            "colours": COLOURS,
+            "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+            "step": int(max((row["step"] or 0 for row in rows), default=0)),
+            "evaluations": _held_out(rows),
+            "best": best,
+            "panels": panels(rows),
+            "samples": _by_step(samples),
+            "places": self._places,
+        }
+        return self._environment.get_template("run.html.jinja").render(values)
+
+
+def _machine(recipe: Recipe) -> Machine:
+    used = {recipe.engine, recipe.rollout.engine}
+    return describe_machine({entry.distribution for entry in list_engines() if entry.name in used})
+
+
+def _held_out(rows: Sequence[Row]) -> HeldOut | None:
+    evaluated = [row for row in rows if any(name.startswith("eval_") for name in row)]
+    if not evaluated:
+        return None
+    first, last = evaluated[0], evaluated[-1]
+    names = [name for name in last if name.startswith("eval_")]
+    return HeldOut(
+        first=int(first["step"] or 0),
+        last=int(last["step"] or 0),
+        rows=tuple((name, first.get(name), last[name]) for name in names),
+    )
+
+
+def _by_step(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Mapping[str, Any]]]]:
+    """The newest first."""
+    grouped = [(step, list(rows)) for step, rows in groupby(samples, lambda row: int(row["step"]))]
+    return grouped[::-1][:EVALUATIONS]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= CHARACTERS:
+        return text
+    half = CHARACTERS // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} more characters …]\n{text[-half:]}"

@@ -1,0 +1,89 @@
+"""What a run writes down about itself as it goes: metrics, samples of rollouts, and its page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from core_rl_trainer.logs.metrics_log import MetricsLog, Row
+from core_rl_trainer.logs.page import RunPage, Status
+from core_rl_trainer.logs.step_log import StepLog
+from core_rl_trainer.logs.wandb_log import WandbBoard
+from core_rl_trainer.loop.evaluation import RolloutSample
+from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["RunRecords"]
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecords:
+    """Everything in the run's directory that a person reads, going on after ``step`` (-1: from the start).
+
+    ``places`` are those of the train roles, for the page.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        step: int,
+        places: Mapping[str, RolePlace] = MappingProxyType({}),
+    ) -> None:
+        self._directory = directory
+        values = recipe.model_dump(mode="json")
+        boards = [] if recipe.wandb is None else [WandbBoard(recipe.wandb, directory.path, values)]
+        self._metrics = MetricsLog(directory.path, step, boards)
+        self._samples = StepLog(directory.path / "samples.jsonl", step)
+        self._page = RunPage(recipe, directory.path, places)
+        self.best: Mapping[str, Any] | None = None
+        """The best model so far, for the page."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._draw_last(error)
+        self._samples.close()
+        self._metrics.__exit__(kind, error, trace)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows of metrics."""
+        return self._metrics.rows
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of ``step``."""
+        self._metrics.write(step, metrics)
+
+    def add_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Add rollouts of the evaluation after ``step``."""
+        for sample in samples:
+            self._samples.append({"step": step, **asdict(sample)})
+
+    def sync(self) -> None:
+        """Return when all rows are on the disk; called before a checkpoint says that they are."""
+        self._metrics.sync()
+        self._samples.sync()
+
+    def draw(self, status: Status = "running", problem: str = "") -> None:
+        """Write the page as of now."""
+        text = self._page.render(
+            self.rows, self._samples.rows, status=status, best=self.best, problem=problem
+        )
+        self._directory.write_page(text)
+
+    def _draw_last(self, error: BaseException) -> None:
+        """The page says why the run stopped. A disk that is full must not hide the error that is on its way."""
+        try:
+            self.draw("stopped", f"{type(error).__name__}: {error}".rstrip(": "))
+        except OSError as second:
+            logger.warning("the page of the run could not be written: %s", second)

@@ -1,0 +1,79 @@
+"""The model of the best evaluation of a run."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from core_rl.errors import ConfigError
+from core_rl_trainer.recipe.recipe import KeepBest
+
+__all__ = ["BestModel"]
+
+
+class BestModel:
+    """Keeps it in ``root/step-00000010`` in Hugging Face format; ``link`` leads there.
+
+    A newer one takes the place of an older one only when a checkpoint says so (`settle`): a run that goes
+    on from before has the model that it had then. ``found`` is what that checkpoint said.
+    """
+
+    def __init__(
+        self, rule: KeepBest | None, root: Path, link: Path, found: Mapping[str, Any] | None
+    ) -> None:
+        self._rule = rule
+        self._root = root
+        self._link = link
+        self._best = dict(found) if found is not None else None
+        self.settle()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Step, metric, its value, and where the model is; None before the first, and where none is kept."""
+        return self._best
+
+    def offer(self, step: int, metrics: Mapping[str, float], save: Callable[[Path], None]) -> None:
+        """Keep the model of ``step``, which ``save`` writes, if no earlier evaluation was as good.
+
+        Raises `ConfigError` for a metric that evaluations do not have. A value that is not finite is not good.
+        """
+        rule = self._rule
+        if rule is None:
+            return
+        if rule.metric not in metrics:
+            raise ConfigError(
+                f"keep_best.metric = {rule.metric!r}: evaluations of this run have {', '.join(sorted(metrics))}"
+            )
+        value = metrics[rule.metric]
+        if not math.isfinite(value) or not self._better(value):
+            return
+        path = self._root / f"step-{step:08d}"
+        self._root.mkdir(exist_ok=True)
+        save(path)
+        self._best = {"step": step, "metric": rule.metric, "value": value, "model": str(path)}
+        self._point()
+
+    def settle(self) -> None:
+        """Remove all models but the best; called when a checkpoint holds `state_dict`."""
+        kept = Path(self._best["model"]).name if self._best is not None else None
+        for path in self._root.iterdir() if self._root.is_dir() else ():
+            if path.name != kept:
+                shutil.rmtree(path)
+        self._point()
+
+    def _better(self, value: float) -> bool:
+        assert self._rule is not None
+        if self._best is None:
+            return True
+        return bool(value > self._best["value"] if self._rule.mode == "max" else value < self._best["value"])
+
+    def _point(self) -> None:
+        if self._best is None:
+            self._link.unlink(missing_ok=True)
+            return
+        temporary = self._link.with_name(f".{self._link.name}.tmp")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(Path(self._root.name, Path(self._best["model"]).name))
+        temporary.replace(self._link)

@@ -1,0 +1,233 @@
+"""One step of training: take answers, score them, update, hand the new weights over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.sync import sync_weights
+from core_rl.errors import CheckpointMismatch
+from core_rl.launch.group import EngineGroup
+from core_rl_trainer.algorithms.interface import ModelInterface
+from core_rl_trainer.data.datasets import NumberedBatches, PromptDataset, prompt_loader
+from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
+from core_rl_trainer.loop.evaluation import Evaluation
+from core_rl_trainer.loop.roles import Roles, saved_state
+from core_rl_trainer.loop.rollouts import Rollouts
+from core_rl_trainer.loop.scoring import Scoring
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["Clock", "GroupWriter", "TrainingLoop", "interrupted", "restore_group"]
+
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """The engines, the algorithm and the data of a run. The version of the weights is the number of steps.
+
+    Everything random is a function of the recipe's seed and of places in the data order, so that a synchronous
+    run that goes on from a checkpoint is the run that was never interrupted. In an asynchronous one the data
+    order is the same, and which weights answer a prompt depends on the clock, within the bound.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: ModelInterface[Any],
+        critic: ModelInterface[Any] | None,
+        roles: Roles,
+        rollouts: Rollouts,
+        data: tuple[PromptDataset, PromptDataset],
+        weights: Path,
+    ) -> None:
+        train_data, eval_data = data
+        self._algorithm = algorithm
+        self._roles = roles
+        self._rollouts = rollouts
+        self._eval_samples = [eval_data[index] for index in range(len(eval_data))]
+        self._sync = recipe.rollout.sync
+        self._weights = weights if recipe.rollout.sync == "disk" else weights.with_suffix(".meeting")
+        self._model_path = recipe.model.path
+        self._scoring = Scoring(
+            roles=roles,
+            actor=algorithm,
+            critic=critic,
+            reward_weight=recipe.reward_model.weight if recipe.reward_model is not None else 0.0,
+            mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
+        )
+        self._timeout_s = recipe.rollout.timeout_s
+        self._compares = recipe.rollout.group_size > 1
+        self._warned = False
+        prompts = recipe.rollout.prompts_per_step
+        loader = prompt_loader(train_data, prompts, recipe.seed)
+        # Without a filter, the last steps need not run ahead of what is left to train on.
+        limit = recipe.steps * prompts if recipe.rollout.should_accept is None else None
+        self._data = NumberedBatches(loader, limit)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Train on the next prompts; the metrics of the step. Afterwards all weights have version ``step``."""
+        clock = Clock()
+        with clock.phase("rollout"):
+            batch = self._rollouts.training_batch(step, self._data)
+        with clock.phase("logprobs"):
+            complete, recomputed = self._scoring.complete(batch)
+        described = _describe(complete)
+        self._warn_once(step, described)
+        metrics = described | self._rollouts.counters() | staleness_of(batch, step - 1)
+        with clock.phase("update"):
+            metrics |= self._scoring.train(complete)
+        with clock.phase("sync"):
+            self.publish(step)
+        metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)
+        speed = {"tokens_per_s": batch.num_tokens / clock.total()}
+        return metrics | speed | clock.seconds | {"version": float(step)}
+
+    def _warn_once(self, step: int, described: dict[str, float]) -> None:
+        """A run in which no group has a signal is no error: its rewards may come to differ."""
+        if self._warned or not self._compares or described["groups_without_signal"] < 1:
+            return
+        self._warned = True
+        logger.warning(
+            "step %d: the answers to each prompt all have the same reward (%g on average), so that an algorithm that "
+            "compares them learns nothing; look at samples.jsonl, and at the reward function",
+            step,
+            described["reward"],
+        )
+
+    def publish(self, version: int) -> None:
+        """Hand the actor's weights to the rollout engine as ``version``, while episodes run.
+
+        What is being generated is interrupted where the engine can do so, and goes on with the new weights.
+        """
+        meta = WeightUpdateMeta(method=self._sync, version=version, path=str(self._weights))
+        for group in self._roles.trained().values():
+            group.set_version(version)
+        rollout = self._roles.rollout
+        sync_weights(_Sender(self._roles), rollout, meta, self._timeout_s, interrupted(rollout))
+
+    def start(self) -> None:
+        """Before the first step: the rollout engine gets the weights that the training starts from."""
+        self.publish(0)
+
+    def save_model(self, path: Path) -> None:
+        """The actor in Hugging Face format, with its tokenizer."""
+        with self._roles.working(self._roles.actor) as actor:
+            self._algorithm.save(actor, str(path), tokenizer_path=self._model_path)
+
+    def evaluate(self) -> Evaluation:
+        """Mean rewards on the held-out prompts with the rollout engine's weights, and some of the answers."""
+        return self._rollouts.evaluate(self._eval_samples)
+
+    # ----------------------------------------------------------------- state
+
+    def parts(self) -> dict[str, Any]:
+        """What a run checkpoint holds besides `state_dict`: writers by name."""
+        return {name: GroupWriter(group) for name, group in self._roles.trained().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data order stands, and what was drawn and not trained on, as JSON."""
+        return {
+            "data": self._data.state_dict(),
+            "rollouts": self._rollouts.state_dict(),
+            "algorithm": self._algorithm.state_dict(),
+        }
+
+    def restore(self, checkpoint: RunCheckpoint) -> None:
+        """Go on from ``checkpoint``, whose weights are published and whose prompts are submitted again.
+
+        Raises `CheckpointMismatch` when its parts do not belong together.
+        """
+        for name, group in self._roles.trained().items():
+            restore_group(group, name, checkpoint)
+        self._algorithm.load_state_dict(checkpoint.state["algorithm"])
+        self.publish(checkpoint.step)
+        self._data.load_state_dict(checkpoint.state["data"])
+        self._rollouts.load_state_dict(checkpoint.state["rollouts"])
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """The actor, on its devices only while it sends."""
+
+    roles: Roles
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        with self.roles.working(self.roles.actor) as actor:
+            actor.upload_weights(meta)
+
+
+@dataclass(frozen=True)
+class GroupWriter:
+    """Saves a group where a run checkpoint says."""
+
+    group: EngineGroup
+
+    def __call__(self, path: Path) -> None:
+        self.group.save(saved_state(self.group, str(path)))
+
+
+def restore_group(group: EngineGroup, name: str, checkpoint: RunCheckpoint) -> None:
+    """Load the part ``name`` of ``checkpoint``; `CheckpointMismatch` when it is of another step."""
+    group.load(saved_state(group, str(checkpoint.part(name))))
+    version = group.get_version()
+    if version != checkpoint.step:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} is of step {checkpoint.step}, and its {name} of version {version}; remove it"
+        )
+
+
+@contextmanager
+def interrupted(engine: InferenceEngine) -> Iterator[None]:
+    """Pause an engine that can interrupt what it generates; others take new weights on their own terms."""
+    if not engine.spec.supports(Capability.PAUSE):
+        yield
+        return
+    engine.pause()
+    try:
+        yield
+    finally:
+        engine.resume()
+
+
+class Clock:
+    """Wall-clock seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[f"time_{name}_s"] = time.perf_counter() - start
+
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _describe(batch: SequenceBatch) -> dict[str, float]:
+    """What the rollouts of a step look like."""
+    rewards, groups = batch["rewards"].double(), batch["group"]
+    means = [rewards[groups == group] for group in groups.unique()]
+    reasons = batch.meta["stop_reason"]
+    turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
+    return turns | {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
+        "answer_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
+        "truncated": reasons.count("length") / len(reasons),
+    }

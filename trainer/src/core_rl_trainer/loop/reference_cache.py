@@ -1,0 +1,67 @@
+"""Log-probs of the reference policy for a whole dataset: computed once, before the first update, and kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from core_rl.config.base import Config
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE
+from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
+from core_rl_trainer.data.batches import MakeBatch
+from core_rl_trainer.data.datasets import RowDataset, Sample
+
+__all__ = ["ReferenceCache"]
+
+CHUNK = 64
+"""Samples of one forward pass over the data, before it is cut into micro-batches."""
+
+
+class ReferenceCache:
+    """``ref_logprobs`` of the samples of a dataset, by their ``index``; float32, one row for each sample."""
+
+    def __init__(self, rows: Mapping[int, Tensor]) -> None:
+        self._rows = rows
+
+    @staticmethod
+    def compute(
+        interface: ModelInterface[Config],
+        engine: TrainEngineLike,
+        dataset: RowDataset,
+        make_batch: MakeBatch,
+        mb_spec: MicroBatchSpec,
+    ) -> ReferenceCache:
+        """With the present weights of ``engine``: those that the training starts from."""
+        rows: dict[int, Tensor] = {}
+        samples = [dataset[index] for index in range(len(dataset))]
+        for first in range(0, len(samples), CHUNK):
+            chunk = samples[first : first + CHUNK]
+            batch = make_batch(chunk)
+            logprobs = interface.inference(engine, batch, mb_spec)[BEHAVIOUR].float()
+            lengths = [make_batch([sample]).num_tokens for sample in chunk]
+            pieces = zip(chunk, logprobs.split(lengths), strict=True)
+            rows |= {sample["index"]: piece.clone() for sample, piece in pieces}
+        return ReferenceCache(rows)
+
+    def add_to(self, batch: SequenceBatch, samples: Sequence[Sample]) -> SequenceBatch:
+        """``batch``, made of ``samples``, with ``ref_logprobs [T]``."""
+        return batch.with_tokens(
+            **{REFERENCE: torch.cat([self._rows[sample["index"]] for sample in samples])}
+        )
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file, renamed into place."""
+        temporary = path.with_suffix(".tmp")
+        save_file({str(index): row for index, row in self._rows.items()}, temporary)
+        temporary.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> ReferenceCache:
+        """Read what `save` wrote."""
+        return ReferenceCache({int(index): row for index, row in load_file(path).items()})

@@ -1,0 +1,302 @@
+"""The engines of a run: actor, critic, reference, reward model and rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
+from core_rl.config.base import parse_config
+from core_rl.config.capability import Capability
+from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.engine import guards, inference_guards
+from core_rl.engine.guards import require_sync
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.loading import load_engine
+from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
+from core_rl.launch.group import EngineGroup
+from core_rl.registry.engines import get_spec, load_config
+from core_rl.registry.spec import EngineKind, EngineSpec
+from core_rl_trainer.algorithms.fields import REFERENCE
+from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.recipe.recipe import PlacementSection, Recipe
+
+__all__ = ["Plan", "Roles", "open_roles", "open_trained", "plan_roles", "plan_trained"]
+
+TrainPlan = tuple[EngineSpec, TrainEngineConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Specs and configs of all engines, checked before anything is started."""
+
+    actor: TrainPlan
+    critic: TrainPlan | None
+    reference: TrainPlan | None
+    """None where nothing needs it, and where it is the actor with its adapter off."""
+    reward: TrainPlan | None
+    rollout: tuple[EngineSpec, InferenceEngineConfig]
+    finetune: FinetuneSpec
+    colocated: bool
+    placement: PlacementSection
+
+    def trainers(self) -> dict[str, TrainPlan]:
+        """The train roles that there are, by name."""
+        parts = (self.actor, self.critic, self.reference, self.reward)
+        names = ("actor", "critic", "reference", "reward")
+        return {name: part for name, part in zip(names, parts, strict=True) if part is not None}
+
+    def roles(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
+        """All roles that there are, by name."""
+        return {**self.trainers(), "rollout": self.rollout}
+
+    def devices(self, name: str) -> tuple[int, ...]:
+        """The number of the device of each rank of the role ``name``."""
+        chosen: tuple[int, ...] | None = getattr(self.placement, name)
+        return chosen or tuple(range(self.trainers()[name][1].layout.world_size))
+
+    def takes_turns(self, name: str) -> bool:
+        """Whether the role ``name`` makes room for others: where it is colocated, unless its devices are its own.
+
+        Without a placement it makes room even alone, for rollouts on its devices.
+        """
+        others = {device for other in self.trainers() if other != name for device in self.devices(other)}
+        shares = getattr(self.placement, name) is None or not others.isdisjoint(self.devices(name))
+        return self.colocated and shares
+
+    def beside(self, name: str) -> str | None:
+        """The role in whose processes the engine of ``name`` lives; None where it has processes of its own.
+
+        Roles that take turns on the same devices share their processes where they have the same layout: a process
+        has one world, and on an accelerator each costs memory.
+        """
+        others = self.trainers()
+        if not self.takes_turns(name):
+            return None
+        place = (others[name][1].layout, self.devices(name))
+        same = (
+            other
+            for other, (_, config) in others.items()
+            if self.takes_turns(other) and (config.layout, self.devices(other)) == place
+        )
+        first = next(same)
+        return None if first == name else first
+
+    def places(self) -> dict[str, RolePlace]:
+        """Where the train roles are, by name."""
+        return {
+            name: RolePlace(devices=self.devices(name), beside=self.beside(name)) for name in self.trainers()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The running engines. Each train role is an `EngineGroup`; some may share their processes."""
+
+    actor: EngineGroup
+    critic: EngineGroup | None
+    reference: EngineGroup | None
+    reward: EngineGroup | None
+    rollout: InferenceEngine
+    taking_turns: tuple[EngineGroup, ...]
+    """Those that are in host memory while they do not work."""
+
+    @contextmanager
+    def working(self, group: EngineGroup) -> Iterator[EngineGroup]:
+        """``group``, for calls inside the context; where it takes turns with others, it is offloaded afterwards."""
+        if group not in self.taking_turns:
+            yield group
+            return
+        group.onload()
+        try:
+            yield group
+        finally:
+            group.offload()
+
+    @contextmanager
+    def as_reference(self) -> Iterator[EngineGroup]:
+        """The reference policy: a group of its own, or the actor with its adapter off."""
+        if self.reference is not None:
+            with self.working(self.reference) as group:
+                yield group
+            return
+        with self.working(self.actor) as group, group.disable_adapter():
+            yield group
+
+    def trained(self) -> dict[str, EngineGroup]:
+        """The groups whose state a checkpoint holds, by name."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+
+def saved_state(group: EngineGroup, path: str) -> SaveLoadMeta:
+    """How a group saves itself for a resume: in its own format, which is exact, where it has one."""
+    own = group.spec.supports(Capability.SHARDED_CHECKPOINT)
+    return SaveLoadMeta(path=path, format="sharded" if own else "portable")
+
+
+def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
+    """Specs and configs for ``recipe``; ``wanted_fields`` are those of its algorithm.
+
+    Raises the errors of the registry, `ConfigError` with every field that an engine refuses, and
+    `UnsupportedCapability` where an engine cannot hand over or take weights in this way.
+    """
+    actor, rollout = plan_trained(recipe), _rollout(recipe)
+    require_sync(actor[0], recipe.rollout.sync)
+    separate = REFERENCE in wanted_fields and recipe.model.lora is None
+    prompts = recipe.rollout.prompts_per_step
+    plan = Plan(
+        actor=actor,
+        critic=_critic(recipe),
+        reference=_train_plan(recipe, {"path": recipe.model.path}, None) if separate else None,
+        reward=_reward_model(recipe),
+        rollout=rollout,
+        finetune=FinetuneSpec(dataset_size=recipe.steps * prompts, train_batch_size=prompts),
+        colocated=recipe.colocated,
+        placement=recipe.placement,
+    )
+    raise_all(ConfigError, "placement", _misplaced(plan))
+    return plan
+
+
+def _misplaced(plan: Plan) -> Iterator[str]:
+    for name in PlacementSection.model_fields:
+        chosen, trainers = getattr(plan.placement, name), plan.trainers()
+        if chosen is None:
+            continue
+        if name not in trainers:
+            yield f"{name} = {list(chosen)}: this run has no such role with ranks of its own; leave it out"
+        elif len(set(chosen)) != (ranks := trainers[name][1].layout.world_size):
+            yield f"{name} = {list(chosen)}: it has {ranks} ranks; name a different device for each"
+
+
+def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
+    """Spec and config of the model that is trained. Raises as `plan_roles` does."""
+    lora = recipe.model.lora.model_dump() if recipe.model.lora is not None else None
+    model = {"path": recipe.model.path, "head": head, "lora": lora}
+    plan = _train_plan(recipe, model, recipe.optimizer.model_dump())
+    if recipe.colocated and not plan[0].supports(Capability.OFFLOAD):
+        raise UnsupportedCapability(
+            f"colocated = true: the engine {plan[0].name!r} does not declare 'offload'"
+        )
+    return plan
+
+
+def _critic(recipe: Recipe) -> TrainPlan | None:
+    if recipe.critic is None:
+        return None
+    model = {"path": recipe.critic.path or recipe.model.path, "head": "value"}
+    return _train_plan(recipe, model, recipe.critic.optimizer.model_dump(), recipe.critic.layout)
+
+
+def _reward_model(recipe: Recipe) -> TrainPlan | None:
+    if recipe.reward_model is None:
+        return None
+    model = {"path": recipe.reward_model.path, "head": "reward"}
+    return _train_plan(recipe, model, None, recipe.reward_model.layout)
+
+
+def _train_plan(
+    recipe: Recipe,
+    model: dict[str, Any],
+    optimizer: dict[str, Any] | None,
+    layout: ParallelLayout | None = None,
+) -> TrainPlan:
+    own = {} if layout is None else {"layout": layout.model_dump()}
+    fields = {"model": model, "optimizer": optimizer}
+    spec, config = _config(recipe, recipe.engine, "train", fields, own)
+    assert isinstance(config, TrainEngineConfig)
+    guards.check_config(spec, config)
+    return spec, config
+
+
+def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
+    bounds = {
+        "consumer_batch_size": recipe.rollout.prompts_per_step,
+        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+        "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
+    }
+    twice = sorted(bounds.keys() & recipe.engines.get(recipe.rollout.engine, {}).keys())
+    raise_all(
+        ConfigError,
+        f"engines.{recipe.rollout.engine}",
+        (f"{name} follows from the section 'rollout' of the recipe; leave it out here" for name in twice),
+    )
+    fields = {"model": {"path": recipe.model.path, "lora": _served_adapter(recipe)}, **bounds}
+    spec, config = _config(recipe, recipe.rollout.engine, "inference", fields)
+    assert isinstance(config, InferenceEngineConfig)
+    require_sync(spec, recipe.rollout.sync)
+    inference_guards.check_config(spec, config)
+    return spec, config
+
+
+def _served_adapter(recipe: Recipe) -> dict[str, Any] | None:
+    """The section ``model.lora`` of the rollout engine, which gets the adapter's values before the first step."""
+    if recipe.rollout.sync != "lora":
+        return None
+    if recipe.model.lora is None:
+        raise ConfigError(
+            "rollout.sync = 'lora' sends an adapter, and model.lora is not set; set it, for example to {rank: 16}, or "
+            "sync by 'disk', 'tensor' or 'distributed'"
+        )
+    return recipe.model.lora.model_dump() | {"path": None}
+
+
+def _config(
+    recipe: Recipe,
+    name: str,
+    kind: EngineKind,
+    fields: dict[str, Any],
+    own: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[EngineSpec, EngineConfig]:
+    """``own`` comes before the engine's section, which comes before ``fields``."""
+    spec = get_spec(name)
+    if spec.kind != kind:
+        raise ConfigError(f"the engine {name!r} is for {spec.kind}; this place needs one for {kind}")
+    common = {"dtype": recipe.dtype, "device": recipe.device, "seed": recipe.seed}
+    section = recipe.engines.get(name, {})
+    return spec, parse_config(load_config(spec), common | fields | section | dict(own), f"engine {name!r}")
+
+
+@contextmanager
+def open_roles(plan: Plan) -> Iterator[Roles]:
+    """Start the engines; all are closed on the way out."""
+    with ExitStack() as stack:
+        groups: dict[str, EngineGroup] = {}
+        for name, part in plan.trainers().items():
+            beside = plan.beside(name)
+            devices = plan.devices(name) if beside is None else None
+            host = None if beside is None else groups[beside]
+            groups[name] = stack.enter_context(open_trained(part, plan.finetune, devices, host))
+            if plan.takes_turns(name):
+                groups[name].offload()  # room for the next one
+        spec, config = plan.rollout
+        engine_class = load_engine(spec)
+        assert issubclass(engine_class, InferenceEngine)
+        rollout = engine_class(spec, config)
+        stack.callback(rollout.destroy)
+        rollout.initialize(None, plan.finetune)
+        yield Roles(
+            actor=groups["actor"],
+            critic=groups.get("critic"),
+            reference=groups.get("reference"),
+            reward=groups.get("reward"),
+            rollout=rollout,
+            taking_turns=tuple(group for name, group in groups.items() if plan.takes_turns(name)),
+        )
+
+
+@contextmanager
+def open_trained(
+    plan: TrainPlan,
+    finetune: FinetuneSpec,
+    devices: Sequence[int] | None = None,
+    beside: EngineGroup | None = None,
+) -> Iterator[EngineGroup]:
+    """Start one train engine; closed on the way out."""
+    with EngineGroup(*plan, devices=devices, beside=beside) as group:
+        group.initialize(finetune)
+        yield group

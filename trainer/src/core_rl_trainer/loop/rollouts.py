@@ -1,0 +1,178 @@
+"""Rollouts of a run: what is drawn depends on the seed, the prompt's place in the data order, and the weights alone."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import SamplingParams
+from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import RolloutError
+from core_rl.rollout.episode import AcceptFn
+from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
+from core_rl.seeds import derive_seed
+from core_rl_trainer.data.datasets import NUMBER
+from core_rl_trainer.environments.environment import Environment
+from core_rl_trainer.loop.evaluation import Evaluation, rollout_samples
+from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.rewards.functions import RewardFn
+from core_rl_trainer.workflows.greedy_baseline import GreedyBaselineWorkflow
+from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
+from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["NumberedWorkflow", "Rollouts", "UserCode"]
+
+TRAINING, EVALUATION = 0, 1
+"""Streams of seeds."""
+
+SHOWN = 120
+"""Characters of a prompt that an error shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberedWorkflow:
+    """Runs ``inner`` under the number that the sample carries, instead of the count of episodes so far.
+
+    So an evaluation changes nothing in the training after it, and neither does a resume.
+    """
+
+    inner: RolloutWorkflow
+
+    async def arun_episode(
+        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
+    ) -> SequenceBatch | None:
+        """The sequences of one sample. A `RolloutError` says which prompt it was."""
+        try:
+            return await self.inner.arun_episode(engine, data, int(data[NUMBER]))
+        except RolloutError as error:
+            prompt = textwrap.shorten(repr(data.get("prompt")), SHOWN)
+            raise RolloutError(f"prompt {prompt}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCode:
+    """What a recipe names for the rollouts, loaded."""
+
+    reward: RewardFn | None
+    environment: Callable[[], Environment] | None = None
+    should_accept: AcceptFn | None = None
+
+
+class Rollouts:
+    """Answers to prompts, for training and for evaluation, as a recipe says."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: InferenceEngine,
+        user: UserCode,
+        tokenizer: PreTrainedTokenizerBase,
+        with_baseline: bool = False,
+    ) -> None:
+        self._recipe = recipe
+        self._engine = engine
+        self._user = user
+        self._tokenizer = tokenizer
+        chosen = recipe.rollout
+        self._sampling = SamplingParams(
+            max_new_tokens=chosen.max_new_tokens,
+            temperature=chosen.temperature,
+            top_p=chosen.top_p,
+            top_k=chosen.top_k,
+        )
+        self._greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None)
+        seeded = replace(self._sampling, seed=derive_seed(recipe.seed, TRAINING))
+        self._training = self._workflow(seeded, chosen.group_size)
+        if with_baseline:
+            self._training = GreedyBaselineWorkflow(
+                sampled=self._training, greedy=self._workflow(self._greedy, 1)
+            )
+
+    # --------------------------------------------------------------- training
+
+    def training_batch(self, step: int, batches: Iterator[Sequence[Mapping[str, Any]]]) -> SequenceBatch:
+        """Groups of answers to the prompts of ``step``, drawn from ``batches`` as far ahead as the recipe allows.
+
+        Raises `RolloutError` when an answer comes from weights that are older than that, or newer than
+        the engine's.
+        """
+        chosen = self._recipe.rollout
+        batch = self._engine.prepare_batch(
+            batches, self._training, chosen.timeout_s, self._user.should_accept
+        )
+        version, drawn = self._engine.get_version(), batch["versions"][batch.loss_mask]
+        limit = chosen.max_head_offpolicyness
+        if bool(((drawn > version) | (drawn < version - limit)).any()):
+            raise RolloutError(
+                f"step {step}: tokens of the versions {int(drawn.min())} to {int(drawn.max())} at version {version}, "
+                f"and rollout.max_head_offpolicyness = {limit}; the rollout engine did not take the newest weights"
+            )
+        return batch
+
+    def counters(self) -> dict[str, float]:
+        """Prompts whose answers run or wait for their turn, and prompts rejected since the start of the run."""
+        counted = self._engine.rollouts.counters()
+        ahead = counted["waiting"] + counted["running"] + counted["accepted"] - counted["consumed"]
+        return {"prompts_ahead": float(ahead), "prompts_rejected": float(counted["rejected"])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompts were drawn and not consumed, and counts; JSON."""
+        return self._engine.rollouts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; the prompts are submitted again."""
+        self._engine.rollouts.load_state_dict(state, self._training, self._user.should_accept)
+
+    # ------------------------------------------------------------- evaluation
+
+    def evaluate(self, samples: Sequence[Mapping[str, Any]]) -> Evaluation:
+        """Mean rewards over held-out ``samples``: of sampled answers, the same seeds each time, and of greedy ones.
+
+        Some of the sampled answers are kept as text.
+        """
+        seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
+        sampled = self._answers(samples, seeded, self._recipe.eval_samples)
+        greedy = self._answers(samples, self._greedy, 1)
+        return Evaluation(
+            metrics={
+                "eval_reward": float(sampled["rewards"].double().mean()),
+                "eval_reward_greedy": float(greedy["rewards"].double().mean()),
+            },
+            samples=rollout_samples(sampled, self._tokenizer),
+        )
+
+    def _answers(
+        self, samples: Sequence[Mapping[str, Any]], sampling: SamplingParams, group_size: int
+    ) -> SequenceBatch:
+        numbered = [{**sample, NUMBER: number} for number, sample in enumerate(samples)]
+        workflow = self._workflow(sampling, group_size)
+        return self._engine.rollout(numbered, workflow, self._recipe.rollout.timeout_s)
+
+    def _workflow(self, sampling: SamplingParams, group_size: int) -> RolloutWorkflow:
+        chosen, user = self._recipe.rollout, self._user
+        # Processes know when a call begins; from here its wait for a free one would count.
+        limit = None if chosen.reward_processes else chosen.reward_timeout_s
+        inner: RolloutWorkflow
+        if user.environment is not None:
+            inner = MultiTurnWorkflow(
+                environment=user.environment,
+                reward=user.reward,
+                sampling=sampling,
+                group_size=group_size,
+                max_turns=chosen.max_turns,
+                max_tokens=self._engine.limits.context_length,
+                step_timeout_s=chosen.step_timeout_s,
+                reward_timeout_s=limit,
+            )
+        else:
+            assert user.reward is not None
+            inner = SingleTurnWorkflow(
+                reward=user.reward, sampling=sampling, group_size=group_size, reward_timeout_s=limit
+            )
+        return NumberedWorkflow(inner=inner)

@@ -1,0 +1,212 @@
+"""What a run will do, and what it needs, before anything starts.
+
+The memory of a rank is estimated, in bytes, for micro-batches of ``T`` tokens on a model of ``L`` layers of width
+``h``, in a compute dtype of ``b`` bytes:
+
+=========== ============================================================================================
+weights     what the engine's config says (`TrainEngineConfig.state_bytes`): as a rule 4 for each weight on
+gradients   the ranks that share a copy, the same for a gradient, and 8 for AdamW's moments
+moments
+transient   one float32 gradient of the head or the embeddings before it is added to others, and what an engine
+            gathers (`TrainEngineConfig.gathered_bytes`)
+activations ``b T / cp * (6 h + (3 q + 2 k + 4 f) / tp)`` for each layer, with queries of width ``q``, keys and
+            values of ``k`` and an MLP of ``f``: counted as Korthikanti et al. 2022 (arXiv:2205.05198, section 4)
+            do, for RMSNorm, a gated MLP and no attention matrix, which is not kept; in bfloat16 ``8 h`` for
+            ``6 h``, since norms keep float32. Norms of queries and keys add ``2 (q + k)``, in bfloat16 ``3 (q + k)``.
+            Sequence parallelism spreads all of it over ``tp``. One layer where nothing is trained. Where layers are
+            computed again, ``b h T`` for each and one layer in full. Under pipeline parallelism, ``pp``
+            micro-batches on the first stage make up for its fewer layers (4.2.3).
+logits      log-probs are computed in chunks of rows, in two float32 buffers; logits that fit into 128 MiB are
+            kept besides (`core_rl.toolkit.token_logprobs`)
+=========== ============================================================================================
+
+It leaves out what frameworks and libraries take, buffers of communication, fragmentation, and that expert
+parallel ranks share experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.toolkit.footprint import Footprint, footprint_of
+from core_rl.toolkit.token_logprobs import KEEP_BYTES, chunk_rows
+from core_rl_trainer.loop.prepared import Load, Prepared, RolePlace
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["MemoryEstimate", "RankPlan", "RolePlan", "RunPlan", "plan_run"]
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one rank; see the module's docstring."""
+
+    weights: float
+    gradients: float = 0.0
+    moments: float = 0.0
+    transient: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The most at one time: in a backward pass, or in the optimizer's step, which takes half the moments again."""
+        state = self.weights + self.gradients + self.moments
+        return state + max(self.transient + self.activations + self.logits, self.moments / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """One rank of a train engine."""
+
+    rank: int
+    place: dict[str, int]
+    """Its number along ``tp``, ``cp``, ``dp`` and ``pp``."""
+    sequences: int
+    """At most, of one pass over a step's sequences; ranks with the same ``dp`` see the same ones."""
+    micro_batches: int
+    """At most, for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """The engine of one role."""
+
+    role: str
+    engine: str
+    layout: str
+    dtype: str
+    device: str
+    model: Footprint
+    memory: MemoryEstimate
+    ranks: tuple[RankPlan, ...]
+    """None for an inference engine, which plans its own."""
+    devices: tuple[int, ...] = ()
+    """The number of each rank's device."""
+    beside: str | None = None
+    """The role in whose processes it lives; null where it has its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A whole run."""
+
+    algorithm: str
+    output_dir: str
+    steps: int
+    load: Load
+    passes: float
+    """Over the rows to train on."""
+    sequences_per_step: int
+    tokens_per_step: int
+    """At most."""
+    micro_batch_tokens: int
+    evaluations: int
+    checkpoints: int
+    off_policyness: int
+    """Versions that answers may be old; 0 is a synchronous run."""
+    colocated: bool
+    """Whether the roles take turns on the same devices."""
+    roles: tuple[RolePlan, ...]
+
+
+def plan_run(recipe: Recipe, prepared: Prepared) -> RunPlan:
+    """The plan of ``recipe``. Models are counted, not built; nothing is started."""
+    load, steps = prepared.load, recipe.steps
+    sequences = load.rows_per_step * load.sequences_per_row
+    evaluations = {0, steps, *range(recipe.eval_every or steps, steps + 1, recipe.eval_every or steps)}
+    checkpoints = {steps, *range(recipe.save_every, steps + 1, recipe.save_every)}
+    return RunPlan(
+        algorithm=recipe.algorithm.type_,
+        output_dir=str(recipe.directory),
+        steps=steps,
+        load=load,
+        passes=steps * load.rows_per_step / load.rows,
+        sequences_per_step=sequences,
+        tokens_per_step=sequences * load.longest,
+        micro_batch_tokens=recipe.micro_batch_tokens,
+        evaluations=len(evaluations),
+        checkpoints=len(checkpoints),
+        off_policyness=recipe.rollout.max_head_offpolicyness,
+        colocated=recipe.colocated,
+        roles=tuple(_role(role, prepared, sequences, recipe.micro_batch_tokens) for role in prepared.roles),
+    )
+
+
+def _role(role: str, prepared: Prepared, sequences: int, limit: int) -> RolePlan:
+    (spec, config), longest = prepared.roles[role], prepared.load.longest
+    place = prepared.places.get(role, RolePlace(devices=()))
+    model = footprint_of(config.model)
+    ranks: tuple[RankPlan, ...] = ()
+    memory = MemoryEstimate(weights=BYTES[config.dtype] * model.parameters / config.layout.tp)
+    if isinstance(config, TrainEngineConfig):
+        ranks = tuple(_ranks(config, sequences, longest, limit))
+        tokens = min(limit, max(rank.sequences for rank in ranks) * longest)
+        memory = estimate_memory(config, model, tokens)
+    return RolePlan(
+        role=role,
+        engine=spec.name,
+        layout=str(config.layout),
+        dtype=config.dtype,
+        device=config.device,
+        model=model,
+        memory=memory,
+        ranks=ranks,
+        devices=place.devices,
+        beside=place.beside,
+    )
+
+
+def _ranks(config: TrainEngineConfig, sequences: int, longest: int, limit: int) -> Iterator[RankPlan]:
+    share = math.ceil(sequences / config.layout.dp)
+    for rank in range(config.layout.world_size):
+        place = config.layout.place(rank)
+        each = max(1, limit // longest)  # sequences of a micro-batch, if all are as long as the longest
+        yield RankPlan(rank=rank, place=place, sequences=share, micro_batches=math.ceil(share / each))
+
+
+def estimate_memory(config: TrainEngineConfig, model: Footprint, tokens: int) -> MemoryEstimate:
+    """What one rank needs for micro-batches of ``tokens``; see the module's docstring."""
+    state = config.state_bytes(model.parameters, 0 if config.optimizer is None else model.trained)
+    return MemoryEstimate(
+        weights=state.weights,
+        gradients=state.gradients,
+        moments=state.moments,
+        transient=_transient(config, model),
+        activations=_activations(config, model, tokens),
+        logits=_logits(config, model, tokens),
+    )
+
+
+def _transient(config: TrainEngineConfig, model: Footprint) -> float:
+    gradient = 4 * model.largest / config.layout.tp if config.optimizer is not None else 0.0
+    return gradient + config.gathered_bytes(model.parameters, model.outer, model.layers)
+
+
+def _activations(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
+    layout, size = config.layout, BYTES[config.dtype] * tokens / config.layout.cp
+    # What goes into a norm, in bfloat16 in float32 as well, and what comes out.
+    norm = 4 if config.dtype == "bfloat16" else 3
+    around = 2 * norm * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    layer = size * (around + (model.inner + (norm - 1) * model.normed) / layout.tp)
+    if config.optimizer is None:
+        return layer
+    if config.recomputes:
+        return model.layers * size * model.hidden + layer
+    return model.layers * layer
+
+
+def _logits(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
+    if config.model.head != "lm":
+        return 0.0
+    row = 4 * model.vocabulary / config.layout.tp
+    own = tokens / config.layout.cp
+    kept = own * row if own * row <= KEEP_BYTES and config.optimizer is not None else 0.0
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    return kept + 2 * min(own, chunk_rows(row, on_cpu)) * row

@@ -1,0 +1,86 @@
+"""What the models of a run know about a batch of answers: log-probs, values, scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.errors import RolloutError
+from core_rl_trainer.algorithms.fields import (
+    BEHAVIOUR,
+    BOOTSTRAP,
+    PROXIMAL,
+    REFERENCE,
+    REWARDS,
+    SCORES,
+    VALUES,
+)
+from core_rl_trainer.algorithms.interface import ModelInterface
+from core_rl_trainer.algorithms.reward_model import RewardModelConfig, RewardModelInterface
+from core_rl_trainer.loop.roles import Roles
+
+__all__ = ["Scoring"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """The forward passes between a rollout and the updates."""
+
+    roles: Roles
+    actor: ModelInterface[Any]
+    critic: ModelInterface[Any] | None
+    reward_weight: float
+    mb_spec: MicroBatchSpec
+
+    def complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
+        """``batch`` with all that the algorithm wants, and the actor's log-probs ``[T]``: the mismatch needs them."""
+        wanted = self.actor.wanted_fields
+        scored = self._with_scores(batch)
+        with self.roles.working(self.roles.actor) as engine:
+            recomputed = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
+        if PROXIMAL in wanted:
+            scored = scored.with_tokens(**{PROXIMAL: recomputed})
+        if REFERENCE in wanted:
+            with self.roles.as_reference() as engine:
+                reference = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
+            scored = scored.with_tokens(**{REFERENCE: reference})
+        if self.critic is not None and self.roles.critic is not None:
+            with self.roles.working(self.roles.critic) as engine:
+                valued = self.critic.inference(engine, batch, self.mb_spec)
+            scored = scored.with_tokens(**{VALUES: valued[VALUES]})
+            scored = scored.with_sequences(**{BOOTSTRAP: valued[BOOTSTRAP]})
+        return scored, recomputed
+
+    def _with_scores(self, batch: SequenceBatch) -> SequenceBatch:
+        """``batch`` with the scores of the reward model added to the rewards. `RolloutError` if one is not finite."""
+        if self.roles.reward is None:
+            return batch
+        with self.roles.working(self.roles.reward) as engine:
+            model = RewardModelInterface(RewardModelConfig())
+            scores = model.inference(engine, batch, self.mb_spec)[SCORES]
+        wrong = (~torch.isfinite(scores)).nonzero().flatten().tolist()
+        if wrong:
+            raise RolloutError(
+                f"the reward model's score of sequence {wrong[0]} is {float(scores[wrong[0]])}"
+            )
+        rewards = batch[REWARDS] + self.reward_weight * scores
+        return batch.with_sequences(**{REWARDS: rewards, SCORES: scores})
+
+    def train(self, batch: SequenceBatch) -> dict[str, float]:
+        """The updates on a completed batch, the critic's first; its metrics begin with ``critic_``."""
+        prepared = self.actor.prepare(batch)
+        metrics: dict[str, float] = {}
+        if self.critic is not None and self.roles.critic is not None:
+            with self.roles.working(self.roles.critic) as engine:
+                own = self.critic.train_step(engine, prepared, self.mb_spec)
+                engine.lr_scheduler_step()
+            metrics |= {f"critic_{name}": value for name, value in own.items()}
+        with self.roles.working(self.roles.actor) as engine:
+            metrics |= self.actor.train_step(engine, prepared, self.mb_spec)
+            engine.lr_scheduler_step()
+        return metrics

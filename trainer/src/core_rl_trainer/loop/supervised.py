@@ -1,0 +1,156 @@
+"""Training on data alone: SFT, reward models, DPO. One step is one update on the next rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.errors import ConfigError
+from core_rl.launch.group import EngineGroup
+from core_rl_trainer.algorithms.fields import REFERENCE
+from core_rl_trainer.algorithms.supervised import SupervisedInterface
+from core_rl_trainer.data.batches import MakeBatch, demonstration_batch, preference_batch
+from core_rl_trainer.data.datasets import (
+    DemonstrationDataset,
+    NumberedBatches,
+    PreferenceDataset,
+    RowDataset,
+    Sample,
+    prompt_loader,
+)
+from core_rl_trainer.loop.evaluation import Evaluation
+from core_rl_trainer.loop.loop import Clock, GroupWriter, restore_group
+from core_rl_trainer.loop.prepared import Load, Prepared, RolePlace
+from core_rl_trainer.loop.reference_cache import ReferenceCache
+from core_rl_trainer.loop.roles import open_trained, plan_trained
+from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.recipe.context import context_length, load_tokenizer
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["SupervisedLoop", "prepare_supervised"]
+
+MODEL = "model"
+
+
+def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> Prepared:
+    """All checks and the data."""
+    refused = [name for name in ("critic", "reward_model") if getattr(recipe, name) is not None]
+    if refused:
+        raise ConfigError(
+            f"the interface {recipe.algorithm.type_!r} trains on data and has no use for {refused[0]!r}; remove it"
+        )
+    plan = plan_trained(recipe, _head(interface))
+    tokenizer, limit = load_tokenizer(recipe.model.path), context_length(recipe.model.path)
+    kind = DemonstrationDataset if interface.trains_on == "demonstrations" else PreferenceDataset
+    drop = recipe.data.too_long == "drop"
+    data = tuple(kind(Path(path), tokenizer, limit, drop) for path in (recipe.data.train, recipe.data.eval))
+    rows = recipe.data.batch_size
+    finetune = FinetuneSpec(dataset_size=recipe.steps * rows, train_batch_size=rows)
+
+    @contextmanager
+    def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
+        with open_trained(plan, finetune) as group:
+            yield SupervisedLoop(recipe, interface, group, (data[0], data[1]), directory)
+
+    load = Load(
+        rows=len(data[0]),
+        held_out=len(data[1]),
+        rows_per_step=rows,
+        sequences_per_row=1 if interface.trains_on == "demonstrations" else 2,
+        longest=data[0].longest,
+    )
+    place = RolePlace(devices=tuple(range(plan[1].layout.world_size)))
+    return Prepared(roles={MODEL: plan}, places={MODEL: place}, load=load, open=opened)
+
+
+def _head(interface: SupervisedInterface[Any]) -> str:
+    """The head of the model that is trained: the one whose outputs the loss takes."""
+    return "reward" if "scores" in interface.loss().outputs else "lm"
+
+
+class SupervisedLoop:
+    """The engine, the algorithm and the data of a run. The version of the weights is the number of steps."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        interface: SupervisedInterface[Any],
+        engine: EngineGroup,
+        data: tuple[RowDataset, RowDataset],
+        directory: RunDirectory,
+    ) -> None:
+        self._tokenizer_path = recipe.model.path
+        self._interface = interface
+        self._engine = engine
+        self._train_data, self._eval_data = data
+        self._directory = directory
+        self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
+        self._data = NumberedBatches(prompt_loader(data[0], recipe.data.batch_size, recipe.seed))
+        paired = interface.trains_on == "preferences"
+        self._make_batch: MakeBatch = preference_batch if paired else demonstration_batch
+        self._references: dict[str, ReferenceCache] = {}
+
+    def start(self) -> None:
+        """Before the first step: the reference's log-probs, from the weights that the training starts from."""
+        if REFERENCE not in self._interface.wanted_fields:
+            return
+        for name, dataset in (("train", self._train_data), ("eval", self._eval_data)):
+            cache = ReferenceCache.compute(
+                self._interface, self._engine, dataset, self._make_batch, self._mb_spec
+            )
+            cache.save(self._directory.reference(name))
+            self._references[name] = cache
+
+    def step(self, step: int) -> dict[str, float]:
+        """One update on the next rows; the metrics of the step. Afterwards the weights have version ``step``."""
+        clock = Clock()
+        with clock.phase("data"):
+            batch = self._batch("train", next(self._data))
+        with clock.phase("update"):
+            metrics = self._interface.train_step(self._engine, batch, self._mb_spec)
+            self._engine.lr_scheduler_step()
+            self._engine.set_version(step)
+        speed = {"tokens_per_s": batch.num_tokens / clock.total()}
+        return metrics | speed | clock.seconds | {"version": float(step)}
+
+    def _batch(self, name: str, samples: Sequence[Sample]) -> SequenceBatch:
+        batch = self._make_batch(samples)
+        return self._references[name].add_to(batch, samples) if self._references else batch
+
+    def evaluate(self) -> Evaluation:
+        """The loss and its metrics over all held-out rows."""
+        samples = [self._eval_data[index] for index in range(len(self._eval_data))]
+        metrics = self._interface.evaluate(self._engine, self._batch("eval", samples), self._mb_spec)
+        return Evaluation(metrics={f"eval_{name}": value for name, value in metrics.items()})
+
+    def save_model(self, path: Path) -> None:
+        """The model in Hugging Face format, with its tokenizer."""
+        self._interface.save(self._engine, str(path), tokenizer_path=self._tokenizer_path)
+
+    # ----------------------------------------------------------------- state
+
+    def parts(self) -> dict[str, Any]:
+        """What a run checkpoint holds besides `state_dict`: writers by name."""
+        return {MODEL: GroupWriter(self._engine)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data order stands, as JSON."""
+        return {"data": self._data.state_dict()}
+
+    def restore(self, checkpoint: RunCheckpoint) -> None:
+        """Go on from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
+        restore_group(self._engine, MODEL, checkpoint)
+        self._restore_data(checkpoint.state)
+        if REFERENCE in self._interface.wanted_fields:
+            self._references = {
+                name: ReferenceCache.load(self._directory.reference(name)) for name in ("train", "eval")
+            }
+
+    def _restore_data(self, state: Mapping[str, Any]) -> None:
+        self._data.load_state_dict(state["data"])

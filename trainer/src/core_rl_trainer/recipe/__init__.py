@@ -1,0 +1,1 @@
+"""Recipes: the config of a training run."""

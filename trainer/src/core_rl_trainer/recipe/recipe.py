@@ -1,0 +1,317 @@
+"""The recipe: everything that ``core-rl train`` needs to know, read from one YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from core_rl.backend.meta import SyncMethod
+from core_rl.config.base import Config, parse_config
+from core_rl.config.engine import DType, LoraConfig, OptimizerConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.config.loading import apply_overrides, load_yaml
+from core_rl.errors import ConfigError, raise_all
+from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
+
+__all__ = [
+    "CriticSection",
+    "DataSection",
+    "KeepBest",
+    "ModelSection",
+    "PlacementSection",
+    "Recipe",
+    "RewardModelSection",
+    "RolloutSection",
+    "WandbSection",
+    "differing_fields",
+    "load_recipe",
+]
+
+
+Device = Annotated[int, Field(ge=0)]
+"""The number of a device of this machine."""
+
+
+class ModelSection(Config):
+    """The model that is trained."""
+
+    path: str
+    """A local directory in Hugging Face format, with its tokenizer."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the weights; the reference is then the same model with its adapter off."""
+
+
+class RolloutSection(Config):
+    """How answers are generated."""
+
+    engine: str = "reference-rollout"
+    """The inference engine."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Prompts of one training step."""
+    group_size: int = Field(default=8, ge=1)
+    """Answers to each prompt; GRPO compares their rewards with each other."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """The most tokens of one answer."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Of the sampling, and of the log-probs that the train engine computes."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Draw from the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Draw from this many of the most likely tokens; null keeps all."""
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """How long the answers to one batch of prompts may take."""
+    sync: SyncMethod = "disk"
+    """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory (``tensor``), or
+    over a process group with the ranks of its servers (``distributed``). ``lora`` sends the adapter of ``model.lora``
+    alone; the others send weights with an adapter merged into them."""
+    max_head_offpolicyness: int = Field(default=0, ge=0)
+    """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
+    answers are generated meanwhile, from weights that are at most this many versions older."""
+    max_concurrent_rollouts: int = Field(default=256, ge=1)
+    """Prompts that are answered at one time."""
+    should_accept: str | None = None
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's answers: those for which it
+    is false are not trained on, and other prompts take their place. ``core_rl_trainer.data.filters:rewards_differ``
+    leaves out groups without a signal, as DAPO (arXiv:2503.14476) does."""
+    reward_timeout_s: float | None = Field(default=None, gt=0.0)
+    """How long the reward of one answer may take; null for as long as it takes."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
+    0 computes them in threads, where it is only given up."""
+    environment: str | None = None
+    """``module:function`` or ``file.py:function``, called with the tokenizer for each episode: makes the
+    `Environment` that answers the model between its turns, such as a `ToolEnvironment`. Null: one turn."""
+    max_turns: int = Field(default=4, ge=1)
+    """With an environment: the most answers of one episode."""
+    step_timeout_s: float | None = Field(default=None, gt=0.0)
+    """With an environment: how long it may take for one answer; null for as long as it takes."""
+
+    @model_validator(mode="after")
+    def _killed_when(self) -> Self:
+        if self.reward_processes and self.reward_timeout_s is None:
+            raise ValueError("reward_processes needs reward_timeout_s: after how long a process is killed")
+        return self
+
+
+class CriticSection(Config):
+    """The critic of PPO: an engine of the same kind as the actor's, with a value head."""
+
+    path: str | None = None
+    """The directory that it starts from, by default the actor's; a value head that is missing there is drawn."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the interface ``ppo_critic``."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Its own optimizer."""
+    layout: ParallelLayout | None = None
+    """Its own parallel degrees, by default the actor's."""
+
+
+class RewardModelSection(Config):
+    """A reward model whose scores are added to the rewards: an engine of the same kind as the actor's."""
+
+    path: str
+    """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""
+    weight: float = 1.0
+    """What scores are multiplied with."""
+    layout: ParallelLayout | None = None
+    """Its own parallel degrees, by default the actor's."""
+
+
+class PlacementSection(Config):
+    """On which devices of the machine each role is: the number of the device of each of its ranks, in rank order.
+
+    By default every role begins at device 0, so that they share their devices.
+    """
+
+    actor: tuple[Device, ...] | None = None
+    """Devices of the actor."""
+    critic: tuple[Device, ...] | None = None
+    """Devices of the critic."""
+    reference: tuple[Device, ...] | None = None
+    """Devices of the reference."""
+    reward: tuple[Device, ...] | None = None
+    """Devices of the reward model."""
+
+
+class DataSection(Config):
+    """What is trained on: JSONL files, or datasets that ``datasets.save_to_disk`` wrote.
+
+    Rows for rollouts have a ``prompt`` (a text, or chat messages) and whatever the reward function reads; those for
+    ``sft`` an ``answer`` besides, or ``messages`` alone; those for ``reward_model`` and ``dpo`` the answers
+    ``chosen`` and ``rejected``.
+    """
+
+    train: str
+    """Rows to train on."""
+    eval: str
+    """Held-out rows."""
+    batch_size: int = Field(default=16, ge=1)
+    """Rows of one training step where nothing is rolled out."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of rows that are longer than the model's context, counting ``rollout.max_new_tokens`` where
+    there are rollouts: an error that names them, or a warning that counts them."""
+
+
+class KeepBest(Config):
+    """Which evaluation has the best model."""
+
+    metric: str = Field(pattern="^eval_")
+    """A metric of evaluations, such as ``eval_reward`` or ``eval_loss``."""
+    mode: Literal["max", "min"]
+    """Whether more of it is better, or less."""
+
+
+class WandbSection(Config):
+    """A run in Weights & Biases (``pip install wandb``), with the same values as ``metrics.jsonl``."""
+
+    project: str = "core-rl"
+    """The project there."""
+    entity: str | None = None
+    """Its owner; null for the default one."""
+    name: str | None = None
+    """The run's name there; null for that of ``output_dir``."""
+    group: str | None = None
+    """Runs that belong together."""
+    tags: tuple[str, ...] = ()
+    """Words to find it by."""
+    mode: Literal["online", "offline"] = "online"
+    """``offline`` writes to ``output_dir/wandb``, for ``wandb sync``."""
+
+
+class Recipe(Config):
+    """A training run. Relative paths start at the working directory."""
+
+    engine: str
+    """The train engine."""
+    engines: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """A section for each engine that needs one, with fields of that engine's config such as ``layout`` and
+    ``options``; ``core-rl engines show NAME`` lists them. An engine without a section has one rank."""
+    model: ModelSection
+    """The model that is trained; a frozen copy of it is the reference, where the algorithm has one."""
+    dtype: DType = "float32"
+    """Compute dtype of all engines."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` takes CUDA where there is some."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer; a decaying schedule ends at ``steps``."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """The most tokens of one forward pass on one data-parallel rank."""
+    rollout: RolloutSection = RolloutSection()
+    """How answers are generated."""
+    algorithm: ModelInterfaceAbstraction = ModelInterfaceAbstraction("ppo_actor")
+    """The model interface, and its settings in ``args``."""
+    data: DataSection
+    """Where the prompts are."""
+    reward: str | None = "core_rl_trainer.rewards.text:text_match"
+    """``module:function`` or ``file.py:function``, called with the answer's text and the line of the JSONL file.
+    With an environment, the last answer is scored, and null leaves the rewards to the environment; null also where
+    a reward model alone decides."""
+    critic: CriticSection | None = None
+    """The critic, where the algorithm has one (``ppo``)."""
+    reward_model: RewardModelSection | None = None
+    """A reward model."""
+    placement: PlacementSection = PlacementSection()
+    """On which devices each role is."""
+    colocated: bool = False
+    """Roles take turns on the same devices: each is in host memory while another one works. Those with the same layout
+    on the same devices live in the same processes. One whose ``placement`` names devices of its own stays there."""
+    steps: int = Field(ge=1)
+    """Training steps; each ends with new weights in the rollout engine."""
+    save_every: int = Field(default=10, ge=1)
+    """Steps between run checkpoints; the last step always has one."""
+    keep: int = Field(default=2, ge=1)
+    """Run checkpoints that are kept."""
+    keep_best: KeepBest | None = None
+    """Keep the model of the best evaluation as ``best_model``, beside the checkpoints, in Hugging Face format."""
+    wandb: WandbSection | None = None
+    """Show the metrics in Weights & Biases as well."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations on the held-out prompts; 0: only before and after the training."""
+    eval_samples: int = Field(default=1, ge=1)
+    """Sampled answers to each held-out prompt, besides the greedy one."""
+    seed: int = Field(default=0, ge=0)
+    """Of the data order and of the sampling."""
+    output_dir: str
+    """Where everything is written; ``{engine}`` and ``{seed}`` stand for the values of those fields."""
+    fresh: bool = False
+    """Start over: delete what an earlier run wrote to ``output_dir``."""
+
+    @model_validator(mode="after")
+    def _one_temperature(self) -> Self:
+        own = self.algorithm.args.get("temperature", self.rollout.temperature)
+        if own != self.rollout.temperature:
+            raise ValueError(
+                f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
+                "would be of another distribution than the answers; leave the former out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_to_compare(self) -> Self:
+        if self.keep_best is not None and not self.eval_every:
+            raise ValueError("keep_best compares evaluations; set eval_every above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> Self:
+        if self.reward is None and self.reward_model is None and self.rollout.environment is None:
+            raise ValueError(
+                "reward = null needs a rollout.environment that gives the rewards, or a reward_model"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """``output_dir`` as a path."""
+        return Path(self.output_dir)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read ``path`` and apply dotted ``overrides``.
+
+    Raises `ConfigError` with every field that is wrong, its value, and the fix.
+    """
+    recipe = parse_config(Recipe, apply_overrides(load_yaml(path), overrides), str(path))
+    try:
+        directory = recipe.output_dir.format(engine=recipe.engine, seed=recipe.seed)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}} can stand in braces"
+        ) from error
+    recipe = recipe.model_copy(update={"output_dir": directory})
+    raise_all(ConfigError, str(path), _missing_files(recipe))
+    return recipe
+
+
+def _missing_files(recipe: Recipe) -> Iterator[str]:
+    hint = "it is relative to the working directory; see the head of the recipe for what prepares it"
+    if not Path(recipe.model.path, "config.json").is_file():
+        yield f"field 'model.path' = {recipe.model.path!r}: there is no model directory (config.json); {hint}"
+    for name, path in _other_models(recipe):
+        if not Path(path, "config.json").is_file():
+            yield f"field '{name}.path' = {path!r}: there is no model directory (config.json)"
+    for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        if not Path(path).exists():
+            yield f"field 'data.{name}' = {path!r}: there is no such file; {hint}"
+
+
+def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.critic is not None and recipe.critic.path is not None:
+        yield "critic", recipe.critic.path
+    if recipe.reward_model is not None:
+        yield "reward_model", recipe.reward_model.path
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The dotted fields in which two recipes, as plain values, differ, with both values."""
+    found: list[str] = []
+    for name in sorted({*old, *new}):
+        left, right = old.get(name), new.get(name)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found += differing_fields(left, right, f"{prefix}{name}.")
+        elif left != right:
+            found.append(f"{prefix}{name}: {left!r} then, {right!r} now")
+    return found

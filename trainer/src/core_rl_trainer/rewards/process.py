@@ -1,0 +1,163 @@
+"""`ProcessReward`: a reward function in processes of its own, which can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+
+from core_rl.errors import ConfigError, EngineStateError, RolloutError
+from core_rl.launch.process import start_process
+from core_rl_trainer.rewards.calls import name_of
+from core_rl_trainer.rewards.worker import worker_main
+
+__all__ = ["ProcessReward"]
+
+START_TIMEOUT_S = 120.0
+"""How long a process may take to start and to import the function."""
+
+
+class ProcessReward:
+    """Runs ``fn`` in ``processes`` of its own, each call for at most ``timeout_s`` seconds.
+
+    For functions that hang, crash or hold the interpreter lock: a call that takes longer is an error, and its
+    process is killed with all of its children; the next call gets a new one. So is a process that dies. The time
+    in which a call waits for a free process does not count. Awaiting a call runs it; it takes any
+    arguments that can be pickled, and ``fn``, a plain or a coroutine function, can be pickled too.
+
+    Processes end with `close`, and with the process that made them, however that ends. A script that makes them
+    needs the ``__main__`` guard.
+    """
+
+    def __init__(
+        self, fn: Callable[..., float | Awaitable[float]], *, processes: int = 1, timeout_s: float
+    ) -> None:
+        if processes < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"ProcessReward(processes={processes}, timeout_s={timeout_s}); both must be positive"
+            )
+        self.__name__ = name_of(fn)
+        try:
+            pickled = pickle.dumps(fn)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"the reward function {self.__name__} cannot be sent to another process: {error}; "
+                "write it as a function of a module"
+            ) from error
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._workers = [_Worker(pickled, self._closed) for _ in range(processes)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        # One thread for each process: a call waits in the threads' queue until a process is free.
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="core-rl-reward")
+
+    async def __call__(self, *args: Any) -> float:
+        """The reward. Raises `RolloutError` when the function raises, hangs, or ends its process."""
+        if self._closed.is_set():
+            raise EngineStateError(f"the processes of the reward function {self.__name__} are closed")
+        return await asyncio.wrap_future(self._threads.submit(self._call, args))
+
+    def _call(self, args: tuple[Any, ...]) -> float:
+        worker = self._idle.get()
+        try:
+            return worker.call(args, self._timeout_s)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Kill the processes, also those at work, and end the threads. Further calls do nothing."""
+        self._closed.set()
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Worker:
+    """One process, started when it is needed. One thread calls; any may kill."""
+
+    def __init__(self, pickled: bytes, closed: threading.Event) -> None:
+        self._pickled = pickled
+        self._closed = closed
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def call(self, args: tuple[Any, ...], timeout_s: float) -> float:
+        try:
+            if self._process is None:
+                self._start()
+            return float(self._ask(args, timeout_s))
+        except (EOFError, OSError) as error:
+            code = self.stop()
+            if self._closed.is_set():
+                raise RolloutError("its processes were closed meanwhile") from error
+            raise RolloutError(f"its process ended with exit code {code}") from error
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        try:
+            self._process = start_process(worker_main, (theirs,), "core-rl reward")
+        finally:
+            theirs.close()
+        if self._closed.is_set():  # close() may have come too early to see this process
+            self.kill()
+        try:
+            self._ask(self._pickled, START_TIMEOUT_S)
+        except RolloutError:
+            self.stop()
+            raise
+
+    def _ask(self, request: object, timeout_s: float) -> Any:
+        assert self._connection is not None
+        self._connection.send(request)
+        if not self._connection.poll(timeout_s):
+            self.stop()
+            raise RolloutError(f"no answer in {timeout_s:g} s; its process was killed")
+        fine, answer = self._connection.recv()
+        if not fine:
+            raise RolloutError(answer)
+        return answer
+
+    def kill(self) -> None:
+        """Kill the process and its children, of whose group it is the leader once it is up."""
+        process = self._process
+        if process is None or process.pid is None:
+            return
+        for kill in (os.kill, os.killpg):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(process.pid, signal.SIGKILL)
+
+    def stop(self) -> int | None:
+        """Kill the process, wait for its end and free what it held; its exit code."""
+        if self._process is None:
+            return None
+        self.kill()
+        self._process.join()
+        code = self._process.exitcode
+        self._process.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+        return code

@@ -1,0 +1,90 @@
+"""Verifiable rewards on text, and how a recipe names one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from core_rl.errors import RolloutError
+from core_rl_trainer.recipe.named import load_named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "NamedReward",
+    "TextReward",
+    "TextRewardFn",
+    "integer_match",
+    "load_reward",
+    "text_match",
+]
+
+_INTEGER = re.compile(r"[-+]?\d+")
+
+
+class TextRewardFn(Protocol):
+    """Scores the text of one answer; ``sample`` is the line of the JSONL file. May be a coroutine function."""
+
+    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
+
+
+def text_match(answer: str, sample: Mapping[str, Any]) -> float:
+    """1 if the answer is the sample's ``answer``, up to white space around it; else 0."""
+    return float(answer.strip() == str(_expected(sample)).strip())
+
+
+def integer_match(answer: str, sample: Mapping[str, Any]) -> float:
+    """1 if the last integer in the answer is the sample's ``answer``; else 0."""
+    found = _INTEGER.findall(answer.replace(",", ""))
+    return float(bool(found) and int(found[-1]) == int(_expected(sample)))
+
+
+def _expected(sample: Mapping[str, Any]) -> Any:
+    if "answer" not in sample:
+        raise RolloutError(f"a sample has no 'answer' to compare with; it has {sorted(sample)}")
+    return sample["answer"]
+
+
+class TextReward:
+    """A `TextRewardFn` as the reward of a workflow, which sees token ids. Special tokens are left out."""
+
+    def __init__(self, fn: TextRewardFn, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self._fn = fn
+        self._tokenizer = tokenizer
+
+    def __call__(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]
+    ) -> float | Awaitable[float]:
+        answer = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
+        return self._fn(str(answer), data)
+
+
+def load_reward(name: str) -> TextRewardFn:
+    """The function that ``module:function`` or ``path/file.py:function`` names; `ConfigError` if there is none."""
+    found: TextRewardFn = load_named("reward", name)
+    return found
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A `TextRewardFn` by its name in a recipe, so that it travels to other processes."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name.rpartition(":")[2]
+
+    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
+        """Load the function, the first time, and call it."""
+        return _loaded(self.name)(answer, sample)
+
+
+@cache
+def _loaded(name: str) -> TextRewardFn:
+    return load_reward(name)

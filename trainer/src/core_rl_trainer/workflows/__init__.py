@@ -1,0 +1,1 @@
+"""Rollout workflows: single-turn, multi-turn, greedy baseline."""

@@ -1,0 +1,139 @@
+"""Episodes of several turns between the model and an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.errors import ConfigError, RolloutError, raise_all
+from core_rl.rollout.continued import TokenGenerator, generate_whole
+from core_rl.rollout.transcript import Transcript
+from core_rl.seeds import derive_seed
+from core_rl_trainer.environments.environment import Environment, Observation
+from core_rl_trainer.rewards.calls import guarded, name_of
+from core_rl_trainer.rewards.functions import RewardFn, as_reward, compute_reward
+from core_rl_trainer.workflows.single_turn import gather_group
+
+__all__ = ["MultiTurnWorkflow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnWorkflow:
+    """``group_size`` independent episodes from one sample, each with an environment of its own.
+
+    The model answers the prompt; the environment's tokens follow, and the model goes on from there, until the
+    environment is done, an answer is cut off, or there is no turn or room left. The result has the fields
+    of `Transcript.pack`, ``rewards`` (float32 ``[B]``), ``group`` (int64 ``[B]``, the episode's number) and
+    ``turns`` (int64 ``[B]``, answers). Tokens are those that were drawn, and those of the environment, whose
+    ``loss_mask`` is 0.
+    """
+
+    environment: Callable[[], Environment]
+    """Makes the environment of one episode."""
+    reward: RewardFn | None = None
+    """Scores the last answer, in addition to the environment's own rewards."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Of each answer. With a ``seed``, each gets one of its own, derived from it, the episode, its place and turn."""
+    group_size: int = 1
+    """How many episodes; their rewards are compared with each other (GRPO)."""
+    max_turns: int = 8
+    """The most answers of one episode."""
+    max_tokens: int | None = None
+    """The most tokens of one episode, such as the engine's context; None leaves it to the engine to refuse."""
+    step_timeout_s: float | None = None
+    """How long the environment may take for one call, in seconds."""
+    reward_timeout_s: float | None = None
+    """How long the reward of one episode may take, in seconds."""
+
+    def __post_init__(self) -> None:
+        raise_all(ConfigError, "MultiTurnWorkflow", self._violations())
+
+    def _violations(self) -> Iterable[str]:
+        for name in ("group_size", "max_turns"):
+            if getattr(self, name) < 1:
+                yield f"{name} = {getattr(self, name)}; it must be at least 1"
+
+    async def arun_episode(
+        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
+    ) -> SequenceBatch | None:
+        """Play the group. Raises `RolloutError` that names the episode, the answer and the turn."""
+        played = await gather_group(
+            self._play(engine, data, (episode, member)) for member in range(self.group_size)
+        )
+        transcripts = [transcript for transcript, _ in played]
+        return Transcript.pack(transcripts).with_sequences(
+            rewards=torch.tensor([reward for _, reward in played], dtype=torch.float32),
+            group=torch.full((self.group_size,), episode, dtype=torch.long),
+            turns=torch.tensor([transcript.turns for transcript in transcripts]),
+        )
+
+    async def _play(
+        self, engine: TokenGenerator, data: Mapping[str, Any], place: tuple[int, int]
+    ) -> tuple[Transcript, float]:
+        subject = f"sample {place[0]}, answer {place[1]}"
+        environment = self.environment()
+        try:
+            prompt = await self._ask(environment, environment.reset(data), f"{subject}: reset of")
+            transcript = Transcript(prompt)
+            reward = await self._turns(engine, environment, transcript, place)
+            if self.reward is not None:
+                last = transcript.last_answer
+                reward += await compute_reward(
+                    self.reward, prompt, last, data, subject=subject, timeout_s=self.reward_timeout_s
+                )
+        finally:
+            await self._ask(environment, environment.close(), f"{subject}: close of")
+        return transcript, reward
+
+    async def _turns(
+        self, engine: TokenGenerator, environment: Environment, transcript: Transcript, place: tuple[int, int]
+    ) -> float:
+        """Fill ``transcript``; the sum of the environment's rewards."""
+        total = 0.0
+        for turn in range(self.max_turns):
+            response = await self._answer(engine, transcript, (*place, turn))
+            transcript.add_answer(response)
+            if response.stop_reason == "length":  # half a message is nothing that an environment understands
+                return total
+            subject = f"sample {place[0]}, answer {place[1]}, turn {turn}:"
+            seen = await self._ask(environment, environment.step(response.output_ids), subject)
+            total += self._reward_of(seen, environment, subject)
+            if seen.done:
+                return total
+            room = self.max_tokens is None or len(transcript) + len(seen.ids) < self.max_tokens
+            if turn + 1 == self.max_turns or not room:
+                transcript.stop_reason = "length"
+                return total
+            transcript.add_environment(seen.ids)
+        raise AssertionError("max_turns is at least 1")
+
+    async def _answer(
+        self, engine: TokenGenerator, transcript: Transcript, path: tuple[int, int, int]
+    ) -> LLMResponse:
+        sampling = self.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=derive_seed(sampling.seed, *path))
+        if self.max_tokens is not None:
+            room = self.max_tokens - len(transcript)
+            if room < 1:
+                raise RolloutError(
+                    f"sample {path[0]}: a prompt of {len(transcript)} tokens leaves no room for an answer in "
+                    f"{self.max_tokens}; shorten it or leave it out"
+                )
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        return await generate_whole(engine, LLMRequest(input_ids=transcript.ids, sampling=sampling))
+
+    async def _ask(self, environment: Environment, called: Any, subject: str) -> Any:
+        who = f"{subject} the environment {name_of(environment)}"
+        return await guarded(called, subject=who, timeout_s=self.step_timeout_s)
+
+    def _reward_of(self, seen: object, environment: Environment, subject: str) -> float:
+        who = f"{subject} the environment {name_of(environment)}"
+        if not isinstance(seen, Observation):
+            raise RolloutError(f"{who} returned {seen!r}; step() returns an Observation")
+        return as_reward(seen.reward, who)

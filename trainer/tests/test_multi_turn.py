@@ -1,0 +1,221 @@
+"""Episodes of several turns: whose tokens are whose, when they end, and how an environment may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
+from core_rl.errors import ConfigError, RolloutError
+from core_rl.rollout.continued import MAX_ABORTS, generate_whole
+from core_rl.seeds import derive_seed
+from core_rl_trainer.environments.environment import Observation
+from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
+
+STOP = 9
+
+
+class Counter:
+    """Draws the numbers 100, 101, … in turn, ``per_answer`` at a time, each as a new version and log-prob."""
+
+    def __init__(self, per_answer: int = 2, abort_after: Sequence[int] = ()) -> None:
+        self.requests: list[LLMRequest] = []
+        self._per_answer = per_answer
+        self._abort_after = list(abort_after)
+        """How many tokens come before each of the first aborts."""
+        self._next = 100
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        aborted = bool(self._abort_after)
+        wanted = self._abort_after.pop(0) if aborted else self._per_answer
+        count = min(wanted, request.sampling.max_new_tokens)
+        first, self._next = self._next, self._next + count
+        reason: StopReason = "abort" if aborted else "length" if count < self._per_answer else "stop"
+        return LLMResponse(
+            rid=request.rid,
+            input_ids=request.input_ids,
+            output_ids=tuple(range(first, first + count)),
+            logprobs=tuple(-float(n) for n in range(first, first + count)),
+            versions=tuple(range(first, first + count)),
+            stop_reason=reason,
+            latency_s=1.0,
+        )
+
+
+class Script:
+    """Answers with the observations of ``data["script"]`` in turn; records what it sees."""
+
+    made: ClassVar[list[Script]] = []
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+        self.closed = 0
+        Script.made.append(self)
+
+    async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+        self._script = list(data["script"])
+        return list(data["prompt_ids"])
+
+    async def step(self, output_ids: Sequence[int]) -> Observation:
+        self.seen.append(tuple(output_ids))
+        found = self._script.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        if found == "hang":
+            await asyncio.sleep(60)
+        return found  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def made() -> list[Script]:
+    Script.made = []
+    return Script.made
+
+
+def says(*ids: int, reward: float = 0.0) -> Observation:
+    return Observation(ids=ids, reward=reward)
+
+
+DONE = Observation(done=True, reward=1.0)
+TALK = {"prompt_ids": [1, 2], "script": [says(50, 51, reward=0.25), says(), DONE]}
+
+
+def play(workflow: MultiTurnWorkflow, data: Mapping[str, Any], engine: Counter, episode: int = 3) -> Any:
+    return asyncio.run(workflow.arun_episode(engine, data, episode))
+
+
+def test_a_transcript_holds_the_tokens_that_were_drawn_and_trains_no_others(made: list[Script]) -> None:
+    engine = Counter()
+    batch = play(MultiTurnWorkflow(environment=Script), TALK, engine)
+    assert batch.input_ids.tolist() == [1, 2, 100, 101, 50, 51, 102, 103, 104, 105]
+    assert batch["loss_mask"].tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 4
+    drawn = [100, 101, 102, 103, 104, 105]
+    assert batch["logprobs"][batch.loss_mask].tolist() == [-float(n) for n in drawn]
+    assert batch["versions"].tolist() == [-1, -1, 100, 101, -1, -1, 102, 103, 104, 105]
+    assert float(batch["logprobs"][~batch.loss_mask].abs().sum()) == 0
+    assert (batch["rewards"].tolist(), batch["turns"].tolist(), batch["group"].tolist()) == ([1.25], [3], [3])
+    assert batch.meta == {"stop_reason": ["stop"]}
+    assert made[0].seen == [(100, 101), (102, 103), (104, 105)]
+    assert [request.input_ids for request in engine.requests] == [
+        (1, 2), (1, 2, 100, 101, 50, 51), (1, 2, 100, 101, 50, 51, 102, 103)
+    ]  # fmt: skip
+    assert made[0].closed == 1
+
+
+def test_each_member_of_a_group_has_an_environment_and_seeds_of_its_own(made: list[Script]) -> None:
+    engine = Counter()
+    workflow = MultiTurnWorkflow(environment=Script, group_size=3, sampling=SamplingParams(seed=5))
+    batch = play(workflow, TALK, engine)
+    assert batch.num_sequences == len(made) == 3
+    assert batch["group"].tolist() == [3, 3, 3]
+    expected = {derive_seed(5, 3, member, turn) for member in range(3) for turn in range(3)}
+    assert {request.sampling.seed for request in engine.requests} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "turns", "reward"),
+    [
+        ({"max_turns": 1}, [1, 2, 100, 101], 1, 0.25),
+        ({"max_turns": 2}, [1, 2, 100, 101, 50, 51, 102, 103], 2, 0.25),
+        ({"max_tokens": 6}, [1, 2, 100, 101], 1, 0.25),
+        ({"max_tokens": 7}, [1, 2, 100, 101, 50, 51, 102], 2, 0.25),
+        ({"max_tokens": 8}, [1, 2, 100, 101, 50, 51, 102, 103], 2, 0.25),
+        ({"max_tokens": 3}, [1, 2, 100], 1, 0.0),
+    ],
+)
+def test_an_episode_without_turns_or_room_is_cut(
+    made: list[Script], settings: dict[str, Any], tokens: list[int], turns: int, reward: float
+) -> None:
+    batch = play(MultiTurnWorkflow(environment=Script, **settings), TALK, Counter())
+    assert batch.input_ids.tolist() == tokens
+    assert batch.meta == {"stop_reason": ["length"]}
+    assert (batch["turns"].tolist(), batch["rewards"].tolist()) == ([turns], [reward])
+    assert made[0].closed == 1
+
+
+def last_token(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
+    assert list(prompt_ids) == data["prompt_ids"]
+    return float(output_ids[-1])
+
+
+def test_a_reward_function_scores_the_last_answer() -> None:
+    batch = play(MultiTurnWorkflow(environment=Script, reward=last_token), TALK, Counter())
+    assert batch["rewards"].tolist() == [105 + 1.25]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ([KeyError("tool")], "turn 0: the environment Script raised KeyError: 'tool'"),
+        ([says(), ValueError("no")], "turn 1: the environment Script raised ValueError: no"),
+        (["hang"], "turn 0: the environment Script gave no answer in 0.1 s"),
+        ([(1, 2)], r"turn 0: the environment Script returned (1, 2); step() returns an Observation"),
+        ([says(reward=math.nan)], "turn 0: the environment Script returned nan; rewards are finite"),
+    ],
+)
+def test_an_environment_that_fails_names_sample_answer_and_turn(
+    made: list[Script], script: list[Any], message: str
+) -> None:
+    workflow = MultiTurnWorkflow(environment=Script, step_timeout_s=0.1, group_size=2)
+    with pytest.raises(RolloutError, match=rf"sample 3, answer [01], {re.escape(message)}"):
+        play(workflow, {"prompt_ids": [1], "script": script}, Counter())
+    assert [environment.closed for environment in made] == [1, 1]
+
+
+def test_a_prompt_without_room_names_the_sample() -> None:
+    with pytest.raises(
+        RolloutError, match="sample 3: a prompt of 2 tokens leaves no room for an answer in 2"
+    ):
+        play(MultiTurnWorkflow(environment=Script, max_tokens=2), TALK, Counter())
+
+
+def test_settings_out_of_range_are_all_named() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)group_size = 0.*max_turns = 0"):
+        MultiTurnWorkflow(environment=Script, group_size=0, max_turns=0)
+
+
+# ------------------------------------------------------------ answers after an abort
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 4), max_size=4), st.integers(1, 12), st.sampled_from([None, 7]))
+def test_an_aborted_answer_goes_on_from_its_tokens(aborts: list[int], limit: int, seed: int | None) -> None:
+    engine = Counter(per_answer=3, abort_after=aborts)
+    request = LLMRequest(input_ids=(1, 2), sampling=SamplingParams(max_new_tokens=limit, seed=seed))
+    response = asyncio.run(generate_whole(engine, request))
+    count = min(sum(aborts) + 3, limit)
+    drawn = tuple(range(100, 100 + count))
+    assert (response.rid, response.input_ids, response.output_ids) == (request.rid, (1, 2), drawn)
+    assert response.versions == drawn
+    assert response.logprobs == tuple(-float(n) for n in drawn)
+    assert response.stop_reason == ("stop" if sum(aborts) + 3 <= limit else "length")
+    assert response.latency_s == len(engine.requests)
+    assert len({asked.rid for asked in engine.requests}) == len(engine.requests)
+    for asked in engine.requests:
+        assert len(asked.input_ids) + asked.sampling.max_new_tokens == 2 + limit
+
+
+def test_an_engine_that_only_aborts_is_an_error() -> None:
+    engine = Counter(abort_after=[1] + [0] * MAX_ABORTS)
+    with pytest.raises(RolloutError, match="was aborted 8 times in a row without a new token"):
+        asyncio.run(generate_whole(engine, LLMRequest(input_ids=(1,))))
+
+
+def test_aborts_do_not_show_in_an_episode(made: list[Script]) -> None:
+    plain = play(MultiTurnWorkflow(environment=Script), TALK, Counter())
+    aborted = play(MultiTurnWorkflow(environment=Script), TALK, Counter(abort_after=[0, 1]))
+    assert aborted["loss_mask"].sum() == plain["loss_mask"].sum() + 1
+    torch.testing.assert_close(aborted["rewards"], plain["rewards"])

@@ -1,0 +1,226 @@
+"""The plan of a run: what it counts and estimates, and that nothing starts or is written."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_support as support
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.errors import LayoutError
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.footprint import footprint_of
+from core_rl_trainer import dry_run, load_recipe
+from core_rl_trainer.cli.plan import print_plan
+from core_rl_trainer.loop.run_plan import MemoryEstimate, RunPlan, estimate_memory
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return support.make_start(tmp_path_factory.mktemp("start"))
+
+
+def plan(directory: Path, values: dict[str, Any], *overrides: str) -> RunPlan:
+    found = dry_run(load_recipe(support.write_recipe(directory / "r.yaml", values), list(overrides)))
+    assert not (directory / "out").exists()
+    return found
+
+
+def test_a_plan_counts_what_the_run_will_do(start: Path, tmp_path: Path) -> None:
+    algorithm = {"type_": "ppo", "args": {"kl_coef": 0.05, "minibatches": 2, "epochs": 2}}
+    values = support.recipe_values(start, tmp_path / "out", algorithm=algorithm, critic={})
+    found = plan(tmp_path, values, "steps=8", "micro_batch_tokens=20")
+    assert (found.steps, found.load.updates_per_step, found.passes) == (8, 4, 3.0)
+    assert (found.sequences_per_step, found.load.longest) == (18, 5 + 4)  # <s>3+4= and four tokens
+    assert (found.evaluations, found.checkpoints) == (4, 4)  # after 0, 3, 6, 8 and 2, 4, 6, 8
+    roles = {role.role: role for role in found.roles}
+    assert list(roles) == ["actor", "critic", "reference", "rollout"]
+    assert roles["actor"].ranks[0].micro_batches == 9  # two sequences of nine tokens fit into twenty
+    assert roles["reference"].memory.gradients == roles["reference"].memory.moments == 0
+    assert roles["critic"].memory.logits == 0
+
+
+def printed(found: RunPlan) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(found, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+PPO: dict[str, Any] = {"algorithm": {"type_": "ppo", "args": {"kl_coef": 0.05}}, "critic": {}}
+DP2 = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
+TWO_BY_TWO = {"actor": [0, 1], "critic": [2, 3], "reference": [3, 2]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "devices", "says"),
+    [
+        ({}, (None, "actor", "actor"), "000", "actor, critic and reference live in the same 1 process."),
+        ({"colocated": False}, (None, None, None), "000", None),
+        ({"placement": {"critic": [3]}}, (None, None, "actor"), "030", "actor and reference live"),
+        ({"placement": {"actor": [1], "critic": [1]}}, (None, "actor", None), "110", "actor and critic live"),
+        (DP2, (None, "actor", "actor"), ("01", "01", "01"), "live in the same 2 processes."),
+        (DP2 | {"critic": {"layout": {"tp": 2}}}, (None, None, "actor"), ("01", "01", "01"), "actor and ref"),
+        (DP2 | {"placement": TWO_BY_TWO}, (None, None, None), ("01", "23", "32"), None),
+    ],
+    ids=["all", "no turns", "a device of its own", "two on one device", "two ranks", "layout", "order"],
+)
+def test_a_plan_says_which_roles_share_processes_and_devices(
+    start: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    beside: tuple[str | None, ...],
+    devices: Sequence[str],
+    says: str | None,
+) -> None:
+    pytest.importorskip("core_rl_fsdp")
+    values = support.recipe_values(start, tmp_path / "out", **({"colocated": True} | PPO | changes))
+    found = plan(tmp_path, values)
+    *roles, rollout = found.roles
+    assert [role.beside for role in roles] == list(beside)
+    assert [role.devices for role in roles] == [tuple(map(int, own)) for own in devices]
+    assert (rollout.beside, rollout.devices) == (None, ())
+    text = printed(found)
+    assert says in text if says else "live in the same" not in text
+    assert ", ".join(devices[1]) in text
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
+def test_runs_on_data_have_one_model(start: Path, tmp_path: Path, algorithm: str) -> None:
+    found = plan(tmp_path, support.supervised_values(start, tmp_path / "out", algorithm))
+    (role,) = found.roles
+    assert role.memory.moments == 2 * role.memory.weights
+    assert found.sequences_per_step == (6 if algorithm == "sft" else 12)
+
+
+def test_a_plan_is_printed_in_full(start: Path, tmp_path: Path) -> None:
+    found = plan(tmp_path, support.recipe_values(start, tmp_path / "out", colocated=False))
+    text = printed(found)
+    for words in (
+        "6 rows * 3 = 18 sequences",
+        "reference-rollout",
+        "activations",
+        "actor: rank",
+        "Nothing was started",
+    ):
+        assert words in text
+
+
+def test_a_layout_that_an_engine_lacks_is_named_before_anything_starts(start: Path, tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="layout dp2 needs data_parallel"):
+        plan(tmp_path, support.recipe_values(start, tmp_path / "out"), "engines.reference.layout.dp=2")
+
+
+# ----------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head": "value"}, {"frozen": ("model.embed_tokens.*",)}, {"lora": {"rank": 2}}], ids=str
+)
+def test_weights_are_counted_without_being_built(start: Path, changes: dict[str, Any]) -> None:
+    model = ModelConfig.model_validate({"path": str(start / "model"), **changes})
+    built = build_model(model, seed=0, attn_implementation="eager")
+    found = footprint_of(model)
+    assert found.parameters == sum(p.numel() for p in built.parameters())
+    assert found.trained == sum(p.numel() for p in built.parameters() if p.requires_grad)
+
+
+def _config(layout: ParallelLayout, **changes: Any) -> TrainEngineConfig:
+    return TrainEngineConfig(model=ModelConfig(path="model"), layout=layout, **changes)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA = LlamaConfig(**SHAPE, tie_word_embeddings=False)
+# Queries are twice as wide as the model, and have norms, as have keys.
+QWEN3 = Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)
+
+
+def test_a_footprint_counts_what_the_shape_says() -> None:
+    llama, qwen3 = (footprint_of(ModelConfig(config=shape.to_dict())) for shape in (LLAMA, QWEN3))
+    mlp, norms = 3 * 64 * 172, 2 * 64
+    assert llama.parameters == 2 * 32 * 64 + 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + mlp + norms)
+    assert qwen3.parameters == 32 * 64 + 64 + 2 * (2 * 64 * 128 + 2 * 64 * 64 + mlp + norms + 2 * 32)
+    assert (llama.outer, qwen3.outer) == (2 * 32 * 64, 32 * 64)
+    assert llama.largest == qwen3.largest == 32 * 64
+    assert (llama.inner, qwen3.inner) == (3 * 64 + 2 * 32 + 4 * 172, 3 * 128 + 2 * 64 + 4 * 172)
+    assert (llama.normed, qwen3.normed) == (0, 128 + 64)
+    critic = footprint_of(ModelConfig(config=QWEN3.to_dict(), head="value"))
+    assert critic.parameters == qwen3.parameters + 64 and critic.outer == qwen3.outer
+    adapter = ModelConfig(config=QWEN3.to_dict(), lora=LoraConfig(rank=2))
+    assert footprint_of(adapter).largest == 0
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_about_what_autograd_keeps(dtype: str, shape: PretrainedConfig) -> None:
+    """For a model of transformers, within a tenth."""
+    model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = 256
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    measured = sum(
+        tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights
+    )
+    config = _config(ParallelLayout(), dtype=dtype)
+    footprint = footprint_of(ModelConfig(config=shape.to_dict()))
+    assert estimate_memory(config, footprint, tokens).activations == pytest.approx(measured, rel=0.1)
+
+
+def test_a_state_is_spread_over_the_ranks_that_share_a_copy(start: Path) -> None:
+    footprint = footprint_of(ModelConfig(path=str(start / "model")))
+    whole = estimate_memory(_config(ParallelLayout()), footprint, 100)
+    spread = estimate_memory(_config(ParallelLayout(dp=2, tp=2, pp=2)), footprint, 100)
+    assert spread.weights == whole.weights / 4 and spread.moments == whole.moments / 4
+    assert whole.moments == 2 * whole.weights == 8 * footprint.parameters
+    forward = estimate_memory(_config(ParallelLayout(), optimizer=None), footprint, 100)
+    assert forward.total < whole.total and forward.gradients == 0
+    assert (
+        estimate_memory(_config(ParallelLayout(), dtype="bfloat16"), footprint, 100).weights
+        == 1.5 * whole.weights
+    )
+    assert OptimizerConfig() == _config(ParallelLayout()).optimizer
+
+
+def test_the_most_at_one_time_is_in_a_pass_or_in_a_step() -> None:
+    found = MemoryEstimate(weights=4, gradients=4, moments=8, transient=1, activations=2, logits=3)
+    assert found.total == 16 + 6
+    assert replace(found, activations=0, logits=0).total == 16 + 4  # a step takes half of the moments again
+
+
+def test_a_gradient_of_the_head_comes_on_top_of_those_that_are_kept() -> None:
+    footprint = footprint_of(ModelConfig(config=LLAMA.to_dict()))
+    assert estimate_memory(_config(ParallelLayout()), footprint, 100).transient == 4 * 32 * 64
+    assert estimate_memory(_config(ParallelLayout(), optimizer=None), footprint, 100).transient == 0
+
+
+@given(*(st.integers(1, 4) for _ in range(4)))
+def test_every_rank_has_a_place_of_its_own(dp: int, tp: int, pp: int, cp: int) -> None:
+    layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp)
+    places = [tuple(layout.place(rank).values()) for rank in range(layout.world_size)]
+    assert len(set(places)) == layout.world_size
+    assert places[-1] == (tp - 1, cp - 1, dp - 1, pp - 1)

@@ -1,0 +1,344 @@
+"""Whole runs of each algorithm on the reference engines: critics, reward models, adapters, data without rollouts."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_support as support
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from core_rl.errors import BatchError, ConfigError
+from core_rl.launch.group import EngineGroup
+from core_rl_trainer import run_recipe
+from core_rl_trainer.loop.loop import TrainingLoop
+from core_rl_trainer.loop.roles import Roles
+from core_rl_trainer.loop.run import dry_run
+from core_rl_trainer.loop.supervised import SupervisedLoop
+from core_rl_trainer.recipe.recipe import load_recipe
+
+PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
+CRITIC = {"args": {"minibatches": 2}, "optimizer": {"lr": 0.02}}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return support.make_start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(directory: Path, values: dict[str, Any], *overrides: str) -> dict[str, Any]:
+    recipe = support.write_recipe(directory / "r.yaml", values)
+    return run_recipe(recipe, list(overrides), Console(file=io.StringIO(), width=200))
+
+
+@pytest.fixture(scope="module")
+def reward_model(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that trained a reward model."""
+    directory = tmp_path_factory.mktemp("reward_model")
+    run(directory, support.supervised_values(start, directory / "out", "reward_model", steps=8))
+    return directory / "out"
+
+
+@pytest.fixture(scope="module")
+def ppo(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of PPO with a critic that nothing disturbed."""
+    directory = tmp_path_factory.mktemp("ppo")
+    run(directory, support.recipe_values(start, directory / "out", algorithm=PPO, critic=CRITIC))
+    return directory / "out"
+
+
+# ------------------------------------------------------------------ rollouts
+
+
+def test_ppo_trains_actor_and_critic(ppo: Path) -> None:
+    rows = support.curve(ppo)[1:]
+    assert all(row["update_successful"] == row["critic_update_successful"] == 1 for row in rows)
+    assert all(row["updates"] == row["critic_updates"] == 2 for row in rows)
+    assert rows[-1]["critic_value_loss"] < rows[0]["critic_value_loss"]
+    assert rows[0]["kl_before"] == pytest.approx(0, abs=1e-5)
+    coefficients = [row["kl_coef"] for row in rows]
+    assert coefficients[0] == 0.05
+    assert coefficients[1] == pytest.approx(0.05 * (1 - 0.2 * 18 / 100))
+
+
+def test_ppo_goes_on_after_an_interruption_as_if_nothing_had_happened(
+    ppo: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actor, critic, KL coefficient and data order are all those of the checkpoint."""
+    values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC)
+    publish = TrainingLoop.publish
+
+    def interrupted(loop: TrainingLoop, version: int) -> None:
+        publish(loop, version)
+        if version == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, values)
+    run(tmp_path, values)
+    assert support.curve(tmp_path / "out") == support.curve(ppo)
+
+
+@pytest.mark.slow
+def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(ppo: Path, start: Path, tmp_path: Path) -> None:
+    """``kill -9`` at drawn moments, also between the actor's part of a checkpoint and the critic's."""
+    values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, save_every=1)
+    recipe = support.write_recipe(tmp_path / "r.yaml", values)
+    support.run_killed([sys.executable, "-m", "core_rl.cli", "train", str(recipe)], tmp_path / "out", seed=1)
+    assert support.curve(tmp_path / "out") == support.curve(ppo)
+
+
+def test_taking_turns_in_the_same_processes_changes_nothing(
+    ppo: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: dict[str, tuple[int, ...]] = {}
+    working = Roles.working
+
+    def noted(roles: Roles, group: EngineGroup) -> Any:
+        pids[f"{group.config.model.head}, trained: {group.config.optimizer is not None}"] = tuple(group.pids)
+        return working(roles, group)
+
+    monkeypatch.setattr(Roles, "working", noted)
+    values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
+    run(tmp_path, values)
+    assert support.curve(tmp_path / "out") == support.curve(ppo)
+    assert len(pids) == 3
+    assert len(set(pids.values())) == 1
+
+
+@pytest.fixture
+def offloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The heads of the models that were moved to host memory, in order."""
+    moved: list[str] = []
+    offload = EngineGroup.offload
+
+    def noted(group: EngineGroup) -> None:
+        moved.append(group.config.model.head)
+        offload(group)
+
+    monkeypatch.setattr(EngineGroup, "offload", noted)
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("placement", "moved"),
+    [({"critic": [1]}, {"lm"}), ({"actor": [0], "critic": [1], "reference": [2]}, set())],
+    ids=["critic", "all"],
+)
+def test_roles_on_devices_of_their_own_give_the_same_curve_and_stay(
+    ppo: Path,
+    start: Path,
+    tmp_path: Path,
+    offloads: list[str],
+    placement: dict[str, list[int]],
+    moved: set[str],
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
+    run(tmp_path, values | {"placement": placement})
+    assert support.curve(tmp_path / "out") == support.curve(ppo)
+    assert set(offloads) == moved
+
+
+def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Path, tmp_path: Path) -> None:
+    section = {"path": str(reward_model / "model"), "weight": 2.0}
+    algorithm = {"type_": "rloo"}
+    values = support.recipe_values(
+        start, tmp_path / "out", algorithm=algorithm, reward=None, reward_model=section, steps=2
+    )
+    run(tmp_path, values)
+    row = support.curve(tmp_path / "out")[1]
+    assert row["reward"] != 0
+    assert row["groups_without_signal"] == 0
+
+
+@pytest.mark.parametrize("sync", ["disk", "lora"])
+def test_the_reference_of_an_adapter_is_the_model_without_it(start: Path, tmp_path: Path, sync: str) -> None:
+    """And answers are drawn by both, whether the adapter is merged into weights that are sent or sent alone."""
+    lora = {"path": str(start / "model"), "lora": {"rank": 4, "alpha": 8}}
+    values = support.recipe_values(start, tmp_path / "out", model=lora, steps=2)
+    values["rollout"]["sync"] = sync
+    run(tmp_path, values)
+    rows = support.curve(tmp_path / "out")[1:]
+    assert rows[0]["kl_before"] == pytest.approx(0, abs=1e-5)
+    assert rows[1]["kl_before"] > 1e-6
+    assert all(row["mismatch_max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "remax",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("reinforce_plus_plus", "dapo", "gspo")),
+    ],
+)
+def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> None:
+    chosen = {"type_": algorithm}
+    run(tmp_path, support.recipe_values(start, tmp_path / "out", algorithm=chosen, steps=2))
+    rows = support.curve(tmp_path / "out")[1:]
+    assert all(row["update_successful"] == 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": {"type_": "ppo"}}, "'ppo' needs a critic; add a section 'critic'"),
+        ({"critic": {}}, "'ppo_actor' has no use for a critic"),
+        ({"algorithm": PPO, "critic": {"args": {"clip": 1}}}, "'ppo_critic': unknown field 'clip'"),
+        (
+            {"placement": {"actor": [0, 1]}},
+            r"actor = \[0, 1\]: it has 1 ranks; name a different device for each",
+        ),
+        ({"placement": {"critic": [0]}}, r"critic = \[0\]: this run has no such role"),
+        ({"placement": {"actor": [-1]}}, "'placement.actor.0' = -1"),
+        ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
+        ({"reward_model": {"path": "nowhere"}}, "'reward_model.path' = 'nowhere'"),
+        ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
+        ({"algorithm": {"type_": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
+        ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
+    ],
+)
+def test_what_does_not_fit_together_is_named_before_anything_starts(
+    start: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, support.recipe_values(start, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "set_too", "message"),
+    [
+        (
+            "sft",
+            {"rollout": {"group_size": 2}, "colocated": True},
+            "'sft' trains on data .* 'rollout', 'colocated'",
+        ),
+        (
+            "ppo_actor",
+            {"rollout": {"max_new_tokens": 4}},
+            "'ppo_actor' trains on rollouts .* 'data.batch_size'; there is 'rollout.prompts",
+        ),
+    ],
+)
+def test_settings_for_another_kind_of_training_are_said(
+    start: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    algorithm: str,
+    set_too: dict[str, Any],
+    message: str,
+) -> None:
+    path = support.write_recipe(
+        tmp_path / "recipe.yaml", support.supervised_values(start, tmp_path / "out", algorithm, **set_too)
+    )
+    with caplog.at_level(logging.WARNING):
+        dry_run(load_recipe(path))
+    assert re.search(message, caplog.text)
+    caplog.clear()
+    dry_run(load_recipe(support.write_recipe(path, support.recipe_values(start, tmp_path / "out"))))
+    assert not caplog.text
+
+
+def test_prompts_longer_than_the_context_are_named_or_dropped(
+    start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "1+1=", "answer": 2}] * 6 + [{"prompt": "1+" * 14 + "=", "answer": 14}]
+    support.write_jsonl(tmp_path / "long.jsonl", rows)
+    data = {"train": str(tmp_path / "long.jsonl"), "eval": str(start / "eval.jsonl")}
+    values = support.recipe_values(start, tmp_path / "out", data=data, steps=2)
+    with pytest.raises(
+        BatchError, match=r"1 of 7 prompts are longer than the 28 tokens.*prompt 7 \(30 tokens\)"
+    ):
+        run(tmp_path, values)
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, values, "data.too_long=drop")
+    assert "1 of 7 prompts are longer" in caplog.text
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_sft_lowers_the_loss_on_the_data(start: Path, tmp_path: Path) -> None:
+    result = run(tmp_path, support.supervised_values(start, tmp_path / "out", "sft"))
+    assert result["after"]["eval_loss"] < result["before"]["eval_loss"]
+    rows = support.curve(tmp_path / "out")
+    assert [row["step"] for row in rows if "eval_nll" in row] == [0, 3, 4]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "eval_loss" in page and ">complete<" in page and "Samples of rollouts" not in page
+
+
+def test_a_reward_model_tells_chosen_from_rejected(reward_model: Path) -> None:
+    rows = support.curve(reward_model)
+    assert rows[-1]["accuracy"] > 0.5
+    assert rows[-1]["preference_loss"] < rows[1]["preference_loss"]
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model / "model")
+    assert model.score.weight.shape == (1, 16)
+
+
+def test_dpo_starts_at_the_reference_and_leaves_it(start: Path, tmp_path: Path) -> None:
+    result = run(tmp_path, support.supervised_values(start, tmp_path / "out", "dpo"))
+    rows = support.curve(tmp_path / "out")
+    assert rows[1]["preference_loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert result["before"]["eval_reward_gap"] == pytest.approx(0, abs=1e-6)
+    assert rows[-1]["reward_gap"] > 0
+    assert {path.name for path in (tmp_path / "out" / "reference").iterdir()} == {
+        "train.safetensors",
+        "eval.safetensors",
+    }
+
+
+@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
+def test_an_interrupted_run_on_data_goes_on_as_if_nothing_had_happened(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    rule = {"metric": "eval_loss", "mode": "min"}
+    run(tmp_path, support.supervised_values(start, tmp_path / "whole", algorithm, keep_best=rule, keep=1))
+    values = support.supervised_values(start, tmp_path / "broken", algorithm, keep_best=rule, keep=1)
+    step = SupervisedLoop.step
+
+    def interrupted(loop: SupervisedLoop, number: int) -> dict[str, float]:
+        if number == 4:
+            raise KeyboardInterrupt
+        return step(loop, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SupervisedLoop, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, values)
+    resumed = run(tmp_path, values)
+    assert support.curve(tmp_path / "broken") == support.curve(tmp_path / "whole")
+    losses = {
+        row["step"]: row["eval_loss"] for row in support.curve(tmp_path / "whole") if "eval_loss" in row
+    }
+    assert resumed["best"]["step"] == min(losses, key=losses.__getitem__)
+    weights = [tmp_path / name / "best_model" / "model.safetensors" for name in ("broken", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert len(list((tmp_path / "broken" / "best").iterdir())) == 1
+
+
+def test_data_of_another_algorithm_is_named(start: Path, tmp_path: Path) -> None:
+    values = support.supervised_values(start, tmp_path / "out", "dpo")
+    values["data"]["train"] = str(start / "train.jsonl")
+    with pytest.raises(BatchError, match="train.jsonl.*\n.*line 1 needs a text 'chosen'; it has None"):
+        run(tmp_path, values)
+    assert json.loads((start / "pairs.jsonl").read_text().splitlines()[0])["chosen"] == "0"

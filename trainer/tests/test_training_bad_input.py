@@ -1,0 +1,153 @@
+"""What is wrong in a recipe, in data or in rewards: named, before anything starts where it can be seen then."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_support as support
+from rich.console import Console
+
+from core_rl.errors import BatchError, ConfigError, CoreRLError, RolloutError
+from core_rl_trainer import run_recipe
+
+REWARDS = """
+def constant(answer, sample):
+    return 0.5
+
+
+def nan_of_one(answer, sample):
+    return float("nan") if sample["prompt"] == "2+3=" else float(len(answer))
+"""
+GRPO = {"type_": "grpo"}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    start = support.make_start(tmp_path_factory.mktemp("start"))
+    (start / "rewards.py").write_text(REWARDS)
+    return start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(directory: Path, values: dict[str, Any], *overrides: str) -> None:
+    recipe = support.write_recipe(directory / "r.yaml", values)
+    run_recipe(recipe, list(overrides), Console(file=io.StringIO(), width=200))
+
+
+# ------------------------------------------------------------------ in the middle of a run
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_and_its_prompt_is_named(
+    start: Path, tmp_path: Path
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out", reward=f"{start}/rewards.py:nan_of_one", steps=9)
+    with pytest.raises(RolloutError, match=r"prompt '2\+3=': .*nan_of_one returned nan; rewards are finite"):
+        run(tmp_path, values)
+    assert "nan_of_one returned nan" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_equal_rewards_are_said_once_and_change_nothing(
+    start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = f"{start}/rewards.py:constant"
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, support.recipe_values(start, tmp_path / "out", reward=reward, algorithm=GRPO, steps=2))
+    assert caplog.text.count("all have the same reward (0.5 on average)") == 1
+    rows = support.curve(tmp_path / "out")[1:]
+    assert [(row["groups_without_signal"], row["grad_norm"]) for row in rows] == [(1, 0), (1, 0)]
+
+
+def test_a_filter_that_takes_nothing_ends_the_run(start: Path, tmp_path: Path) -> None:
+    values = support.recipe_values(
+        start, tmp_path / "out", reward=f"{start}/rewards.py:constant", algorithm=GRPO
+    )
+    values["rollout"] |= {"should_accept": "core_rl_trainer.data.filters:rewards_differ", "timeout_s": 6.0}
+    with pytest.raises(
+        RolloutError, match=r"6 of 6 episodes are missing after 6 s.*; \d+ were rejected so far"
+    ):
+        run(tmp_path, values)
+
+
+# -------------------------------------------------------------------- before it
+
+
+def _rows(directory: Path, *rows: dict[str, Any]) -> str:
+    path = directory / "rows.jsonl"
+    support.write_jsonl(path, rows)
+    return str(path)
+
+
+CHAT = {"prompt": [{"role": "user", "content": "1+1="}], "answer": 2}
+LONG = {"prompt": "1+" * 20 + "=", "answer": 20}
+
+
+@pytest.mark.parametrize(
+    ("rows", "which", "message"),
+    [
+        (
+            (CHAT,),
+            "train",
+            "rows.jsonl: row 1: .*no chat template, and the data has chat messages; add a chat_template",
+        ),
+        (
+            (LONG,),
+            "eval",
+            r"rows.jsonl: 1 of 1 prompts are longer than the 28 tokens .*prompt 1 \(42 tokens\)",
+        ),
+        (({"question": "1+1="},), "eval", "rows.jsonl: line 1 needs a text 'prompt'"),
+        ((), "train", "rows.jsonl has no prompts"),
+    ],
+    ids=["no chat template", "too long", "no prompt", "empty"],
+)
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_bad_data_is_named_before_anything_starts(
+    start: Path, tmp_path: Path, rows: tuple[dict[str, Any], ...], which: str, message: str, algorithm: str
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
+    values["data"] |= {which: _rows(tmp_path, *rows)}
+    if algorithm == "sft":
+        message = (
+            message.replace("1 prompts", "1 rows")
+            .replace("prompt 1 \\(42", "row 1 \\(45")
+            .replace("28", "32")
+        )
+    with pytest.raises((BatchError, ConfigError), match=message):
+        run(tmp_path, values)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"type_": "sft", "args": {"kl_coef": 0.1}}, "'sft': unknown field 'kl_coef'"),
+        ({"type_": "dpo", "args": {"advantage": "gae"}}, "'dpo': unknown field 'advantage'"),
+        ({"type_": "grpo", "args": {"beta": 0.1}}, "'grpo': unknown field 'beta'"),
+        (
+            {"type_": "grpo", "args": {"loss": {"clip": 0.1}}},
+            "'grpo': unknown field 'loss.*clip'.*did you mean",
+        ),
+        ({"type_": "grpo", "args": {"advantage": "gae"}}, "'grpo' needs a critic"),
+        ({"type_": "reward_model", "args": {"loss": "gspo"}}, "'reward_model': unknown field 'loss'"),
+        ({"type_": "ppo_critic"}, "'ppo_critic' trains a critic.*set algorithm.type_=ppo"),
+    ],
+    ids=str,
+)
+def test_settings_of_another_algorithm_are_named_before_anything_starts(
+    start: Path, tmp_path: Path, algorithm: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CoreRLError, match=message):
+        run(tmp_path, support.recipe_values(start, tmp_path / "out", algorithm=algorithm))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,138 @@
+"""Prompts: damaged files, one beginning-of-sequence token, and an order that survives an interruption."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_rl.errors import BatchError
+from core_rl_trainer.data.datasets import (
+    NumberedBatches,
+    PromptDataset,
+    ShuffledOrder,
+    encode_prompt,
+    prompt_loader,
+    read_jsonl,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return support.make_tokenizer()
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, tokenizer: Any) -> PromptDataset:
+    rows = [{"prompt": f"{n}=", "answer": n} for n in range(10)]
+    support.write_jsonl(tmp_path / "data.jsonl", rows)
+    return PromptDataset(tmp_path / "data.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "1+', "line 2 is not JSON"),
+        (b'["1+1="]', "line 2 is a list"),
+        (b'{"question": "1+1="}', "line 2 needs a text 'prompt'; it has None"),
+        (b'{"prompt": ""}', "line 2 needs a text 'prompt'; it has ''"),
+        (b'{"prompt": 7}', "line 2 needs a text 'prompt'; it has 7"),
+        (b'{"prompt": "\xff"}', "line 2 is not UTF-8"),
+    ],
+)
+def test_a_damaged_line_is_named_with_its_file(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "1="}\n' + line + b'\n\n{"prompt": "2="}\n')
+    with pytest.raises(BatchError, match=f"data.jsonl: {message}"):
+        read_jsonl(path)
+
+
+def test_all_damaged_lines_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("{\n" * 14)
+    with pytest.raises(BatchError, match=r"(?s)line 1 .*line 10 .*and 4 more"):
+        read_jsonl(path)
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("\n\n")
+    with pytest.raises(BatchError, match="has no prompts"):
+        read_jsonl(tmp_path / "data.jsonl")
+
+
+def test_empty_lines_are_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('\n{"prompt": "1=", "answer": 1}\n\n')
+    assert read_jsonl(tmp_path / "data.jsonl") == [{"prompt": "1=", "answer": 1}]
+
+
+@pytest.mark.parametrize("prompt", ["1+2=", "<s>1+2=", "<s><s>1+2=", "1+2=</s>"])
+def test_a_prompt_has_exactly_one_bos_and_no_eos(tokenizer: Any, prompt: str) -> None:
+    ids = encode_prompt(tokenizer, prompt)
+    assert (ids[0], ids.count(support.BOS), ids.count(support.EOS)) == (support.BOS, 1, 0)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "1+2="
+
+
+def test_a_tokenizer_without_bos_adds_none() -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.bos_token = None
+    tokenizer.backend_tokenizer.post_processor = None
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+2=")) == "1+2="
+
+
+def test_samples_keep_what_their_line_says(dataset: PromptDataset) -> None:
+    assert dataset[3]["answer"] == 3
+    assert dataset[3]["prompt_ids"][0] == support.BOS
+    assert len(dataset) == 10
+
+
+def test_fields_of_a_row_are_never_replaced(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"prompt": "1=", "index": "gsm-7", "number": 40}
+    support.write_jsonl(tmp_path / "data.jsonl", [row, row])
+    batches = NumberedBatches(prompt_loader(PromptDataset(tmp_path / "data.jsonl", tokenizer), 2, seed=0))
+    for sample in next(batches):
+        assert {name: sample[name] for name in row} == row
+
+
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(1, 20), seed=st.integers(0, 50), drawn=st.integers(0, 45))
+def test_the_order_goes_on_where_it_was(size: int, seed: int, drawn: int) -> None:
+    order = ShuffledOrder(size, seed)
+    for _ in range(drawn):
+        next(order)
+    again = ShuffledOrder(size, seed)
+    again.load_state_dict(json.loads(json.dumps(order.state_dict())))
+    assert [next(again) for _ in range(2 * size)] == [next(order) for _ in range(2 * size)]
+
+
+def test_each_pass_has_every_sample_once_in_another_order() -> None:
+    order = ShuffledOrder(20, seed=3)
+    first, second = ([next(order) for _ in range(20)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert first != [next(ShuffledOrder(20, seed=4)) for _ in range(20)]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2, 3, 7])
+def test_the_loader_goes_on_where_it_was(dataset: PromptDataset, drawn: int) -> None:
+    loader = prompt_loader(dataset, batch_size=4, seed=1)
+    batches = iter(loader)
+    for _ in range(drawn):
+        next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = prompt_loader(dataset, batch_size=4, seed=1)
+    again.load_state_dict(state)
+    restored = iter(again)
+    for _ in range(6):
+        assert next(restored) == next(batches)
+
+
+def test_the_loader_never_drops_a_sample(dataset: PromptDataset) -> None:
+    batches = iter(prompt_loader(dataset, batch_size=4, seed=1))
+    seen = Counter(sample["answer"] for _ in range(5) for sample in next(batches))
+    assert seen == dict.fromkeys(range(10), 2)

@@ -1,0 +1,168 @@
+"""Token ids of chats, answers and pairs, and the rows that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+
+from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.batches import demonstration_batch, preference_batch
+from core_rl_trainer.data.datasets import DemonstrationDataset, PreferenceDataset, PromptDataset
+from core_rl_trainer.data.encoding import encode_answer, encode_chat, encode_prompt
+from core_rl_trainer.data.rows import check_demonstration, check_preference, read_rows
+
+BOS, EOS = support.BOS, support.EOS
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '+' if message.role == 'user' else '=' }}{{ message.content }}"
+    "{% if message.role == 'assistant' %}</s>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "12"},
+    {"role": "assistant", "content": "34"},
+    {"role": "user", "content": "5"},
+    {"role": "assistant", "content": "678"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return support.make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chatty() -> Any:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
+    return str(tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained]))
+
+
+@pytest.mark.parametrize("answer", ["3", "3</s>", "3</s></s>"])
+def test_an_answer_ends_with_one_trained_eos(tokenizer: Any, answer: str) -> None:
+    ids, mask = encode_answer(tokenizer, "<s>1+2=", answer)
+    assert (ids.count(BOS), ids.count(EOS), ids[0], ids[-1]) == (1, 1, BOS, EOS)
+    assert trained_text(tokenizer, ids, mask) == "3</s>"
+
+
+def test_all_turns_of_the_assistant_are_trained(chatty: Any) -> None:
+    ids, mask = encode_chat(chatty, CHAT)
+    assert chatty.decode(ids) == "<s>+12=34</s>+5=678</s>"
+    assert trained_text(chatty, ids, mask) == "34</s>678</s>"
+    ids, mask = encode_answer(chatty, CHAT[:3], "9")
+    assert trained_text(chatty, ids, mask) == "9</s>"
+
+
+@pytest.mark.parametrize(
+    ("change", "whole"),
+    [
+        (("</s>", "</s>0"), "<s>+12=34</s>"),  # what follows the end is cut off
+        (("</s>", ""), "<s>+12=34</s>"),  # an end that is missing is added
+        (("{% for", "<s>{% for"), "<s>+12=34</s>"),  # a template that writes its own beginning
+    ],
+)
+def test_a_chat_begins_and_ends_once(change: tuple[str, str], whole: str) -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace(*change, 1)
+    ids, mask = encode_chat(tokenizer, CHAT[:2])
+    assert tokenizer.decode(ids) == whole
+    assert mask[-1]
+
+
+def test_a_prompt_of_messages_ends_where_the_answer_begins(chatty: Any) -> None:
+    assert chatty.decode(encode_prompt(chatty, CHAT[:3])) == "<s>+12=34</s>+5="
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            TEMPLATE + "{{ raise_exception('roles must alternate') if messages|length > 3 }}",
+            "roles must alternate",
+        ),
+        ("{{ messages[-1].content }}", "rewrites what comes before message"),
+    ],
+)
+def test_a_row_that_the_template_does_not_take_is_named(tmp_path: Path, template: str, message: str) -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = template
+    support.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": 3}, {"messages": CHAT}])
+    with pytest.raises(BatchError, match=rf"rows.jsonl: row 2: the chat template .*{message}"):
+        DemonstrationDataset(tmp_path / "rows.jsonl", tokenizer)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
+    with pytest.raises(BatchError, match="rewrites what comes before message"):
+        encode_chat(tokenizer, CHAT)
+
+
+def test_a_missing_template_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    support.write_jsonl(tmp_path / "data.jsonl", [{"prompt": CHAT[:1]}])
+    with pytest.raises(ConfigError, match="no chat template, and the data has chat messages; add a"):
+        PromptDataset(tmp_path / "data.jsonl", tokenizer)
+
+
+def test_a_tokenizer_without_an_end_is_named() -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-sequence token to train"):
+        encode_answer(tokenizer, "1=", "1")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1="}, "needs an 'answer' or 'messages'"),
+        ({"prompt": "1=", "answer": {"is": 1}}, "needs a text or a number as 'answer'; it has {'is': 1}"),
+        ({"messages": "hello"}, "no list of objects with 'role' and 'content'"),
+        ({"messages": CHAT[:1]}, "no turn of the 'assistant'"),
+        ({"messages": [{"role": "user"}]}, "no list of objects"),
+        ({"answer": "1"}, "needs a text 'prompt'; it has None"),
+    ],
+)
+def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> None:
+    assert message in str(check_demonstration(row))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1=", "chosen": "1"}, "needs a text 'rejected'; it has None"),
+        ({"prompt": "1=", "chosen": "", "rejected": "2"}, "needs a text 'chosen'; it has ''"),
+        ({"prompt": "1=", "chosen": "2", "rejected": "2"}, "has the same text as 'chosen' and 'rejected'"),
+        ({"chosen": "1", "rejected": "2"}, "needs a text 'prompt'"),
+    ],
+)
+def test_a_damaged_pair_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    good = {"prompt": "1=", "chosen": "1", "rejected": "2"}
+    assert check_preference(good) is None
+    support.write_jsonl(tmp_path / "pairs.jsonl", [good, row])
+    with pytest.raises(BatchError, match=f"pairs.jsonl: line 2 {message}"):
+        read_rows(tmp_path / "pairs.jsonl", check_preference)
+
+
+def test_batches_of_samples(tokenizer: Any, tmp_path: Path) -> None:
+    support.write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "1=", "answer": 1}, {"prompt": "12=", "answer": "34"}]
+    )
+    dataset = DemonstrationDataset(tmp_path / "a.jsonl", tokenizer)
+    batch = demonstration_batch([dataset[0], dataset[1]])
+    assert batch.lengths == [5, 7]
+    assert batch.loss_mask.tolist() == [*[False] * 3, True, True, *[False] * 4, True, True, True]
+    pair = {"prompt": "1=", "chosen": "1", "rejected": "22"}
+    support.write_jsonl(tmp_path / "b.jsonl", [pair, pair])
+    pairs = PreferenceDataset(tmp_path / "b.jsonl", tokenizer)
+    batch = preference_batch([pairs[0], pairs[1]])
+    assert batch.lengths == [5, 6, 5, 6]
+    assert batch["chosen"].tolist() == [True, False, True, False]
+    assert batch.unit is not None
+    assert batch.unit.tolist() == [0, 0, 1, 1]

@@ -1,0 +1,189 @@
+"""The page of a run: curves, samples of rollouts, and what happens to it when a run stops."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+import training_support as support
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_rl.config.base import parse_config
+from core_rl.data.batch import SequenceBatch
+from core_rl_trainer.logs.curves import POINTS, Panel, panels
+from core_rl_trainer.logs.metrics_log import Row
+from core_rl_trainer.logs.page import RunPage
+from core_rl_trainer.logs.records import RunRecords
+from core_rl_trainer.loop.evaluation import SHOWN, RolloutSample, rollout_samples
+from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.run_directory import open_run_directory
+from core_rl_trainer.recipe.recipe import Recipe
+
+ROWS: list[Row] = [
+    {"step": 0, "eval_reward": 0.2, "eval_reward_greedy": 0.3},
+    *(
+        dict[str, float | None](step=step, reward=step / 10, grad_norm=2.0, time_update_s=0.5)
+        | {"odd_<one>": -1.0 * step}
+        for step in range(1, 8)
+    ),
+    {"step": 8, "reward": None, "eval_reward": 0.7, "eval_reward_greedy": 0.8},
+]
+
+
+def recipe(output: Path, **changes: Any) -> Recipe:
+    return parse_config(Recipe, support.recipe_values(Path("start"), output, **changes))
+
+
+# ----------------------------------------------------------------------- curves
+
+
+def test_metrics_that_belong_together_share_a_drawing() -> None:
+    found = {panel.title: [curve.name for curve in panel.curves] for panel in panels(ROWS)}
+    assert found == {
+        "Reward": ["reward", "eval_reward", "eval_reward_greedy"],
+        "Gradient norm": ["grad_norm"],
+        "Seconds of each phase": ["time_update_s"],
+        "odd_<one>": ["odd_<one>"],
+    }
+
+
+def _places(points: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in points.split())]
+
+
+def _inside(panel: Panel) -> bool:
+    return all(
+        panel.left <= x <= panel.right and panel.top <= y <= panel.bottom
+        for curve in panel.curves
+        for x, y in _places(curve.line) + _places(curve.band)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.none(), st.floats(-1e12, 1e12).filter(lambda x: x == 0 or abs(x) > 1e-12)),
+        min_size=1,
+        max_size=POINTS * 3,
+    )
+)
+def test_every_value_is_inside_its_axes(values: list[float | None]) -> None:
+    rows: list[Row] = [{"step": step, "reward": value} for step, value in enumerate(values)]
+    kept = [value for value in values if value is not None]
+    found = panels(rows)
+    assert len(found) == bool(kept)
+    for panel in found:
+        (curve,) = panel.curves
+        assert _inside(panel)
+        assert len(_places(curve.line)) == math.ceil(len(kept) / math.ceil(len(kept) / POINTS))
+        assert 2 <= len(panel.y_ticks) <= 8
+
+
+def test_a_spike_is_seen_however_long_the_run_is() -> None:
+    rows: list[Row] = [{"step": step, "grad_norm": 100.0 if step == 5003 else 1.0} for step in range(10_000)]
+    (panel,) = panels(rows)
+    top = min(y for _, y in _places(panel.curves[0].band))
+    assert top == panel.top
+
+
+# ---------------------------------------------------------------------- samples
+
+
+def test_samples_tell_prompt_model_and_environment_apart() -> None:
+    tokenizer = support.make_tokenizer()
+    prompt, answer, told = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("1+2=", "3", "4+")
+    )
+    ids = [support.BOS, *prompt, *answer, *told, *answer, support.EOS]
+    mask = [False] * 5 + [True] + [False] * 2 + [True] * 2
+    batch = SequenceBatch.from_sequences(
+        [ids] * 2 * (SHOWN + 1),
+        tokens={
+            "loss_mask": [mask] * 2 * (SHOWN + 1),
+            "versions": [torch.tensor([-1] * 5 + [3] + [-1] * 2 + [4, 4])] * 2 * (SHOWN + 1),
+        },
+        meta={"stop_reason": ["stop"] * 2 * (SHOWN + 1)},
+    ).with_sequences(
+        rewards=torch.arange(2.0 * (SHOWN + 1)), group=torch.arange(SHOWN + 1).repeat_interleave(2)
+    )
+    found = rollout_samples(batch, tokenizer)
+    assert [sample.reward for sample in found] == [2.0 * n for n in range(SHOWN)]  # one for each prompt
+    assert found[0] == RolloutSample(
+        prompt="<s>1+2=",
+        segments=(("model", "3"), ("environment", "4+"), ("model", "3</s>")),
+        reward=0.0,
+        tokens=3,
+        versions=(3, 4),
+        stop_reason="stop",
+    )
+
+
+# ------------------------------------------------------------------------- page
+
+HOSTILE = "<script>alert(1)</script> & “quotes”"
+
+
+def sample(text: str) -> dict[str, Any]:
+    return {
+        "step": 8,
+        "prompt": text,
+        "segments": [["model", text], ["environment", text]],
+        "reward": 1.0,
+        "tokens": 3,
+        "versions": [7, 8],
+        "stop_reason": "stop",
+    }
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []], ids=["run", "start", "nothing"])
+def test_the_page_needs_nothing_else_and_text_cannot_break_it(tmp_path: Path, rows: list[Row]) -> None:
+    page = RunPage(recipe(tmp_path), tmp_path)
+    text = page.render(rows, [sample(HOSTILE)] if rows else [], status="running", problem=HOSTILE)
+    assert not re.search(r"<script|https?://|\bsrc=|<link|url\(", text)
+    assert (text.count("&lt;script&gt;alert") == 4) == bool(rows)
+    assert 'http-equiv="refresh"' in text
+    assert "core-rl train" in text and "torch" in text and "kl_coef: 0.05" in text
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ET.fromstring(drawing)
+
+
+def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -> None:
+    best = {"step": 3, "metric": "eval_reward", "value": 0.5, "model": "out/best/step-00000003"}
+    text = RunPage(recipe(tmp_path), tmp_path).render(ROWS, [], status="complete", best=best)
+    assert "refresh" not in text
+    assert "Best model: step 3" in text and "out/best/step-00000003" in text
+    assert "Samples of rollouts" not in text
+
+
+def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
+    places = {
+        "actor": RolePlace(devices=(0, 1)),
+        "critic": RolePlace(devices=(0, 1), beside="actor"),
+        "reward": RolePlace(devices=(3,)),
+    }
+    text = RunPage(recipe(tmp_path), tmp_path, places).render(ROWS, [], status="running")
+    assert "<th>actor</th><td>2 ranks, on devices 0, 1, in processes of its own</td>" in text
+    assert "<th>critic</th><td>2 ranks, on devices 0, 1, in the processes of the actor</td>" in text
+    assert "<th>reward</th><td>1 rank, on device 3, in a process of its own</td>" in text
+
+
+def test_a_long_answer_is_shortened(tmp_path: Path) -> None:
+    text = RunPage(recipe(tmp_path), tmp_path).render(ROWS, [sample("7" * 100_000)], status="running")
+    assert "96000 more characters" in text
+    assert len(text) < 60_000
+
+
+def test_the_page_says_why_a_run_stopped(tmp_path: Path) -> None:
+    chosen = recipe(tmp_path)
+    with open_run_directory(chosen) as directory:
+        with pytest.raises(RuntimeError), RunRecords(chosen, directory, -1):
+            raise RuntimeError("rank 1 is <gone>")
+        text = directory.page.read_text(encoding="utf-8")
+    assert "RuntimeError: rank 1 is &lt;gone&gt;" in text and ">stopped<" in text
+    assert list(tmp_path.glob(".*.tmp")) == []

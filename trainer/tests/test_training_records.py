@@ -1,0 +1,208 @@
+"""What a run leaves: metrics, the picture, the directory; and rewards, which are read from text."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+
+from core_rl.config.base import parse_config
+from core_rl.errors import CheckpointError, ConfigError, RolloutError
+from core_rl_trainer.logs.metrics_log import MetricsLog
+from core_rl_trainer.logs.plot import plot_rewards
+from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
+from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.rewards.functions import compute_reward
+from core_rl_trainer.rewards.text import TextReward, integer_match, load_reward, text_match
+
+# ---------------------------------------------------------------------- metrics
+
+
+def test_rows_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, -1) as log:
+        log.write(0, {"reward": 0.5, "kl": float("nan"), "ratio": float("inf")})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text) == {"step": 0, "reward": 0.5, "kl": None, "ratio": None}
+
+
+def test_going_on_drops_the_steps_that_come_again_and_a_half_written_row(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, -1) as log:
+        for step in range(5):
+            log.write(step, {"reward": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    with MetricsLog(tmp_path, 2) as log:
+        assert [row["step"] for row in log.rows] == [0, 1, 2]
+        log.write(3, {"reward": 30.0})
+    assert [row["reward"] for row in read_steps(tmp_path / "metrics.jsonl")] == [0, 1, 2, 30]
+
+
+def test_tensorboard_shows_each_step_once_after_going_on(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsLog(tmp_path, -1) as log:
+        for step in range(5):
+            log.write(step, {"reward": float(step)})
+    with MetricsLog(tmp_path, 2) as log:
+        log.write(3, {"reward": 30.0})
+        log.sync()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
+    assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_without_tensorboard_metrics_are_json_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.WARNING), MetricsLog(tmp_path, -1) as log:
+        log.write(0, {"reward": 1.0})
+    assert "pip install tensorboard" in caplog.text
+    assert not (tmp_path / "tensorboard").exists()
+    assert len(read_steps(tmp_path / "metrics.jsonl")) == 1
+
+
+ROWS: list[dict[str, float | None]] = [
+    {"step": 0, "eval_reward": 0.2, "eval_reward_greedy": 0.3},
+    *(dict[str, float | None](step=step, reward=step / 10) for step in range(1, 8)),
+    {"step": 8, "reward": None, "eval_reward": 0.7, "eval_reward_greedy": 0.8},
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []], ids=["run", "start", "nothing"])
+def test_the_picture_is_a_png(tmp_path: Path, rows: list[dict[str, float | None]]) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot_rewards(rows, tmp_path / "reward.png", "a run")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level(logging.WARNING):
+        assert not plot_rewards(ROWS, tmp_path / "reward.png", "a run")
+    assert "pip install matplotlib" in caplog.text
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "reward"),
+    [("68", "68", 1), (" 68\n", "68", 1), ("68.", "68", 0), ("6 8", "68", 0), ("", "68", 0), ("68", 68, 1)],
+)
+def test_text_match(answer: str, expected: Any, reward: float) -> None:
+    assert text_match(answer, {"answer": expected}) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "reward"),
+    [
+        ("it is 68", "68", 1),
+        ("12 + 56 = 068.", 68, 1),
+        ("68 or 69", 68, 0),
+        ("-68", 68, 0),
+        ("-68", "-68", 1),
+        ("1,068", 1068, 1),
+        ("none", 68, 0),
+        ("", 0, 0),
+    ],
+)
+def test_integer_match(answer: str, expected: Any, reward: float) -> None:
+    assert integer_match(answer, {"answer": expected}) == reward
+
+
+@pytest.mark.parametrize("fn", [text_match, integer_match])
+def test_a_sample_without_an_answer_is_named(fn: Any) -> None:
+    with pytest.raises(RolloutError, match="no 'answer'"):
+        fn("1", {"prompt": "1+1="})
+
+
+async def _async_length(answer: str, sample: Any) -> float:
+    return float(len(answer))
+
+
+@pytest.mark.parametrize(("fn", "expected"), [(text_match, 1.0), (_async_length, 2.0)])
+def test_a_text_reward_sees_the_answer_without_special_tokens(fn: Any, expected: float) -> None:
+    tokenizer = support.make_tokenizer()
+    reward = TextReward(fn, tokenizer)
+    ids = [*tokenizer("68", add_special_tokens=False)["input_ids"], support.EOS]
+    assert asyncio.run(compute_reward(reward, [1], ids, {"answer": 68}, subject="s")) == expected
+
+
+def test_rewards_are_found_by_module_and_by_file(tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text(support.REWARD)
+    assert load_reward("core_rl_trainer.rewards.text:text_match") is text_match
+    assert load_reward(f"{tmp_path}/my_reward.py:even_digits")("2468", {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("text_match", "write 'module:function'"),
+        ("no_such_module:f", "'no_such_module' cannot be imported"),
+        ("no_such_file.py:f", "cannot be imported"),
+        ("core_rl_trainer.rewards.text:exact", "no function 'exact'; it has .*text_match"),
+    ],
+)
+def test_a_bad_reward_name_says_what_to_write(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_reward(name)
+
+
+# -------------------------------------------------------------------- directory
+
+
+def _recipe(output: Path, **changes: Any) -> Recipe:
+    return parse_config(Recipe, support.recipe_values(Path("start"), output, **changes))
+
+
+def test_the_same_recipe_finds_its_run_again(tmp_path: Path) -> None:
+    with open_run_directory(_recipe(tmp_path / "new")) as directory:
+        directory.finish({"after": 1})
+    with open_run_directory(_recipe(tmp_path / "new")) as directory:
+        assert directory.result() == {"after": 1}
+
+
+def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
+    with (
+        open_run_directory(_recipe(tmp_path)),
+        pytest.raises(ConfigError, match="another process is at work"),
+        open_run_directory(_recipe(tmp_path, fresh=True)),
+    ):
+        pass
+    assert (tmp_path / "recipe.yaml").exists()
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricsLog(tmp_path, -1) as log:
+        monkeypatch.setattr(log._log._file, "write", full, raising=False)
+        with pytest.raises(CheckpointError, match="metrics.jsonl: No space left"):
+            log.write(0, {"reward": 1.0})
+
+
+def test_another_recipe_is_refused_with_the_differing_fields(tmp_path: Path) -> None:
+    RunDirectory(_recipe(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"(?s)fresh=true.*engine: 'reference' then, 'fsdp' now.*optimizer.lr: 0.02"
+    ):
+        RunDirectory(_recipe(tmp_path, engine="fsdp", optimizer={"lr": 0.5}))
+
+
+def test_fresh_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
+    RunDirectory(_recipe(tmp_path)).finish({})
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    started = RunDirectory(_recipe(tmp_path, steps=9, fresh=True))
+    assert started.result() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "recipe.yaml"]
