@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from core_rl.distributed.collectives import swap
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.ulysses import spread_heads
 
@@ -28,7 +28,7 @@ class Segments:
 
     bounds: tuple[int, ...]
     """``cu_seqlens`` of the whole batch as ``B + 1`` integers."""
-    context: World | None = None
+    context: Comm | None = None
     """The ranks over which the tokens of the batch are spread, if they are."""
 
 

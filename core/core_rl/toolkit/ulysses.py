@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from core_rl.distributed.collectives import swap
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError
 
 __all__ = ["check_heads", "spread_heads"]
@@ -21,7 +21,7 @@ def check_heads(heads: int, context: int) -> None:
         )
 
 
-def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: World) -> tuple[Tensor, Tensor, Tensor]:
+def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: Comm) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens with some heads, from some tokens with all heads.
 
     Args:
