@@ -1,9 +1,8 @@
 """Collectives with a gradient, over ranks that hold one copy of a model between them (arXiv:1909.08053).
 
 All of these ranks compute the same loss from the same outputs. A value that is equal on all of them
-therefore has its whole gradient on each, and a value that each rank made from its own part of the
-weights has a part of its gradient there. Which of the two a value is decides what its backward
-pass does, and every function here says so.
+has its whole gradient on each. A value that each rank made from its own part of the weights has
+only a part of its gradient there. The kind of the value decides the backward pass.
 """
 
 from __future__ import annotations
@@ -16,20 +15,17 @@ from torch import Tensor
 
 from core_rl.distributed.comm import Comm
 
-__all__ = ["add_up", "enter", "gather", "scatter_sum", "swap"]
+__all__ = ["all_to_all", "copy_to_region", "gather", "reduce_from_region", "reduce_scatter"]
 
 
-def enter(value: Tensor, comm: Comm) -> Tensor:
-    """``value``, equal on all ranks, on its way into their parts of the weights.
-
-    The backward pass adds up the ranks' parts of its gradient.
-    """
-    return value if comm.size == 1 else _apply(_Enter, value, comm)
+def copy_to_region(value: Tensor, comm: Comm) -> Tensor:
+    """The identity on a ``value`` that is equal on all ranks; the backward pass sums its gradient over the ranks."""
+    return value if comm.size == 1 else _apply(_CopyToRegion, value, comm)
 
 
-def add_up(value: Tensor, comm: Comm) -> Tensor:
-    """The sum over ranks, on every rank. The gradient passes as it is: all ranks have the whole."""
-    return value if comm.size == 1 else _apply(_AddUp, value, comm)
+def reduce_from_region(value: Tensor, comm: Comm) -> Tensor:
+    """The sum over ranks, on every rank. The gradient passes unchanged: all ranks have the whole of it."""
+    return value if comm.size == 1 else _apply(_ReduceFromRegion, value, comm)
 
 
 def gather(value: Tensor, comm: Comm, dim: int, *, partial: bool) -> Tensor:
@@ -41,18 +37,18 @@ def gather(value: Tensor, comm: Comm, dim: int, *, partial: bool) -> Tensor:
     return value if comm.size == 1 else _apply(_Gather, value, comm, dim, partial)
 
 
-def scatter_sum(value: Tensor, comm: Comm, dim: int) -> Tensor:
+def reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
     """This rank's piece, along ``dim``, of the sum over ranks. The backward pass joins the pieces' gradients."""
-    return value if comm.size == 1 else _apply(_ScatterSum, value, comm, dim)
+    return value if comm.size == 1 else _apply(_ReduceScatter, value, comm, dim)
 
 
-def swap(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
+def all_to_all(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
     """All-to-all: ``value`` cut along ``split`` with one piece for each rank, the received ones joined along ``join``.
 
     What was whole along ``split`` and a part along ``join`` becomes the reverse (arXiv:2309.14509). The
     backward pass goes the other way round.
     """
-    return value if comm.size == 1 else _apply(_Swap, value, comm, split, join)
+    return value if comm.size == 1 else _apply(_AllToAll, value, comm, split, join)
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -60,7 +56,7 @@ def _apply(function: Any, *args: Any) -> Tensor:
     return result
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
@@ -68,13 +64,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grads[0], ctx.comm), None
+        return _all_reduce(grads[0], ctx.comm), None
 
 
-class _AddUp(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, comm: Comm) -> Tensor:
-        return _sum(value, comm)
+        return _all_reduce(value, comm)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -85,58 +81,58 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, comm: Comm, dim: int, partial: bool) -> Tensor:
         ctx.comm, ctx.dim, ctx.partial = comm, dim, partial
-        return _join(value, comm, dim)
+        return _all_gather(value, comm, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.partial:
-            return _piece_of_sum(grads[0], ctx.comm, ctx.dim), None, None, None
+            return _reduce_scatter(grads[0], ctx.comm, ctx.dim), None, None, None
         return grads[0].chunk(ctx.comm.size, ctx.dim)[ctx.comm.rank], None, None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, comm: Comm, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
-        return _piece_of_sum(value, comm, dim)
+        return _reduce_scatter(value, comm, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _join(grads[0], ctx.comm, ctx.dim), None, None
+        return _all_gather(grads[0], ctx.comm, ctx.dim), None, None
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
         ctx.comm, ctx.split, ctx.join = comm, split, join
-        return _swapped(value, comm, split, join)
+        return _exchange(value, comm, split, join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _swapped(grads[0], ctx.comm, ctx.join, ctx.split), None, None, None
+        return _exchange(grads[0], ctx.comm, ctx.join, ctx.split), None, None, None
 
 
-def _sum(value: Tensor, comm: Comm) -> Tensor:
+def _all_reduce(value: Tensor, comm: Comm) -> Tensor:
     result = value.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=comm.group)
     return result
 
 
-def _join(value: Tensor, comm: Comm, dim: int) -> Tensor:
+def _all_gather(value: Tensor, comm: Comm, dim: int) -> Tensor:
     own = value.contiguous()
     pieces = [torch.empty_like(own) for _ in range(comm.size)]
     dist.all_gather(pieces, own, group=comm.group)
     return torch.cat(pieces, dim)
 
 
-def _piece_of_sum(value: Tensor, comm: Comm, dim: int) -> Tensor:
+def _reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
     pieces = [piece.contiguous() for piece in value.chunk(comm.size, dim)]
     result = torch.empty_like(pieces[0])
     dist.reduce_scatter(result, pieces, group=comm.group)
     return result
 
 
-def _swapped(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
+def _exchange(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
     pieces = torch.stack(value.chunk(comm.size, split))
     received = torch.empty_like(pieces)
     dist.all_to_all_single(received, pieces, group=comm.group)

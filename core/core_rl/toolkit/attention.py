@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from core_rl.distributed.collectives import swap
+from core_rl.distributed.collectives import all_to_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.ulysses import spread_heads
@@ -83,7 +83,7 @@ def packed_attention(
     if context is None or context.size == 1:
         return _attend(query, key, value, bounds, longest, scores), None
     query, key, value = spread_heads(query, key, value, context)
-    return swap(_attend(query, key, value, bounds, longest, scores), context, split=1, join=2), None
+    return all_to_all(_attend(query, key, value, bounds, longest, scores), context, split=1, join=2), None
 
 
 @dataclass(frozen=True)
