@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import FinetuneSpec, TensorKind
 from core_rl.backend.metrics import Metric
-from core_rl.backend.named_tensors import NamedTensors
+from core_rl.backend.tensors import NamedTensors
 from core_rl.backend.steps import PostHook
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig, TrainEngineConfig

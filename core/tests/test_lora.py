@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.named_tensors import TensorDict
+from core_rl.backend.tensors import TensorDict
 from core_rl.config.capability import Capability
 from core_rl.config.engine import LoraConfig
 from core_rl.data.micro_batch import MicroBatchSpec

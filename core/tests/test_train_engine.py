@@ -13,7 +13,7 @@ import torch
 
 from core_rl.backend.loss import LossSpec, count_sequences
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
-from core_rl.backend.named_tensors import TensorDict
+from core_rl.backend.tensors import TensorDict
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import TensorKind, WeightUpdateMeta
-from core_rl.backend.named_tensors import NamedTensors
+from core_rl.backend.tensors import NamedTensors
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.receiving import taking
 from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutEngine

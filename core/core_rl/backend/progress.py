@@ -1,15 +1,15 @@
-"""The few numbers and flags that the core keeps for an engine."""
+"""Progress of a training run, as an engine counts it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EngineProgress", "Pending"]
+__all__ = ["EngineProgress"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineProgress:
-    """How far the training is; part of every checkpoint."""
+    """Counters of one engine; part of every checkpoint."""
 
     lr_steps: int = 0
     """Calls of ``lr_scheduler_step()``: the learning rate is a pure function of it."""
@@ -17,13 +17,3 @@ class EngineProgress:
     """Successful optimizer steps: Adam's own count."""
     version: int = 0
     """The version that the driver gave to the weights."""
-
-
-@dataclass
-class Pending:
-    """What has accumulated since the last optimizer step."""
-
-    passes: int = 0
-    weight: float = 0.0
-    finite: bool = True
-    reduced: bool = False

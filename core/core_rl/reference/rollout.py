@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
-from core_rl.backend.named_tensors import TensorDict, check_source
+from core_rl.backend.tensors import TensorDict, check_source
 from core_rl.checkpoint.directory import opened
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
