@@ -113,10 +113,22 @@ class EngineState(EnginePasses):
             return
         if meta.method == "lora":
             guards.require_sendable_adapter(self.config)
+        with self._onloaded("model"):
+            self._send_weights(meta)
+
+    def _send_weights(self, meta: WeightUpdateMeta) -> None:
+        from core_rl.weight_sync.adapter import AdapterMetadata
         from core_rl.weight_sync.sender import send_weights
 
-        with self._onloaded("model"):
-            send_weights(self, meta)
+        adapter = None
+        if meta.method == "lora":
+            assert self.config.model.lora is not None  # required when the upload began
+            adapter = AdapterMetadata.of(self.config.model.lora, self._base_digest() if meta.verify else None)
+        kinds: tuple[TensorKind, ...] = ("params",) if adapter is None else ("adapter",)
+        if adapter is None and self.tensor_shapes("buffers"):
+            kinds = ("params", "buffers")
+        stream = (item for kind in kinds for item in self.named_tensors(kind))
+        send_weights(stream, meta, self.world, is_writer=self.is_writer, device=self.device, adapter=adapter)
 
     @property
     def progress(self) -> EngineProgress:
