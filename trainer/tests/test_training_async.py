@@ -23,8 +23,8 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import SamplingParams
-from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCapability
 from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCapability
 from core_rl.reference.config import ReferenceRolloutConfig
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe

@@ -95,8 +95,7 @@ class ReceivedWeights:
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
         if self._meta.verify and (digest is None or digest != digest_of(tensors)):
             raise WeightsError(
-                f"{len(tensors)} tensors from {tensors[0][0]!r} on ({used} bytes) arrived with another digest than "
-                "the sender's"
+                f"{len(tensors)} tensors from {tensors[0][0]!r} on ({used} bytes) did not arrive as they were sent"
             )
 
     def reply(self, *message: object) -> None:
