@@ -477,7 +477,7 @@ def test_a_failed_build_is_torn_down_and_ends_the_engine(backend: ToyBackend) ->
 
 
 def test_limits_of_another_type_are_refused(backend: ToyBackend) -> None:
-    backend.build = lambda *_arguments: 50  # type: ignore[assignment,method-assign,return-value]
+    backend.build = lambda *_arguments: 50  # type: ignore[assignment,method-assign]
     with pytest.raises(EngineContractError, match=r"build\(\) returned 50"):
         toy_engine(backend).initialize()
 

@@ -140,7 +140,7 @@ def cancelled_requests_disturb_no_others(subject: Subject) -> None:
     """A request that is cancelled ends, and the others that run beside it are answered as without it.
 
     Why: a workflow that gives up on one sample must not take the rest of the batch with it.
-    Look at: what the backend sends to the server for a cancelled ``agenerate``: that request's ``rid``, not all of them.
+    Look at: what a cancelled ``agenerate`` sends to the server: that request's ``rid``, not all of them.
     """
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
