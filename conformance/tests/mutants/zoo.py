@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
 from core_rl.config.capability import Capability
-from core_rl.config.engine import DType
+from core_rl.config.engine import DType, InferenceEngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.inference import InferenceComponents, InferenceEngine
 from core_rl.engine.train import TrainEngine
 from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.registry.engines import load_class
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
@@ -37,6 +41,7 @@ CAPABILITIES = frozenset(
         C.SYNC_LORA,
     }
 )
+Context = InferenceContext[ReferenceRolloutConfig]
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
 TP2 = ParallelLayout(tp=2)
@@ -51,7 +56,7 @@ DP2EP2 = ParallelLayout(dp=2, ep=2)
 class Mutant:
     """An engine with one planted bug."""
 
-    engine: type[TrainEngine | InferenceEngine]
+    engine: type[TrainEngine | InferenceBackend[Any]]
     killed_by: str
     """The check that is meant for this bug."""
     issue: str
@@ -93,7 +98,7 @@ def name_of(engine: type) -> str:
 
 
 def spec_of(
-    engine: type[TrainEngine | InferenceEngine],
+    engine: type[TrainEngine | InferenceBackend[Any]],
     undeclared: frozenset[Capability] = frozenset(),
     declared: frozenset[Capability] = frozenset(),
 ) -> EngineSpec:
@@ -101,7 +106,7 @@ def spec_of(
 
     ``undeclared`` and ``declared`` tell where its capabilities differ from those of the zoo's engines.
     """
-    if issubclass(engine, InferenceEngine):
+    if issubclass(engine, InferenceBackend):
         return replace(
             ROLLOUT_SPEC,
             name=name_of(engine),
@@ -116,6 +121,13 @@ def spec_of(
         config="core_rl.reference.config:ReferenceConfig",
         capabilities=(CAPABILITIES | declared) - undeclared,
     )
+
+
+def make_engine(spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
+    """The engine of ``spec``, over the core's components or those that its backend class names."""
+    base: type[Any] = InferenceBackend
+    backend = load_class(spec, "factory", base)
+    return InferenceEngine(spec, config, backend(), getattr(backend, "components", InferenceComponents()))
 
 
 def run_check(

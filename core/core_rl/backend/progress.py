@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EngineProgress"]
+__all__ = ["EngineProgress", "Pending"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,3 +17,15 @@ class EngineProgress:
     """Successful optimizer steps: Adam's own count."""
     version: int = 0
     """The version that the driver gave to the weights."""
+
+
+@dataclass
+class Pending:
+    """Accumulation since the last optimizer step."""
+
+    passes: int = 0
+    weight: float = 0.0
+    finite: bool = True
+    reduced: bool = False
+    failed: bool = False
+    """A pass raised, so that the gradients are of a part of the batch."""

@@ -53,7 +53,9 @@ class LowRank:
         product = b[rows] @ a[:, columns]
         return product.T if self.transposed else product
 
-    def added_to(self, weight: Tensor, a: Tensor, b: Tensor, region: tuple[slice, ...] | None = None) -> Tensor:
+    def added_to(
+        self, weight: Tensor, a: Tensor, b: Tensor, region: tuple[slice, ...] | None = None
+    ) -> Tensor:
         """A new tensor: ``weight``, a region of the whole one, with its part of the product added."""
         whole = tuple(slice(0, size) for size in weight.shape)
         return torch.add(weight, self.box(a, b, region or whole), alpha=self.scaling)
@@ -64,7 +66,7 @@ class SupportsLora(Protocol):
     """Adapters (``model.lora``). Merging, export and ``peft``'s file format are the core's."""
 
     def low_rank(self) -> Mapping[str, LowRank]:
-        """The product for each adapted weight, by the weight's checkpoint name. The same on all ranks; no collective."""
+        """The product for each adapted weight, by its checkpoint name; the same on all ranks, no collective."""
         ...
 
     def adapter_config(self) -> dict[str, Any]:

@@ -125,13 +125,13 @@ class TrainBackend(ABC, Generic[C]):
         """The process groups, before `build`; by default all ranks are data parallel."""
         return RankGroups(data_parallel=world)
 
-    def synchronize(self) -> None:  # noqa: B027  a backend may have nothing asynchronous
+    def synchronize(self) -> None:
         """Finish asynchronous gathers and copies before the state is read."""
 
-    def abort(self) -> None:  # noqa: B027  a backend may hold nothing inside a pass
+    def abort(self) -> None:
         """Free gathered weights, hooks and handles after a failed pass. Local, no collective."""
 
-    def teardown(self) -> None:  # noqa: B027  a backend may have nothing to free
+    def teardown(self) -> None:
         """Free what `groups` and `build` made beyond what dropping the object frees; also after a failed build."""
 
     def scheduling(self, config: C) -> Scheduling:

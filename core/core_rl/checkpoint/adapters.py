@@ -11,8 +11,8 @@ from core_rl.backend.meta import SaveLoadMeta, TensorKind
 from core_rl.backend.protocols import SupportsLora
 from core_rl.backend.tensors import TensorSource
 from core_rl.checkpoint.background import BackgroundSave
-from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.contents import Contents, load_parts, publish_save
+from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.config.engine import LoraConfig

@@ -103,9 +103,7 @@ class Contents:
             if saved.get(name) != own.get(name)
         ]
         if self.with_moments(meta) and not manifest.state["optimizer"]:
-            problems.append(
-                "it has no optimizer state; load with with_optimizer=False for the weights alone"
-            )
+            problems.append("it has no optimizer state; load with with_optimizer=False for the weights alone")
         raise_all(CheckpointMismatch, "it does not fit this engine", problems)
         return manifest.state
 

@@ -55,12 +55,12 @@ def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | Non
         backend = contents.backend
         if isinstance(backend, SupportsOwnCheckpoint):
             own = backend
-            on_all(
-                contents.world, lambda: own.load_sharded(directory / DIRECTORY, with_optimizer), subject
-            )
+            on_all(contents.world, lambda: own.load_sharded(directory / DIRECTORY, with_optimizer), subject)
         else:
             for kind in _kinds(contents, with_optimizer):
-                contents.tensors.load(kind, MappedSource(files, {n: f"{kind}/{n}" for n in contents.tensors.shapes(kind)}))
+                contents.tensors.load(
+                    kind, MappedSource(files, {n: f"{kind}/{n}" for n in contents.tensors.shapes(kind)})
+                )
         if with_optimizer:
             on_all(contents.world, lambda: _load_local_state(contents, files), subject)
     return EngineProgress(**state["progress"]) if meta.with_optimizer else None

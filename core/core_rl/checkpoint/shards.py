@@ -20,8 +20,6 @@ __all__ = ["ShardFiles", "write_copies", "write_shards"]
 HEADER = "core_rl_shards"
 
 
-
-
 def write_shards(directory: Path, rank: int, shards: Iterable[Shard], world_size: int) -> None:
     """Write one file with all pieces of this rank, which is one of ``world_size``. No collective.
 
@@ -29,8 +27,6 @@ def write_shards(directory: Path, rank: int, shards: Iterable[Shard], world_size
     if the file cannot be written.
     """
     write_copies(directory, rank, copy_shards(rank, shards), world_size)
-
-
 
 
 def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size: int) -> None:
@@ -51,8 +47,6 @@ def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from core_rl.backend.meta import StatePart, SyncMethod, TensorKind
+from core_rl.backend.progress import Pending
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
@@ -21,12 +22,16 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl.engine.runtime import Pending
 from core_rl.registry.spec import EngineSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+HINTS = {
+    "new": "call initialize() first",
+    "ready": "destroy() it and build another",
+    "destroyed": "build another",
+}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HEAD_CAPABILITY = {"value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD}
 HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
@@ -98,6 +103,12 @@ def require_capability(spec: EngineSpec, capability: Capability, what: str) -> N
             f"{what}: the engine {spec.name!r} does not declare {capability.value!r}; "
             f"it declares {', '.join(sorted(spec.capabilities)) or 'none'}"
         )
+
+
+def require_state(state: str, needed: str, method: str) -> None:
+    """Raise `EngineStateError` unless the engine is in the state that ``method`` needs."""
+    if state != needed:
+        raise EngineStateError(f"{method} on an engine that is {state!r}; {HINTS[state]}")
 
 
 def require_optimizer(config: TrainEngineConfig) -> OptimizerConfig:

@@ -7,34 +7,17 @@ from typing import NoReturn
 
 import torch
 
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.progress import EngineProgress, Pending
 from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.engine.guards import require_state
 from core_rl.errors import EngineStateError
 from core_rl.registry.spec import EngineSpec
 from core_rl.state.rng_state import RngState
 from core_rl.state.store import TensorStore
 
-__all__ = ["Pending", "Runtime", "Status"]
-
-HINTS = {
-    "new": "call initialize() first",
-    "ready": "destroy() it and build another",
-    "destroyed": "build another",
-}
-
-
-@dataclass
-class Pending:
-    """Accumulation since the last optimizer step."""
-
-    passes: int = 0
-    weight: float = 0.0
-    finite: bool = True
-    reduced: bool = False
-    failed: bool = False
-    """A pass raised, so that the gradients are of a part of the batch."""
+__all__ = ["Runtime", "Status"]
 
 
 @dataclass
@@ -49,8 +32,7 @@ class Status:
         """Raise `EngineStateError` unless the engine is in the state that ``method`` needs."""
         if self.name == "failed":
             self._raise_failed(method)
-        if self.name != needed:
-            raise EngineStateError(f"{method} on an engine that is {self.name!r}; {HINTS[self.name]}")
+        require_state(self.name, needed, method)
 
     def fail(self, error: BaseException) -> None:
         """Record the error after which the engine cannot be used."""

@@ -15,7 +15,7 @@ from core_rl.backend.progress import EngineProgress
 from core_rl.backend.schedule import schedule_length
 from core_rl.backend.steps import PostHook
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.backend.train_backend import AnyTrainBackend, BuildContext
+from core_rl.backend.train_backend import AnyTrainBackend, BuildContext, PassMode
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
@@ -61,7 +61,7 @@ class TrainEngine:
     def __init_subclass__(cls) -> None:
         raise EngineContractError(
             f"{cls.__module__}.{cls.__qualname__} subclasses TrainEngine, which is final; implement TrainBackend "
-            "(docs/migrate-engines.md)"
+            "(docs/engine-migration.md)"
         )
 
     def __init__(
@@ -313,7 +313,7 @@ class TrainEngine:
         An error of the loss is raised on all ranks; then `optimizer_zero_grad` comes before the next pass.
         """
         self._status.require("ready", "forward_backward()")
-        mode = "forward" if forward_only else "accumulate"
+        mode: PassMode = "forward" if forward_only else "accumulate"
         return self._passes.forward_backward(batch, loss, mb_spec, mode, total_weight, total_tokens)
 
     def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +48,7 @@ class Place:
 def prepare(state: RankState, spec: EngineSpec, config: TrainEngineConfig, threads: int) -> None:
     """Construct the next engine, which checks the config; the present one stays."""
     torch.set_num_threads(threads)
-    kind = cast("type[TrainEngine]", load_engine(spec))
-    state.next_engine = kind(spec, config)
+    state.next_engine = load_engine(spec, config)
 
 
 def initialize(state: RankState, addr: RankAddress, ft_spec: FinetuneSpec | None) -> Place:

@@ -39,7 +39,7 @@ ROLLOUT_SPEC = EngineSpec(
     name="reference-rollout",
     kind="inference",
     protocol=(0, 2),
-    factory="core_rl.reference.rollout:ReferenceRolloutEngine",
+    factory="core_rl.reference.rollout:ReferenceRolloutBackend",
     config="core_rl.reference.config:ReferenceRolloutConfig",
     capabilities=frozenset(
         {

@@ -32,7 +32,9 @@ class ReferenceBackend(HFBackend[TrainEngineConfig]):
         self.adopt(model, context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        rows = [self.routed(micro_batch.select([number]), step) for number in range(micro_batch.num_sequences)]
+        rows = [
+            self.routed(micro_batch.select([number]), step) for number in range(micro_batch.num_sequences)
+        ]
         found = {name: [row[name] for row in rows] for name in rows[0]}
         sums = {name: torch.stack(found.pop(name)).sum() for name in ("aux_loss",) if name in found}
         return ModelOutput(**{name: torch.cat(values) for name, values in found.items()}, **sums)

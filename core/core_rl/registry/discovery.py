@@ -14,12 +14,20 @@ from core_rl.config.capability import Capability
 from core_rl.errors import EngineBroken, EngineError, EngineIncompatible, raise_all
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineKind, EngineSpec
 
-__all__ = ["GROUP", "MIGRATION_PAGE", "EngineEntry", "check_spec", "declared_engines", "installable_engines", "load_object"]
+__all__ = [
+    "GROUP",
+    "MIGRATION_PAGE",
+    "EngineEntry",
+    "check_spec",
+    "declared_engines",
+    "installable_engines",
+    "load_object",
+]
 
 GROUP = "rl_engines"
 """The entry-point group that a plugin declares its engines in."""
 
-MIGRATION_PAGE = "docs/migrate-engines.md"
+MIGRATION_PAGE = "docs/engine-migration.md"
 """Changes between versions of the engine interface, and what an engine author does about them."""
 _CORE = "core-rl"
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

@@ -52,16 +52,12 @@ def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements
     for part in state.local(kind):
         problems += _misfit(part, shapes.get(part.name))
         if part.replica == 0:
-            own.setdefault(part.name, []).append(
-                Box(world.rank, part.offsets, part.shape, part.tensor.dtype)
-            )
+            own.setdefault(part.name, []).append(Box(world.rank, part.offsets, part.shape, part.tensor.dtype))
     answers = world.gather((list(shapes.items()), own, problems))
     problems = [problem for _, _, found in answers for problem in found]
     if any(listed != answers[0][0] for listed, _, _ in answers):
         problems.append("shapes() differs between ranks, in names, shapes or order")
-    boxes = {
-        name: tuple(box for _, theirs, _ in answers for box in theirs.get(name, ())) for name in shapes
-    }
+    boxes = {name: tuple(box for _, theirs, _ in answers for box in theirs.get(name, ())) for name in shapes}
     for name, found in boxes.items():
         problems += _untiled(name, shapes[name], found)
     raise_all(EngineContractError, f"ShardedState.local({kind!r}): slices with replica 0", problems)

@@ -165,7 +165,7 @@ class TensorStore:
         return digest_of_parts(self._world, parts)
 
     def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
-        """This rank's slices with replica 0 as shards named ``KIND/NAME``, in export dtype; collective with an adapter."""
+        """This rank's slices with replica 0 as shards ``KIND/NAME``, in export dtype; collective."""
         self._backend.synchronize()
         for kind in kinds:
             placed, slices, convert = self._exported(kind)

@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.dtensor import LocalPart
 
-__all__ = ["CheckpointSlice", "CheckpointLayout"]
+__all__ = ["CheckpointLayout", "CheckpointSlice"]
 
 Shape = tuple[int, ...]
 

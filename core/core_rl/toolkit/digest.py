@@ -16,7 +16,7 @@ __all__ = ["digest_of_directory"]
 
 
 def digest_of_directory(directory: Path, config: PretrainedConfig) -> str:
-    """The digest of the language model with ``config`` in ``directory``: equal to that of an engine with its weights."""
+    """The digest of the weights in ``directory`` of a model with ``config``, as an engine with these weights has it."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     layout, files = CheckpointLayout.of(model), TensorFiles(directory, "model")

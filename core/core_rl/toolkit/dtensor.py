@@ -41,7 +41,9 @@ def local_part(tensor: Tensor) -> LocalPart:
     for axis in order:
         placement = tensor.placements[axis]
         if isinstance(placement, Partial):
-            raise UnsupportedCapability(f"a tensor {list(tensor.shape)} is a partial sum over {mesh}; reduce it")
+            raise UnsupportedCapability(
+                f"a tensor {list(tensor.shape)} is a partial sum over {mesh}; reduce it"
+            )
         dim = _cut_dim(placement)
         if dim is not None:
             bounds[dim] = _chunk(bounds[dim], mesh.size(axis), mesh.get_local_rank(axis))

@@ -163,7 +163,9 @@ class HFBackend(TrainBackend[C]):
             yield from (grad for _, grad in self._state.local_grads())
         elif self.optimizer is not None:
             for state in self.optimizer.state.values():
-                yield from (local_part(v).tensor for k, v in state.items() if k != "step" and isinstance(v, Tensor))
+                yield from (
+                    local_part(v).tensor for k, v in state.items() if k != "step" and isinstance(v, Tensor)
+                )
 
 
 def _owned(parameter: nn.Parameter) -> nn.Parameter:

@@ -97,7 +97,9 @@ class HFShardedState:
         if kind in VALUES:
             return local_part(parameter.detach())
         if kind == "grads":
-            return local_part(torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad)
+            return local_part(
+                torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad
+            )
         assert self._optimizer is not None  # it has the kinds of `optimizer_kinds`
         moment = self._optimizer.state[self._owned[name]][kind]
         if isinstance(moment, DTensor):

@@ -22,7 +22,7 @@ from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
 from core_rl.toolkit.build import finished, is_new_head, model_family, read_config, require_fitting
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.experts import ExpertsKernel
-from core_rl.toolkit.lora import fresh_adapter, checkpoint_name
+from core_rl.toolkit.lora import checkpoint_name, fresh_adapter
 
 __all__ = ["Unloaded", "build_on_meta"]
 
