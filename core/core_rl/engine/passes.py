@@ -24,7 +24,7 @@ from core_rl.distributed.agreement import agree
 from core_rl.engine import guards
 from core_rl.engine.modes import EngineModes
 from core_rl.engine.post_hook import AggregateFn, gather_collected
-from core_rl.errors import EngineStateError, LossError
+from core_rl.errors import BatchError, EngineStateError, LossError
 from core_rl.state.grad_norm import global_grad_norm
 
 __all__ = ["EnginePasses"]
@@ -69,7 +69,12 @@ class EnginePasses(EngineModes):
             guards.require_trainable(self.config, self._mode, self._pending, self._adapter_off)
         with self._in_mode("eval" if forward_only else "train"):
             micro_batches = self._cut(batch, mb_spec)
-            weights = agree(self.data_parallel_group, lambda: sum(map(loss.weight, micro_batches.real())))
+            weights = agree(
+                self.data_parallel_group,
+                lambda: sum(map(loss.weight, micro_batches.real())),
+                "the weight of the loss",
+                foreign=LossError,
+            )
             scale = self._loss_scale(loss, weights, total_weight)
             step = LossStep(micro_batches, loss, scale, self._aux_scale(batch, total_weight, total_tokens))
             if sum(weights) > 0 or total_tokens is not None:
@@ -166,7 +171,7 @@ class EnginePasses(EngineModes):
             guards.check_routing(self.spec, batch, self._hf_config())
             return count_micro_batches(batch, mb_spec)
 
-        count = max(agree(self.data_parallel_group, wanted))
+        count = max(agree(self.data_parallel_group, wanted, "the batch", foreign=BatchError))
         multiple = self._micro_batch_multiple
         plan = plan_micro_batches(batch, mb_spec, -(-count // multiple) * multiple)
         return MicroBatches(batch, plan, self.device)
