@@ -251,7 +251,11 @@ def _many_files(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "name"),
-    [(_large_text, "File too large"), (_large_tensors, "model-00002.safetensors"), (_many_files, "File too large")],
+    [
+        (_large_text, "File too large"),
+        (_large_tensors, "model-00002.safetensors"),
+        (_many_files, "File too large"),
+    ],
 )
 def test_a_full_disk_is_one_clear_error(tmp_path: Path, write: Callable[[Path], None], name: str) -> None:
     path = tmp_path / "a"

@@ -99,12 +99,12 @@ class StaysOffAfterAnError(AdaptedReference):
         for layer in self._layers():
             layer._disable_adapters = False
 
-    def _switch_adapter(self, on: bool) -> bool:
+    def switch_adapter(self, on: bool) -> bool:
         self._switches = getattr(self, "_switches", 0) + 1
         if on and self._switches == 6:  # the third time, which ends by an error
             self._base_only = None
             return False
-        return super()._switch_adapter(on)
+        return super().switch_adapter(on)
 
 
 class AdapterDropoutInEval(AdaptedReference):

@@ -17,6 +17,7 @@ from core_rl.backend.inference_hooks import InferenceHooks, ModelLimits, TopLogp
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.hub import with_local_model
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.engine import guards, inference_guards
@@ -64,6 +65,7 @@ class InferenceEngine(InferenceHooks):
         Raises `ConfigError` when the model cannot be built, `EngineStateError` when called twice.
         """
         guards.require_state(self._state, "new", "initialize()")
+        self.config = with_local_model(self.config)
         addresses = (addr,) if isinstance(addr, str) else tuple(addr or ())
         self._limits: ModelLimits = self._build(addresses, ft_spec or FinetuneSpec())
         if not isinstance(self._limits, ModelLimits):
@@ -95,6 +97,7 @@ class InferenceEngine(InferenceHooks):
         """
         guards.require_state(self._state, "new", "launch_server()")
         guards.require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
+        self.config = with_local_model(self.config)
         self._launched = True
         return self._launch_server(self.config.layout.dp if count is None else count)
 

@@ -137,17 +137,17 @@ class EngineModes(TrainHooks):
         Training and exports of merged weights are refused inside. Raises `EngineStateError` where
         ``model.lora`` is not set.
         """
-        was_on = self._switch_adapter(on=False)
+        was_on = self.switch_adapter(on=False)
         try:
             yield
         finally:
-            self._switch_adapter(on=was_on)
+            self.switch_adapter(on=was_on)
 
     @property
     def _adapter_off(self) -> bool:
         return self._base_only is not None
 
-    def _switch_adapter(self, on: bool) -> bool:
+    def switch_adapter(self, on: bool) -> bool:
         """Either half of `disable_adapter`, for a driver, which cannot hold a context of another process.
 
         Returns whether the adapter was on.

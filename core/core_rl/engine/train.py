@@ -6,6 +6,8 @@ from contextlib import ExitStack
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
 from core_rl.backend.schedule import schedule_length
+from core_rl.config.hub import with_local_model
+from core_rl.distributed.agreement import first_on_each_machine
 from core_rl.distributed.comm import RankGroups
 from core_rl.distributed.process_group import Membership, RankAddress, join, pick_device
 from core_rl.engine import guards
@@ -47,6 +49,12 @@ class TrainEngine(EngineState):
         with ExitStack() as undo:
             undo.callback(self._membership.leave)
             self.layout.check_world(self.world.size)
+            if self.config.model.path is not None:
+                self.config = first_on_each_machine(
+                    self.world,
+                    lambda first: with_local_model(self.config, local_files_only=not first),
+                    "the model",
+                )
             self._rank_groups: RankGroups = self._groups(self.world)
             # Ranks that see the same sequences draw the same numbers: what they hold in common stays common.
             self._draws = Draws(derive_seed(self.config.seed, self.data_parallel_rank), self.device)
