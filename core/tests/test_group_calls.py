@@ -17,12 +17,24 @@ from hypothesis import strategies as st
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.engine import ModelConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.errors import BatchError, ConfigError, EngineNotFound, EngineStateError, LayoutError, LossError
+from core_rl.errors import (
+    BatchError,
+    ConfigError,
+    EngineNotFound,
+    EngineStateError,
+    LayoutError,
+    LossError,
+    RankFailed,
+)
 from core_rl.launch.group import EngineGroup
 
 MB = MicroBatchSpec(max_tokens=1024)
+
+MODEL = {"config": {"model_type": "none"}}
 
 
 @pytest.fixture(scope="module")
@@ -199,11 +211,50 @@ def test_the_meeting_place_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ({"devices": (0, 1)}, ConfigError, r"devices = \[0, 1\] for 1 ranks"),
         ({"devices": (1, 1), "config": support.config(dp=2)}, ConfigError, r"devices = \[1, 1\] for 2 ranks"),
         ({"config": support.config(pp=2)}, LayoutError, "pipeline_parallel"),
+        (
+            {"seed": 1, "layout": {"dp": 2}},
+            ConfigError,
+            r"a config and its fields \(layout, seed\) for 'echo'",
+        ),
+        (
+            {"config": None, "model": MODEL, "dtype": "int8"},
+            ConfigError,
+            "config of 'echo': field 'dtype' = 'int8'",
+        ),
+        ({"config": None}, ConfigError, "config of 'echo': field 'model' is required"),
+        ({"config": None, "model": MODEL, "options": {"a": 1}}, ConfigError, "unknown field 'options'"),
     ],
 )
 def test_bad_arguments(arguments: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         EngineGroup(**{"engine": support.SPEC, "config": support.config(dp=1), **arguments})
+
+
+def test_a_config_is_made_of_its_fields() -> None:
+    """Config objects or plain values, and the defaults of the engine's config class."""
+    fields: dict[str, Any] = {
+        "optimizer": {"lr": 0.5},
+        "layout": ParallelLayout(dp=2),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "seed": 7,
+    }
+    group = EngineGroup(support.SPEC, model=MODEL, **fields)
+    assert group.config == TrainEngineConfig.model_validate({"model": MODEL, **fields})
+    group.close()
+    choices: tuple[dict[str, Any], ...] = ({}, {"optimizer": None})
+    for optimizer in choices:
+        group = EngineGroup(support.SPEC, model=ModelConfig.model_validate(MODEL), **optimizer)
+        assert group.config == TrainEngineConfig.model_validate({"model": MODEL, **optimizer})
+        group.close()
+
+
+def test_a_context_that_cannot_build_its_engine_leaves_no_process() -> None:
+    group = EngineGroup(support.SPEC, support.config(support.FAILING_SEED, dp=1))
+    pids = group.pids
+    with pytest.raises(RankFailed, match="no memory for the model"), group:
+        raise AssertionError("the body does not run")
+    assert not support.survivors(pids, within_s=0)
 
 
 def test_before_initialize_there_is_no_engine() -> None:

@@ -55,14 +55,14 @@ def test_engines_of_the_same_degrees_share_the_groups() -> None:
 
 
 def test_other_degrees_are_refused_while_there_are_some() -> None:
-    with EngineGroup("megatron", config(0, {"tp": 2}), timeout_s=120, threads_per_rank=1) as host:
-        with closing(
-            EngineGroup("megatron", config(0, {"pp": 2}), timeout_s=120, colocate_with=host)
-        ) as guest:
-            says = r"has Megatron groups for dp=1 tp=2 pp=1 .* needs dp=1 tp=1 pp=2 .*destroy\(\) the other"
-            with pytest.raises(EngineStateError, match=says):
-                guest.initialize()
-            train(host, 0)
-            host.destroy()
+    with (
+        EngineGroup("megatron", config(0, {"tp": 2}), timeout_s=120, threads_per_rank=1) as host,
+        closing(EngineGroup("megatron", config(0, {"pp": 2}), timeout_s=120, colocate_with=host)) as guest,
+    ):
+        says = r"has Megatron groups for dp=1 tp=2 pp=1 .* needs dp=1 tp=1 pp=2 .*destroy\(\) the other"
+        with pytest.raises(EngineStateError, match=says):
             guest.initialize()
-            train(guest, 0)
+        train(host, 0)
+        host.destroy()
+        guest.initialize()
+        train(guest, 0)
