@@ -108,7 +108,6 @@ def train(run: Run, steps: int) -> list[tuple[float, float]]:
     loss, cut = LossSpec(fn=token_nll), MicroBatchSpec(count=run.count)
     curve = []
     with EngineGroup(spec, config) as group:  # type: ignore[arg-type]
-        group.initialize()
         for step in range(steps):
             metrics = group.train_batch(batch_of(step), loss, cut)
             curve.append((metrics["loss"], metrics["grad_norm"]))

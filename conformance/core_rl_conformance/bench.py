@@ -78,7 +78,7 @@ class Bench:
     ) -> None:
         self.directory = directory
         self.models = ModelStore(directory / "models")
-        self.groups = GroupPool(timeout_s)
+        self.groups = GroupPool(timeout_s, make_engine)
         self.servers = ServerPool(make_engine)
         self._kept: dict[Hashable, Any] = {}
 

@@ -27,8 +27,9 @@ MOST_SERVERS = 2
 class GroupPool:
     """One group of ranks for each engine, kept between checks and initialized anew for each of them."""
 
-    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S, make: MakeEngine = load_engine) -> None:
         self.timeout_s = timeout_s
+        self.make = make
         self.hangs: Counter[tuple[str, str]] = Counter()
         """How often a call timed out, by engine and layout."""
         self.starting_s = 0.0
@@ -42,7 +43,9 @@ class GroupPool:
         group = self._groups.get(spec.name)
         if group is None or group.spec != spec:
             self.discard(spec.name)
-            group = EngineGroup(spec, config, timeout_s=self.timeout_s, threads_per_rank=1)
+            group = EngineGroup(
+                spec, config, timeout_s=self.timeout_s, threads_per_rank=1, make_engine=self.make
+            )
             self._groups[spec.name] = group
             self.starting_s += group.starting_s
         before = group.starting_s

@@ -149,6 +149,10 @@ def calls(engine: TrainEngine) -> list[str]:
     return echo_engine(engine).calls
 
 
+def model_path(engine: TrainEngine) -> str | None:
+    return engine.config.model.path
+
+
 def say(engine: TrainEngine) -> None:
     sys.stdout.write(f"out of rank {rank_of(engine)}\n")
     sys.stderr.write(f"err of rank {rank_of(engine)}\n")

@@ -269,7 +269,10 @@ def test_engine_and_config_classes_are_loaded(install: Install) -> None:
     install("alpha-plugin", "alpha = alpha:SPEC", alpha=GOOD, alpha_engine=ENGINE, alpha_config=CONFIG)
     spec = get_spec("alpha")
     assert load_backend(spec).__name__ == "Engine"
+    assert load_config(spec) is load_config("alpha")
     assert load_config(spec).__name__ == "Config"
+    with pytest.raises(errors.EngineNotFound, match="no installed engine is called 'alfa'"):
+        load_config("alfa")
 
 
 @pytest.mark.parametrize("load", [load_backend, load_config])

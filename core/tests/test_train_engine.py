@@ -324,7 +324,7 @@ def test_an_engine_without_an_optimizer_only_runs_forward() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"path": "/nowhere"}, "holds no config.json"),
+        ({"path": "/nowhere"}, "no such directory"),
         ({"config": {"model_type": "no-such-model"}}, "transformers refuses the model config"),
     ],
 )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, TensorKind
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.state.snapshot import Shard
 from core_rl.reference.train import ReferenceEngine
+from core_rl.state.snapshot import Shard
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"

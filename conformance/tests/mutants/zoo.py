@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
+from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
-from core_rl.config.engine import DType, InferenceEngineConfig
+from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engine.inference import InferenceComponents, InferenceEngine
-from core_rl.engine.train import TrainEngine
+from core_rl.engine.loading import load_backend, load_engine
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.config import ReferenceRolloutConfig
-from core_rl.registry.engines import load_class
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
@@ -56,7 +55,7 @@ DP2EP2 = ParallelLayout(dp=2, ep=2)
 class Mutant:
     """An engine with one planted bug."""
 
-    engine: type[TrainEngine | InferenceBackend[Any]]
+    engine: type[TrainBackend[Any] | InferenceBackend[Any]]
     killed_by: str
     """The check that is meant for this bug."""
     issue: str
@@ -98,7 +97,7 @@ def name_of(engine: type) -> str:
 
 
 def spec_of(
-    engine: type[TrainEngine | InferenceBackend[Any]],
+    engine: type[TrainBackend[Any] | InferenceBackend[Any]],
     undeclared: frozenset[Capability] = frozenset(),
     declared: frozenset[Capability] = frozenset(),
 ) -> EngineSpec:
@@ -116,18 +115,16 @@ def spec_of(
     return EngineSpec(
         name=name_of(engine),
         kind="train",
-        protocol=(0, 1),
+        protocol=(0, 2),
         factory=f"{engine.__module__}:{engine.__name__}",
         config="core_rl.reference.config:ReferenceConfig",
         capabilities=(CAPABILITIES | declared) - undeclared,
     )
 
 
-def make_engine(spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
-    """The engine of ``spec``, over the core's components or those that its backend class names."""
-    base: type[Any] = InferenceBackend
-    backend = load_class(spec, "factory", base)
-    return InferenceEngine(spec, config, backend(), getattr(backend, "components", InferenceComponents()))
+def make_engine(spec: EngineSpec, config: Any) -> Any:
+    """The engine of ``spec``, over the core's components or those that its backend class names as ``components``."""
+    return load_engine(spec, config, getattr(load_backend(spec), "components", None))
 
 
 def run_check(

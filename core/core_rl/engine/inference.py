@@ -25,15 +25,16 @@ from core_rl.backend.inference_protocols import (
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.hub import with_local_model
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.request_gate import RequestGate
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
-from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.executor import WorkflowExecutor
 from core_rl.rollout.staleness import StalenessLimit
+from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.workflow import RolloutWorkflow
 
 __all__ = ["InferenceComponents", "InferenceEngine"]
@@ -94,6 +95,7 @@ class InferenceEngine:
         the engine is destroyed.
         """
         guards.require_state(self._state, "new", "initialize()")
+        self._fetch_model()
         addresses = (addr,) if isinstance(addr, str) else tuple(addr or ())
         try:
             limits = self._backend.build(self._context, addresses, ft_spec or FinetuneSpec())
@@ -128,9 +130,15 @@ class InferenceEngine:
         """
         guards.require_state(self._state, "new", "launch_server()")
         self._require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
+        self._fetch_model()
         self._launched = True
         backend = cast("SupportsLaunchServer", self._backend)
         return backend.launch_server(self._context, self.config.layout.dp if count is None else count)
+
+    def _fetch_model(self) -> None:
+        """Download a model that is named by a Hub id."""
+        self.config = with_local_model(self.config)
+        self._context = InferenceContext(name=self.spec.name, config=self.config)
 
     def get_scheduling_config(self) -> Scheduling:
         """Resources that one server needs."""

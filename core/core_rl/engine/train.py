@@ -18,11 +18,13 @@ from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.backend.train_backend import AnyTrainBackend, BuildContext, PassMode
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.hub import with_local_model
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.data.shard import shard, shard_plan, unshard_output
+from core_rl.distributed.agreement import first_on_each_machine
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import Membership, RankAddress, join, pick_device
 from core_rl.engine import guards
@@ -99,10 +101,18 @@ class TrainEngine:
         with ExitStack() as undo:
             undo.callback(self._membership.leave)
             self.layout.check_world(self._membership.world.size)
+            self._fetch_model(self._membership.world)
             undo.callback(self._abandon)
             self._build(schedule_steps)
             self._start()
             undo.pop_all()
+
+    def _fetch_model(self, world: Comm) -> None:
+        """Download a model that is named by a Hub id, once on each machine."""
+        if self.config.model.path is not None:
+            self.config = first_on_each_machine(
+                world, lambda first: with_local_model(self.config, local_files_only=not first), "the model"
+            )
 
     def _build(self, schedule_steps: int | None) -> None:
         world, address = self._membership.world, self._membership.address

@@ -51,7 +51,6 @@ def batch() -> SequenceBatch:
 def gradients(spec: EngineSpec, config: TrainEngineConfig) -> dict[str, Tensor]:
     """The gradients of one batch, cut into several micro-batches."""
     with EngineGroup(spec, config, timeout_s=120) as group:
-        group.initialize()
         group.forward_backward(batch(), SFTLoss().spec(), MicroBatchSpec(max_tokens=24))
         return group.named_tensors("grads")
 

@@ -82,7 +82,6 @@ def test_ranks_that_call_the_algorithm_themselves_agree_with_the_driver() -> Non
     actor, batch = PPOActorInterface(config), rollout_batch()
     batch = replace(batch, unit=batch["group"])
     with EngineGroup("fsdp", support.fsdp_config(2), timeout_s=120) as group:
-        group.initialize()
         proximal = actor.inference(group, batch, MicroBatchSpec(max_tokens=64))["logprobs"]
         batch = batch.with_tokens(prox_logprobs=proximal)
         parts = shard(batch, 2)

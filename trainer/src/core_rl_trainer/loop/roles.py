@@ -296,6 +296,5 @@ def open_trained(
     beside: EngineGroup | None = None,
 ) -> Iterator[EngineGroup]:
     """Start one train engine; closed on the way out."""
-    with EngineGroup(*plan, devices=devices, beside=beside) as group:
-        group.initialize(finetune)
+    with EngineGroup(*plan, ft_spec=finetune, devices=devices, colocate_with=beside) as group:
         yield group

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from core_rl.backend.meta import SyncMethod
 from core_rl.config.base import Config, parse_config
 from core_rl.config.engine import DType, LoraConfig, OptimizerConfig
+from core_rl.config.hub import local_model_path
 from core_rl.config.layout import ParallelLayout
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.errors import ConfigError, raise_all
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 
+RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
+"""The hint for a path that does not exist."""
 Device = Annotated[int, Field(ge=0)]
 """The number of a device of this machine."""
 
@@ -39,7 +42,7 @@ class ModelSection(Config):
     """The model that is trained."""
 
     path: str
-    """A local directory in Hugging Face format, with its tokenizer."""
+    """A directory in Hugging Face format with its tokenizer, or a Hub id ``organization/name[@revision]``."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the weights; the reference is then the same model with its adapter off."""
 
@@ -282,27 +285,32 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}} can stand in braces"
         ) from error
     recipe = recipe.model_copy(update={"output_dir": directory})
-    raise_all(ConfigError, str(path), _missing_files(recipe))
-    return recipe
+    raise_all(ConfigError, str(path), _missing_files(recipe))  # before a model is downloaded
+    return _with_local_models(recipe, str(path))
+
+
+def _with_local_models(recipe: Recipe, origin: str) -> Recipe:
+    """``recipe`` with the directories of its models; raises one `ConfigError` for those that are not found."""
+    sections: dict[str, Any] = {}
+    problems: list[str] = []
+    for name in ("model", "critic", "reward_model"):
+        section = getattr(recipe, name)
+        if section is None or section.path is None:
+            continue
+        try:
+            path = local_model_path(section.path, field=f"{name}.path")
+        except ConfigError as error:
+            problems.append(f"{error}; {RELATIVE}")
+        else:
+            sections[name] = section.model_copy(update={"path": path})
+    raise_all(ConfigError, origin, problems)
+    return recipe.model_copy(update=sections)
 
 
 def _missing_files(recipe: Recipe) -> Iterator[str]:
-    hint = "it is relative to the working directory; see the head of the recipe for what prepares it"
-    if not Path(recipe.model.path, "config.json").is_file():
-        yield f"field 'model.path' = {recipe.model.path!r}: there is no model directory (config.json); {hint}"
-    for name, path in _other_models(recipe):
-        if not Path(path, "config.json").is_file():
-            yield f"field '{name}.path' = {path!r}: there is no model directory (config.json)"
     for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if not Path(path).exists():
-            yield f"field 'data.{name}' = {path!r}: there is no such file; {hint}"
-
-
-def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.critic is not None and recipe.critic.path is not None:
-        yield "critic", recipe.critic.path
-    if recipe.reward_model is not None:
-        yield "reward_model", recipe.reward_model.path
+            yield f"field 'data.{name}' = {path!r}: there is no such file; {RELATIVE}"
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""Groups beside each other: several engines in one set of rank processes, each as if it were alone there."""
+"""Colocated groups: several engines in one set of rank processes, each as if it were alone there."""
 
 from __future__ import annotations
 
@@ -34,17 +34,15 @@ from core_rl.reference.config import ReferenceConfig
 Pair = tuple[EngineGroup, EngineGroup]
 
 
-def beside(host: EngineGroup, seed: int = 2, **degrees: int) -> EngineGroup:
+def colocated(host: EngineGroup, seed: int = 2, **degrees: int) -> EngineGroup:
     return EngineGroup(
-        support.SPEC, support.config(seed, **(degrees or {"dp": 2})), timeout_s=120, beside=host
+        support.SPEC, support.config(seed, **(degrees or {"dp": 2})), timeout_s=120, colocate_with=host
     )
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with EngineGroup(support.SPEC, support.config(1, dp=2), timeout_s=120) as host, beside(host) as guest:
-        host.initialize()
-        guest.initialize()
+    with EngineGroup(support.SPEC, support.config(1, dp=2), timeout_s=120) as host, colocated(host) as guest:
         yield host, guest
 
 
@@ -69,7 +67,7 @@ def test_processes_end_with_the_last_group(pair: Pair, first: int) -> None:
     closed, other = pair[first], pair[1 - first]
     pids = other.pids
     closed.close()
-    for call in (lambda: closed.run(support.whoami), closed.initialize, lambda: beside(closed)):
+    for call in (lambda: closed.run(support.whoami), closed.initialize, lambda: colocated(closed)):
         with pytest.raises(GroupError, match="this group has ended: it was closed"):
             call()
     assert other.run(support.whoami) == [(0,), (1,)]
@@ -115,7 +113,7 @@ def test_all_groups_take_one_call_at_a_time_together(pair: Pair, tmp_path: Path)
     support.await_arrival(tmp_path)
     with pytest.raises(GroupError, match=r"whoami: another call .* shares its processes"):
         guest.run(support.whoami)
-    with pytest.raises(GroupError, match="shares the processes of this one is in a call"):
+    with pytest.raises(GroupError, match="that is colocated with this one is in a call"):
         guest.close()
     support.let_go(tmp_path)
     thread.join()
@@ -139,7 +137,11 @@ def test_an_engine_that_fails_leaves_the_others_alone(pair: Pair) -> None:
     [
         ({"devices": (0, 1)}, ConfigError, "give them to the group that starts the processes"),
         ({"threads_per_rank": 1}, ConfigError, "give them to the group that starts the processes"),
-        ({"config": support.config(dp=4)}, LayoutError, "layout dp4 has 4 ranks, and the group beside has 2"),
+        (
+            {"config": support.config(dp=4)},
+            LayoutError,
+            "layout dp4 has 4 ranks, and the colocated group has 2",
+        ),
     ],
     ids=["devices", "threads", "ranks"],
 )
@@ -147,13 +149,13 @@ def test_what_belongs_to_the_processes_cannot_differ(
     pair: Pair, settings: dict[str, Any], error: type[CoreRLError], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        EngineGroup(support.SPEC, beside=pair[0], **({"config": support.config(dp=2)} | settings))
+        EngineGroup(support.SPEC, colocate_with=pair[0], **({"config": support.config(dp=2)} | settings))
     assert pair[1].run(support.whoami) == [(0,), (1,)]
 
 
 def test_a_world_of_another_size_waits_for_the_others_to_be_destroyed(pair: Pair) -> None:
     host, guest = pair
-    with pytest.raises(EngineStateError, match=r"wants 1 ranks, .* has 2; destroy\(\) that one first"):
+    with pytest.raises(EngineStateError, match=r"needs 1 ranks, .* has 2; destroy\(\) that one first"):
         host.initialize(config=support.config(dp=1))
     assert host.run(support.whoami) == guest.run(support.whoami) == [(0,), (1,)]
     guest.destroy()
@@ -190,8 +192,7 @@ def test_an_engine_computes_what_it_computes_alone() -> None:
             host.initialize(config=dropping(seed))
             alone.append(([train(host, step) for step in STEPS], state(host)))
         host.initialize(config=dropping(0))
-        with EngineGroup("reference", dropping(1), timeout_s=120, beside=host) as guest:
-            guest.initialize()
+        with EngineGroup("reference", dropping(1), timeout_s=120, colocate_with=host) as guest:
             losses: tuple[list[float], list[float]] = ([], [])
             for step in STEPS:
                 for own, group in zip(losses, (host, guest), strict=True):

@@ -1,8 +1,9 @@
-"""Megatron engines beside each other in the same rank processes, where Megatron-Core keeps one set of groups."""
+"""Colocated Megatron engines in the same rank processes, where Megatron-Core keeps one set of groups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import megatron_support as support
@@ -45,8 +46,7 @@ def test_engines_of_the_same_degrees_share_the_groups() -> None:
             host.initialize(config=own)
             alone.append(([train(host, step) for step in range(3)], weights(host)))
         host.initialize(config=settings[0])
-        with EngineGroup("megatron", settings[1], timeout_s=120, beside=host) as guest:
-            guest.initialize()
+        with EngineGroup("megatron", settings[1], timeout_s=120, colocate_with=host) as guest:
             losses = [[train(group, step) for group in (host, guest)] for step in range(2)]
         found = [own for own, _ in losses]
         assert [*found, train(host, 2)] == alone[0][0]
@@ -55,13 +55,14 @@ def test_engines_of_the_same_degrees_share_the_groups() -> None:
 
 
 def test_other_degrees_are_refused_while_there_are_some() -> None:
-    with EngineGroup("megatron", config(0, {"tp": 2}), timeout_s=120, threads_per_rank=1) as host:
-        host.initialize()
-        with EngineGroup("megatron", config(0, {"pp": 2}), timeout_s=120, beside=host) as guest:
-            says = r"has Megatron groups for dp=1 tp=2 pp=1 .* needs dp=1 tp=1 pp=2 .*destroy\(\) the other"
-            with pytest.raises(EngineStateError, match=says):
-                guest.initialize()
-            train(host, 0)
-            host.destroy()
+    with (
+        EngineGroup("megatron", config(0, {"tp": 2}), timeout_s=120, threads_per_rank=1) as host,
+        closing(EngineGroup("megatron", config(0, {"pp": 2}), timeout_s=120, colocate_with=host)) as guest,
+    ):
+        says = r"has Megatron groups for dp=1 tp=2 pp=1 .* needs dp=1 tp=1 pp=2 .*destroy\(\) the other"
+        with pytest.raises(EngineStateError, match=says):
             guest.initialize()
-            train(guest, 0)
+        train(host, 0)
+        host.destroy()
+        guest.initialize()
+        train(guest, 0)

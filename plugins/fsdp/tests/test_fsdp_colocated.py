@@ -1,4 +1,4 @@
-"""FSDP engines beside each other in the same rank processes."""
+"""Colocated FSDP engines in the same rank processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def groups_of_ranks(engine: TrainEngine) -> int:
 
 @pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
 def test_each_computes_what_it_computes_alone(layout: ParallelLayout) -> None:
-    """Beside one of the same layout, and beside one of another layout in the same world."""
+    """Next to one of the same layout, and to one of another layout in the same world."""
     settings = (config(0, DP2), config(1, layout))
     alone = []
     with EngineGroup("fsdp", settings[0], timeout_s=120, threads_per_rank=1) as host:
@@ -51,10 +51,9 @@ def test_each_computes_what_it_computes_alone(layout: ParallelLayout) -> None:
             host.initialize(config=own)
             alone.append(([train(host, step) for step in range(2)], weights(host)))
         host.initialize(config=settings[0])
-        with EngineGroup("fsdp", settings[1], timeout_s=120, beside=host) as guest:
+        before = host.run(groups_of_ranks)
+        with EngineGroup("fsdp", settings[1], timeout_s=120, colocate_with=host) as guest:
             groups = (host, guest)
-            before = host.run(groups_of_ranks)
-            guest.initialize()
             assert (guest.run(groups_of_ranks) == before) == (layout == DP2), "meshes are shared where equal"
             losses = [[train(group, step) for group in groups] for step in range(2)]
             for group, found, (expected, tensors) in zip(
