@@ -21,7 +21,7 @@ from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 GOOD = """
 from core_rl.config.capability import Capability; from core_rl.registry.spec import EngineSpec
 SPEC = EngineSpec(
-    name="alpha", kind="train", protocol=(0, 1), factory="alpha_engine:Engine", config="alpha_config:Config",
+    name="alpha", kind="train", protocol=(0, 2), factory="alpha_engine:Engine", config="alpha_config:Config",
     capabilities=frozenset({Capability.MOE}),
 )
 """
