@@ -8,8 +8,9 @@ from dataclasses import asdict
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+from core_rl.pages.chart import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsLog, Row
-from core_rl_trainer.logs.page import RunPage, Status
+from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.step_log import StepLog
 from core_rl_trainer.logs.wandb_log import WandbBoard
 from core_rl_trainer.loop.evaluation import RolloutSample
@@ -75,11 +76,12 @@ class RunRecords:
         self._samples.sync()
 
     def draw(self, status: Status = "running", problem: str = "") -> None:
-        """Write the page as of now."""
+        """Write the page and the picture as of now."""
         text = self._page.render(
             self.rows, self._samples.rows, status=status, best=self.best, problem=problem
         )
-        self._directory.write_page(text)
+        chart = main_chart(self.rows)
+        self._directory.write_page(text, svg_document(chart) if chart else None)
 
     def _draw_last(self, error: BaseException) -> None:
         """The page says why the run stopped. A disk that is full must not hide the error that is on its way."""

@@ -17,7 +17,6 @@ from core_rl_trainer.algorithms.interface import (
     make_interface,
 )
 from core_rl_trainer.algorithms.supervised import SupervisedInterface
-from core_rl_trainer.logs.plot import plot_rewards
 from core_rl_trainer.logs.progress import TrainingProgress, print_result
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.wandb_log import require_wandb
@@ -148,8 +147,7 @@ class _Run:
                     records.draw()
                 elif evaluated:
                     records.draw()
-        drawn = plot_rewards(records.rows, directory.picture, f"{recipe.engine}, seed {recipe.seed}")
-        return self._result(best, drawn)
+        return self._result(best)
 
     def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
         if checkpoint is not None:
@@ -174,7 +172,7 @@ class _Run:
         self._directory.checkpoints.save(step, self._loop.parts(), state)
         best.settle()
 
-    def _result(self, best: BestModel, drawn: bool) -> dict[str, Any]:
+    def _result(self, best: BestModel) -> dict[str, Any]:
         recipe, directory = self._recipe, self._directory
         return {
             "engine": recipe.engine,
@@ -188,5 +186,5 @@ class _Run:
             "best_model": str(directory.best_model) if best.state_dict() else None,
             "metrics": str(directory.path / "metrics.jsonl"),
             "page": str(directory.page),
-            "picture": str(directory.picture) if drawn else None,
+            "picture": str(directory.picture),
         }

@@ -18,7 +18,7 @@ from core_rl_trainer.recipe.recipe import Recipe, differing_fields
 
 __all__ = ["RunDirectory", "open_run_directory"]
 
-RECIPE, RESULT, PAGE, LOCK = "recipe.yaml", "result.json", "index.html", ".lock"
+RECIPE, RESULT, PAGE, PICTURE, LOCK = "recipe.yaml", "result.json", "index.html", "reward.svg", ".lock"
 OWNED = (
     RECIPE,
     RESULT,
@@ -32,7 +32,7 @@ OWNED = (
     "model",
     "best",
     "best_model",
-    "reward.png",
+    PICTURE,
     PAGE,
     "reference",
 )
@@ -79,8 +79,8 @@ class RunDirectory:
 
     @property
     def picture(self) -> Path:
-        """The rewards over the steps."""
-        return self.path / "reward.png"
+        """The rewards, or the losses, over the steps."""
+        return self.path / PICTURE
 
     @property
     def page(self) -> Path:
@@ -111,9 +111,11 @@ class RunDirectory:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
-    def write_page(self, text: str) -> None:
-        """Put the page into its place at once, so that nobody sees half of it."""
-        self._write(PAGE, text)
+    def write_page(self, page: str, picture: str | None) -> None:
+        """Replace the page and the picture; nobody sees half of one."""
+        self._write(PAGE, page)
+        if picture is not None:
+            self._write(PICTURE, picture)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Record that the run is complete; the last thing that a run does."""
