@@ -17,7 +17,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopR
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import MAX_ABORTS, generate_whole
 from core_rl.seeds import derive_seed
-from core_rl_trainer.environments.environment import Observation
+from core_rl_trainer.environments import Observation
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
 
 STOP = 9

@@ -88,7 +88,7 @@ def test_a_wrong_recipe_names_field_value_and_fix(
         (["engines.reference.layuot.dp=2"], "engine 'reference': unknown field 'layuot'"),
         (["algorithm.type_=grop"], "no interface 'grop'; did you mean 'grpo'"),
         (["algorithm.args.clip=0.1"], "unknown field 'clip'"),
-        (["reward=core_rl_trainer.rewards.text:nothing"], "no function 'nothing'"),
+        (["reward=core_rl_trainer.rewards.text:nothing"], "no attribute 'nothing'"),
     ],
 )
 def test_what_a_recipe_names_is_checked_before_anything_starts(

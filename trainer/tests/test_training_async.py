@@ -28,9 +28,9 @@ from core_rl.reference.config import ReferenceRolloutConfig
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe
 from core_rl_trainer.data.datasets import NUMBER
-from core_rl_trainer.data.filters import rewards_differ
 from core_rl_trainer.loop.loop import TrainingLoop, interrupted
 from core_rl_trainer.loop.rollouts import Rollouts
+from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 ASYNC = ["rollout.max_head_offpolicyness=2"]
@@ -238,7 +238,9 @@ def test_an_answer_goes_on_with_new_weights(start: Path, tmp_path: Path) -> None
 
 def test_groups_without_a_signal_are_replaced(recipe: Path, trained: list[tuple[int, list[int]]]) -> None:
     rows = run(
-        recipe, "rollout.should_accept=core_rl_trainer.data.filters:rewards_differ", "rollout.group_size=2"
+        recipe,
+        "rollout.should_accept=core_rl_trainer.rewards.functions:rewards_differ",
+        "rollout.group_size=2",
     )
     assert all(row["groups_without_signal"] == 0 for row in rows)
     assert rows[-1]["prompts_rejected"] > 0
@@ -334,11 +336,11 @@ def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Pat
         (["reward=null"], "reward = null needs a rollout.environment"),
         (
             ["rollout.environment=nowhere:Env"],
-            "rollout.environment = 'nowhere:Env': 'nowhere' cannot be imported",
+            "rollout.environment = 'nowhere:Env': there is no module 'nowhere'",
         ),
         (
-            ["rollout.should_accept=core_rl_trainer.data.filters:no"],
-            "no function 'no'; it has rewards_differ",
+            ["rollout.should_accept=core_rl_trainer.rewards.functions:no"],
+            "has no attribute 'no'",
         ),
         (
             ["engines.reference-rollout.max_head_offpolicyness=2"],

@@ -74,7 +74,10 @@ def test_a_filter_that_takes_nothing_ends_the_run(start: Path, tmp_path: Path) -
     values = support.recipe_values(
         start, tmp_path / "out", reward=f"{start}/rewards.py:constant", algorithm=GRPO
     )
-    values["rollout"] |= {"should_accept": "core_rl_trainer.data.filters:rewards_differ", "timeout_s": 6.0}
+    values["rollout"] |= {
+        "should_accept": "core_rl_trainer.rewards.functions:rewards_differ",
+        "timeout_s": 6.0,
+    }
     with pytest.raises(
         RolloutError, match=r"6 of 6 episodes are missing after 6 s.*; \d+ were rejected so far"
     ):

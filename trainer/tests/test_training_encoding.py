@@ -9,8 +9,13 @@ import pytest
 import training_support as support
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.batches import demonstration_batch, preference_batch
-from core_rl_trainer.data.datasets import DemonstrationDataset, PreferenceDataset, PromptDataset
+from core_rl_trainer.data.datasets import (
+    DemonstrationDataset,
+    PreferenceDataset,
+    PromptDataset,
+    demonstration_batch,
+    preference_batch,
+)
 from core_rl_trainer.data.encoding import encode_answer, encode_chat, encode_prompt
 from core_rl_trainer.data.rows import check_demonstration, check_preference, read_rows
 

@@ -23,8 +23,8 @@ from core_rl_trainer.logs.page import main_chart
 from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.functions import compute_reward
-from core_rl_trainer.rewards.text import TextReward, integer_match, load_reward, text_match
+from core_rl_trainer.rewards.functions import compute_reward, load_callable
+from core_rl_trainer.rewards.text import TextReward, integer_match, text_match
 
 # ---------------------------------------------------------------------- metrics
 
@@ -141,22 +141,23 @@ def test_a_text_reward_sees_the_answer_without_special_tokens(fn: Any, expected:
 
 def test_rewards_are_found_by_module_and_by_file(tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text(support.REWARD)
-    assert load_reward("core_rl_trainer.rewards.text:text_match") is text_match
-    assert load_reward(f"{tmp_path}/my_reward.py:even_digits")("2468", {}) == 1.0
+    assert load_callable("reward", "core_rl_trainer.rewards.text:text_match") is text_match
+    assert load_callable("reward", f"{tmp_path}/my_reward.py:even_digits")("2468", {}) == 1.0
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("text_match", "write 'module:function'"),
-        ("no_such_module:f", "'no_such_module' cannot be imported"),
-        ("no_such_file.py:f", "cannot be imported"),
-        ("core_rl_trainer.rewards.text:exact", "no function 'exact'; it has .*text_match"),
+        ("text_match", "reward = 'text_match': .* not of the form 'module:attribute'"),
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("no_such_file.py:f", "importing 'no_such_file.py' raised FileNotFoundError"),
+        ("core_rl_trainer.rewards.text:text_mach", "no attribute 'text_mach'; did you mean 'text_match'"),
+        ("core_rl_trainer.rewards.text:__name__", "which cannot be called"),
     ],
 )
 def test_a_bad_reward_name_says_what_to_write(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_reward(name)
+        load_callable("reward", name)
 
 
 # -------------------------------------------------------------------- directory

@@ -27,7 +27,7 @@ from core_rl_trainer.algorithms.preferences import (
     hinge_loss,
     ipo_loss,
 )
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
+from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.algorithms.updates import require_fields
 
 __all__ = ["DPOConfig", "DPOInterface", "DPOLoss"]

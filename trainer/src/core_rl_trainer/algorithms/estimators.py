@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from torch import Tensor
 
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import segment_sum
 from core_rl.distributed.comm import World
-from core_rl.errors import BatchError, ConfigError
+from core_rl.errors import BatchError
 from core_rl_trainer.algorithms import advantages as rules
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, GROUP, TOKEN_REWARDS, VALUES
 from core_rl_trainer.algorithms.gae import gae_advantages, returns_to_go
-from core_rl_trainer.algorithms.named import custom_callable, named_kind, named_or_fields
+from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 
 __all__ = [
     "GAE",
@@ -156,24 +156,14 @@ def _truncated(batch: SequenceBatch) -> Tensor:
 BUILT_IN = ("grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 
 
-class CustomAdvantage(AdvantageEstimator):
+class CustomAdvantage(Custom, AdvantageEstimator):
     """A rule of your own: ``fn(batch) -> Tensor [T]``; the batch has ``token_rewards [T]``."""
 
-    type: str
-    """``module:function``, or a name among the entry points ``rl_interfaces``."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Where the name stands for a class: what it is made with, before its instance is called."""
-
-    @model_validator(mode="after")
-    def _exists(self) -> Self:
-        try:
-            custom_callable("advantage rule", self.type, BUILT_IN, self.settings)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
+    kind: ClassVar[str] = "advantage rule"
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
     def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
-        found: Tensor = custom_callable("advantage rule", self.type, BUILT_IN, self.settings)(batch)
+        found: Tensor = self.function()(batch)
         if found.shape != (batch.num_tokens,):
             raise BatchError(
                 f"{self.type!r} returned advantages {list(found.shape)}; return one for each token, "

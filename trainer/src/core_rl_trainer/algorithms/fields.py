@@ -2,24 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ADVANTAGES",
-    "BASELINE_REWARDS",
-    "BEHAVIOUR",
-    "BOOTSTRAP",
-    "CHOSEN",
-    "GROUP",
-    "IMPORTANCE",
-    "MARGIN",
-    "PROXIMAL",
-    "REFERENCE",
-    "RETURNS",
-    "REWARDS",
-    "SCORES",
-    "TOKEN_REWARDS",
-    "VALUES",
-]
-
 # Token fields, float32 [T].
 BEHAVIOUR = "logprobs"
 """Log-probs under the policy that generated the tokens, as the rollout engine reported them."""

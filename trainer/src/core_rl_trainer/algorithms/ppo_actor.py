@@ -29,8 +29,7 @@ from core_rl_trainer.algorithms.fields import (
     VALUES,
 )
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
-from core_rl_trainer.algorithms.kl import KLEstimator, kl_estimate
-from core_rl_trainer.algorithms.kl_control import KLController
+from core_rl_trainer.algorithms.kl import KLController, KLEstimator, kl_estimate
 from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig
 from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
 from core_rl_trainer.algorithms.policy_loss import PolicyLoss

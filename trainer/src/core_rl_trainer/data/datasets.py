@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,10 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from core_rl.data.batch import SequenceBatch
 from core_rl.errors import BatchError, ConfigError
 from core_rl.seeds import derive_seed
+from core_rl_trainer.algorithms.fields import CHOSEN
 from core_rl_trainer.data.encoding import encode_answer, encode_demonstration, encode_prompt
 from core_rl_trainer.data.rows import (
     Row,
@@ -31,12 +34,15 @@ if TYPE_CHECKING:
 __all__ = [
     "NUMBER",
     "DemonstrationDataset",
+    "MakeBatch",
     "NumberedBatches",
     "PreferenceDataset",
     "PromptDataset",
     "RowDataset",
     "ShuffledOrder",
+    "demonstration_batch",
     "encode_prompt",
+    "preference_batch",
     "prompt_loader",
     "read_jsonl",
 ]
@@ -44,6 +50,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
+MakeBatch = Callable[[Sequence[Sample]], SequenceBatch]
 
 NUMBER = "_number"
 """The field of a sample that holds its place in the data order of the run."""
@@ -237,3 +244,22 @@ class NumberedBatches(Iterator[list[Sample]]):
         self._drawn = int(state["drawn"])
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
+
+
+def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:
+    """One sequence for each sample, with ``loss_mask [T]``."""
+    return _packed([(sample["input_ids"], sample["loss_mask"]) for sample in samples])
+
+
+def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:
+    """Two sequences for each sample, the preferred one first, as a unit; ``loss_mask [T]`` and ``chosen [B]``."""
+    batch = _packed([sample[name] for sample in samples for name in ("chosen", "rejected")])
+    marks = torch.tensor([True, False]).repeat(len(samples))
+    units = torch.arange(len(samples)).repeat_interleave(2)
+    return replace(batch.with_sequences(**{CHOSEN: marks}), unit=units)
+
+
+def _packed(sequences: Sequence[tuple[list[int], list[bool]]]) -> SequenceBatch:
+    return SequenceBatch.from_sequences(
+        [ids for ids, _ in sequences], tokens={"loss_mask": [mask for _, mask in sequences]}
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -12,7 +14,15 @@ from core_rl.errors import BatchError, ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Encoded", "encode_answer", "encode_chat", "encode_demonstration", "encode_prompt"]
+__all__ = [
+    "Encoded",
+    "context_length",
+    "encode_answer",
+    "encode_chat",
+    "encode_demonstration",
+    "encode_prompt",
+    "load_tokenizer",
+]
 
 Messages = Sequence[Mapping[str, Any]]
 Encoded = tuple[list[int], list[bool]]
@@ -121,3 +131,21 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{tokenizer.name_or_path!r}: its tokenizer has no end-of-sequence token to train")
     return int(tokenizer.eos_token_id)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; `ConfigError` if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path!r}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def context_length(path: str) -> int | None:
+    """The most tokens of a sequence (``max_position_embeddings``); None where the model's config does not say."""
+    config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return int(found) if found else None

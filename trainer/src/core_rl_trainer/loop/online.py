@@ -15,15 +15,14 @@ from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceA
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
 from core_rl_trainer.algorithms.updates import UpdatesConfig
 from core_rl_trainer.data.datasets import PromptDataset
+from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import Load, Prepared
 from core_rl_trainer.loop.roles import open_roles, plan_roles
 from core_rl_trainer.loop.rollouts import Rollouts, UserCode
 from core_rl_trainer.loop.run_directory import RunDirectory
-from core_rl_trainer.recipe.context import context_length, load_tokenizer
-from core_rl_trainer.recipe.named import load_named
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.functions import RewardFn
+from core_rl_trainer.rewards.functions import RewardFn, load_callable
 from core_rl_trainer.rewards.process import ProcessReward
 from core_rl_trainer.rewards.text import NamedReward, TextReward, TextRewardFn
 
@@ -94,7 +93,7 @@ def _load_user_code(recipe: Recipe) -> dict[str, Any]:
         "rollout.should_accept": recipe.rollout.should_accept,
     }
     return {
-        field.rpartition(".")[2]: None if name is None else load_named(field, name)
+        field.rpartition(".")[2]: None if name is None else load_callable(field, name)
         for field, name in named.items()
     }
 

@@ -14,8 +14,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
-from core_rl_trainer.data.batches import MakeBatch
-from core_rl_trainer.data.datasets import RowDataset, Sample
+from core_rl_trainer.data.datasets import MakeBatch, RowDataset, Sample
 
 __all__ = ["ReferenceCache"]
 

@@ -15,13 +15,12 @@ from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.datasets import NUMBER
-from core_rl_trainer.environments.environment import Environment
+from core_rl_trainer.environments import Environment
 from core_rl_trainer.loop.evaluation import Evaluation, rollout_samples
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.functions import RewardFn
-from core_rl_trainer.workflows.greedy_baseline import GreedyBaselineWorkflow
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
+from core_rl_trainer.workflows.single_turn import GreedyBaselineWorkflow, SingleTurnWorkflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

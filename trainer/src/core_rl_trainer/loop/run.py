@@ -16,7 +16,7 @@ from core_rl_trainer.algorithms.interface import (
     interface_class,
     make_interface,
 )
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
+from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.logs.progress import TrainingProgress, print_result
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.wandb_log import require_wandb

@@ -14,23 +14,25 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
-from core_rl_trainer.data.batches import MakeBatch, demonstration_batch, preference_batch
+from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.datasets import (
     DemonstrationDataset,
+    MakeBatch,
     NumberedBatches,
     PreferenceDataset,
     RowDataset,
     Sample,
+    demonstration_batch,
+    preference_batch,
     prompt_loader,
 )
+from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.loop import Clock, GroupWriter, restore_group
 from core_rl_trainer.loop.prepared import Load, Prepared, RolePlace
 from core_rl_trainer.loop.reference_cache import ReferenceCache
 from core_rl_trainer.loop.roles import open_trained, plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
-from core_rl_trainer.recipe.context import context_length, load_tokenizer
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["SupervisedLoop", "prepare_supervised"]

@@ -73,9 +73,10 @@ class RolloutSection(Config):
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     """Prompts that are answered at one time."""
     should_accept: str | None = None
-    """``module:function`` or ``file.py:function``, called with the batch of one prompt's answers: those for which it
-    is false are not trained on, and other prompts take their place. ``core_rl_trainer.data.filters:rewards_differ``
-    leaves out groups without a signal, as DAPO (arXiv:2503.14476) does."""
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions. Where it is
+    false, they are not trained on, and other prompts replace theirs.
+    ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without a signal, as DAPO
+    (arXiv:2503.14476) does."""
     reward_timeout_s: float | None = Field(default=None, gt=0.0)
     """How long the reward of one answer may take; null for as long as it takes."""
     reward_processes: int = Field(default=0, ge=0)

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
-from core_rl_trainer.recipe.named import load_named
+from core_rl_trainer.rewards.functions import load_callable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,6 @@ __all__ = [
     "TextReward",
     "TextRewardFn",
     "integer_match",
-    "load_reward",
     "text_match",
 ]
 
@@ -64,12 +63,6 @@ class TextReward:
         return self._fn(str(answer), data)
 
 
-def load_reward(name: str) -> TextRewardFn:
-    """The function that ``module:function`` or ``path/file.py:function`` names; `ConfigError` if there is none."""
-    found: TextRewardFn = load_named("reward", name)
-    return found
-
-
 @dataclass(frozen=True)
 class NamedReward:
     """A `TextRewardFn` by its name in a recipe, so that it travels to other processes."""
@@ -87,4 +80,5 @@ class NamedReward:
 
 @cache
 def _loaded(name: str) -> TextRewardFn:
-    return load_reward(name)
+    found: TextRewardFn = load_callable("reward", name)
+    return found

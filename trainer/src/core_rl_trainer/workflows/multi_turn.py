@@ -14,9 +14,8 @@ from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.transcript import Transcript
 from core_rl.seeds import derive_seed
-from core_rl_trainer.environments.environment import Environment, Observation
-from core_rl_trainer.rewards.calls import guarded, name_of
-from core_rl_trainer.rewards.functions import RewardFn, as_reward, compute_reward
+from core_rl_trainer.environments import Environment, Observation
+from core_rl_trainer.rewards.functions import RewardFn, as_reward, compute_reward, guarded, name_of
 from core_rl_trainer.workflows.single_turn import gather_group
 
 __all__ = ["MultiTurnWorkflow"]

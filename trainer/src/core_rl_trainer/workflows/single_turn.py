@@ -13,11 +13,11 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import TokenGenerator, generate_whole
-from core_rl.rollout.workflow import pack_responses
+from core_rl.rollout.workflow import RolloutWorkflow, pack_responses
 from core_rl.seeds import derive_seed
 from core_rl_trainer.rewards.functions import RewardFn, compute_reward
 
-__all__ = ["SingleTurnWorkflow", "gather_group"]
+__all__ = ["GreedyBaselineWorkflow", "SingleTurnWorkflow", "gather_group"]
 
 _Result = TypeVar("_Result")
 
@@ -87,3 +87,29 @@ async def gather_group(members: Iterable[Coroutine[Any, Any, _Result]]) -> list[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyBaselineWorkflow:
+    """The sequences of ``sampled``, each with the reward of ``greedy`` as ``baseline_rewards [B]``.
+
+    ReMax (arXiv:2310.10505) compares with the greedy answer of the same weights. A sample is rejected
+    when either workflow rejects it.
+    """
+
+    sampled: RolloutWorkflow
+    greedy: RolloutWorkflow
+    """Makes one sequence."""
+
+    async def arun_episode(
+        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
+    ) -> SequenceBatch | None:
+        """The sequences of one sample; the greedy one is not among them."""
+        batch, baseline = await asyncio.gather(
+            self.sampled.arun_episode(engine, data, episode), self.greedy.arun_episode(engine, data, episode)
+        )
+        if batch is None or baseline is None:
+            return None
+        return batch.with_sequences(
+            baseline_rewards=baseline["rewards"][:1].expand(batch.num_sequences).clone()
+        )

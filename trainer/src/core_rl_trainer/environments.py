@@ -1,18 +1,53 @@
-"""Environments on text."""
+"""Environments, which reply to the model between its turns: token ids in, token ids out. Tools on text."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
-from core_rl_trainer.environments.environment import Observation
-from core_rl_trainer.rewards.calls import call_user, name_of
+from core_rl_trainer.rewards.functions import call_user, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Tool", "ToolEnvironment"]
+__all__ = ["Environment", "Observation", "Tool", "ToolEnvironment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What an environment says to one answer."""
+
+    ids: tuple[int, ...] = ()
+    """Tokens that the model sees next, such as the result of a tool; not used when ``done``."""
+    reward: float = 0.0
+    """For this answer; the rewards of an episode are added up."""
+    done: bool = False
+    """Whether the episode ends here."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(self.ids))
+
+
+class Environment(Protocol):
+    """One episode's world; each episode has an object of its own.
+
+    It exists so that tools, games and simulated users need no workflow of their own. It sees and returns tokens
+    and never the transcript: the workflow keeps that, so that no token is ever encoded twice.
+    """
+
+    async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+        """Begin with a sample of the data; returns the prompt, the same for the same sample."""
+        ...
+
+    async def step(self, output_ids: Sequence[int]) -> Observation:
+        """Take one complete answer of the model, its stop token included."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode held. Called once, whatever happened."""
+        ...
 
 
 class Tool(Protocol):
