@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rollout_support
 from rollout_support import eventually
 
 from core_rl.errors import ConfigError, EngineStateError, RolloutError
@@ -152,15 +153,14 @@ def test_close_ends_what_is_at_work(tmp_path: Path) -> None:
 
 def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[1]); import test_process_reward as t\n"
+        "import asyncio, sys; sys.path += sys.argv[2:]; import test_process_reward as t\n"
         "from core_rl_trainer.rewards.process import ProcessReward\n"
         "if __name__ == '__main__':\n"
-        "    data = {'do': 'child', 'pids': sys.argv[2]}\n"
+        "    data = {'do': 'child', 'pids': sys.argv[1]}\n"
         "    asyncio.run(ProcessReward(t.score, timeout_s=600)([], [], data))\n"
     )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path / "pids")]
-    )
+    paths = [str(tmp_path / "pids"), str(Path(__file__).parent), str(Path(rollout_support.__file__).parent)]
+    driver = subprocess.Popen([sys.executable, "-c", code, *paths])
     eventually(lambda: (tmp_path / "pids").is_file() and len(pids(tmp_path)) == 2)
     driver.kill()
     driver.wait()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_support import ToyEngine, eventually, toy_config, toy_spec
 
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
 from core_rl.errors import ConfigError, RolloutError
@@ -207,3 +208,40 @@ def test_packing_ragged_responses_puts_every_value_at_its_token(shapes: list[tup
         assert one["versions"].tolist() == [-1] * prompt + list(range(count))
         assert one["logprobs"].tolist() == [0.0] * prompt + [-0.5 * (i + 1) for i in range(count)]
         assert one["logprobs"].dtype == torch.float32
+
+
+# ------------------------------------------------------------- with an engine
+
+
+def sum_of(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
+    return float(sum(output_ids))
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "core-rl" in thread.name]
+
+
+def test_a_reward_that_hangs_ends_the_rollout_and_not_the_engine() -> None:
+    engine = ToyEngine(toy_spec(), toy_config())
+    engine.initialize()
+    free = threading.Event()
+
+    def hang(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
+        free.wait(60)
+        return 0.0
+
+    data = [{"prompt_ids": [30]}]
+    with pytest.raises(RolloutError, match=r"1 of 1 samples have no result after 1 s"):
+        engine.rollout(
+            data, SingleTurnWorkflow(reward=hang, sampling=SamplingParams(max_new_tokens=3)), timeout=1
+        )
+    assert (
+        engine.rollout(
+            data, SingleTurnWorkflow(reward=sum_of, sampling=SamplingParams(max_new_tokens=3)), timeout=60
+        ).num_sequences
+        == 1
+    )
+    engine.destroy()
+    eventually(lambda: our_threads() == ["core-rl-user-code"])
+    free.set()
+    eventually(lambda: our_threads() == [])

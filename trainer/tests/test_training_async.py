@@ -128,7 +128,7 @@ def test_an_adapter_that_is_not_there_cannot_be_sent(recipe: Path) -> None:
 
 def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe: Path) -> None:
     rows = run(recipe, "algorithm.args.recompute_logprobs=false", "steps=2")
-    assert 0 < rows[0]["mismatch_max"] < 1e-5
+    assert 0 <= rows[0]["mismatch_max"] < 1e-5  # 0 where both engines run the same kernels
 
 
 def outstanding(output: Path) -> list[int]:
@@ -272,7 +272,7 @@ def test_prompts_without_room_for_an_answer_are_named_or_left_out(
 ENVIRONMENT = '''
 """A tool that replies to every first answer, and an environment with rewards of its own."""
 
-from core_rl.rollout.environment import Observation
+from core_rl_trainer.environments import Observation
 from core_rl_trainer.environments import ToolEnvironment
 
 

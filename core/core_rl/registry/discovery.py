@@ -69,6 +69,10 @@ def check_spec(spec: object, origin: object, name: str | None = None) -> EngineS
     return spec
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def _is_version(protocol: object) -> bool:
     return isinstance(protocol, tuple) and len(protocol) == 2 and all(type(part) is int for part in protocol)
 
@@ -87,7 +91,7 @@ def _check_protocol(spec: EngineSpec, origin: object) -> None:
 def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
     if name is not None and spec.name != name:
         yield f"the spec calls itself {spec.name!r}; name and entry point must be equal"
-    if not (isinstance(spec.name, str) and _NAME.fullmatch(spec.name)):
+    if not _is_name(spec.name):
         yield f"name {spec.name!r} must be lower-case letters, digits and single hyphens, such as 'my-engine'"
     if spec.kind not in get_args(EngineKind):
         yield f"kind {spec.kind!r} must be 'train' or 'inference'"
