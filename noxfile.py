@@ -175,7 +175,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def trl(session: nox.Session) -> None:
     """Compare losses with the own ones of TRL, and read datasets, in an environment that has both."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     session.install("trl==1.16.0")
     session.run("pytest", "interop", *session.posargs, env=ENV)
 
@@ -197,5 +197,5 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Check the documentation: links lead somewhere, and code in it parses."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     session.run("pytest", "core/tests/test_docs.py", *session.posargs)
