@@ -69,7 +69,7 @@ def pool() -> Iterator[ProcessReward]:
 
 def ask(reward: ProcessReward, do: str, tmp_path: Path) -> float:
     data = {"do": do, "pids": str(tmp_path / "pids")}
-    return asyncio.run(compute_reward(reward, [1, 2], [3], data, subject="sample 7, answer 1"))
+    return asyncio.run(compute_reward(reward, [1, 2], [3], data, subject="sample 7, completion 1"))
 
 
 def pids(tmp_path: Path) -> list[int]:
@@ -107,7 +107,7 @@ def test_a_coroutine_function_runs_there_too(tmp_path: Path) -> None:
 def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
     pool: ProcessReward, tmp_path: Path, do: str, message: str
 ) -> None:
-    with pytest.raises(RolloutError, match=f"sample 7, answer 1: the reward function score: {message}"):
+    with pytest.raises(RolloutError, match=f"sample 7, completion 1: the reward function score: {message}"):
         ask(pool, do, tmp_path)
     assert ask(pool, "", tmp_path) == 21.0
 
@@ -116,7 +116,9 @@ def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
 def test_a_reward_that_hangs_is_killed_with_its_children(tmp_path: Path, do: str) -> None:
     with ProcessReward(score, timeout_s=1.5) as reward:
         ask(reward, "", tmp_path)
-        message = "sample 7, answer 1: the reward function score: no answer in 1.5 s; its process was killed"
+        message = (
+            "sample 7, completion 1: the reward function score: no result in 1.5 s; its process was killed"
+        )
         with pytest.raises(RolloutError, match=message):
             ask(reward, do, tmp_path)
         eventually(lambda: all(gone(pid) for pid in pids(tmp_path)))

@@ -156,7 +156,7 @@ def gives(value: Any) -> RewardFn:
 )
 def test_a_reward_that_fails_names_the_sample(reward: RewardFn, message: str) -> None:
     workflow = SingleTurnWorkflow(reward=reward, reward_timeout_s=60)
-    with pytest.raises(RolloutError, match=f"sample 12, answer 0: {message}"):
+    with pytest.raises(RolloutError, match=f"sample 12, completion 0: {message}"):
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 12))
 
 
@@ -173,7 +173,7 @@ def test_a_reward_that_hangs_is_given_up(kind: str) -> None:
         return 0.0
 
     workflow = SingleTurnWorkflow(reward=hang if kind == "thread" else sleep, reward_timeout_s=0.05)
-    with pytest.raises(RolloutError, match=r"sample 0, answer 0: .* gave no answer in 0\.05 s"):
+    with pytest.raises(RolloutError, match=r"sample 0, completion 0: .* gave no result in 0\.05 s"):
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 0))
     free.set()
 

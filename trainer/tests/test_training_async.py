@@ -105,7 +105,7 @@ def test_weights_through_memory_or_a_group_give_the_same_run(recipe: Path, tmp_p
     runs = [run(recipe, f"rollout.sync={sync}", "fresh=true") for sync in ("disk", "tensor", "distributed")]
     timeless = [[{name: row[name] for name in row if "_s" not in name} for row in rows] for rows in runs]
     assert timeless[0] == timeless[1] == timeless[2]
-    assert not list((tmp_path / "out").glob("*.meeting"))
+    assert not list((tmp_path / "out").glob("*.rendezvous"))
 
 
 def test_a_way_for_weights_that_an_engine_lacks_is_refused_before_it_starts(recipe: Path) -> None:
@@ -323,7 +323,7 @@ def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Pat
         "    if sample['_number'] == 8:\n        time.sleep(600)\n    return len(set(answer)) / 4\n"
     )
     named = [f"reward={tmp_path}/slow.py:slow", "rollout.reward_processes=2", "rollout.reward_timeout_s=2"]
-    message = r"sample 8, answer \d: the reward function slow: no answer in 2 s; its process was killed"
+    message = r"sample 8, completion \d: the reward function slow: no result in 2 s; its process was killed"
     with pytest.raises(RolloutError, match=message):
         run(recipe, *named)
     assert [row["step"] for row in support.curve(tmp_path / "out")] == [0, 1]

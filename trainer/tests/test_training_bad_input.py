@@ -1,4 +1,4 @@
-"""What is wrong in a recipe, in data or in rewards: named, before anything starts where it can be seen then."""
+"""Errors in a recipe, in data or in rewards: named, before anything starts where that is possible."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ LONG = {"prompt": "1+" * 20 + "=", "answer": 20}
         (
             (CHAT,),
             "train",
-            "rows.jsonl: row 1: .*no chat template, and the data has chat messages; add a chat_template",
+            "rows.jsonl: example 1: .*no chat template, and the data has chat messages; add a chat_template",
         ),
         (
             (LONG,),
@@ -124,7 +124,7 @@ def test_bad_data_is_named_before_anything_starts(
     if algorithm == "sft":
         message = (
             message.replace("1 prompts", "1 rows")
-            .replace("prompt 1 \\(42", "row 1 \\(45")
+            .replace("prompt 1 \\(42", "example 1 \\(45")
             .replace("28", "32")
         )
     with pytest.raises((BatchError, ConfigError), match=message):

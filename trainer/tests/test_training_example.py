@@ -116,7 +116,7 @@ def test_every_recipe_without_a_server_is_run_below() -> None:
 
 @pytest.fixture(scope="module")
 def short_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `prepare` writes, with a model that is hardly warmed up, and a few rows; with the calculator in ``tool``."""
+    """The files of `prepare`, with a model that is hardly warmed up, and a few examples; the calculator in ``tool``."""
     directory = tmp_path_factory.mktemp("start")
     for tool, output in ((False, directory), (True, directory / "tool")):
         support.make_start(output, tool=tool, batch_size=4, max_steps=2)

@@ -21,7 +21,7 @@ from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.page import RunPage, charts_of
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.loop.evaluation import SHOWN, RolloutSample, rollout_samples
-from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -164,9 +164,9 @@ def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -
 
 def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
     places = {
-        "actor": RolePlace(devices=(0, 1)),
-        "critic": RolePlace(devices=(0, 1), beside="actor"),
-        "reward": RolePlace(devices=(3,)),
+        "actor": Placement(devices=(0, 1)),
+        "critic": Placement(devices=(0, 1), colocated_with="actor"),
+        "reward": Placement(devices=(3,)),
     }
     text = RunPage(recipe(tmp_path), tmp_path, places).render(ROWS, [], status="running")
     assert "<th>actor</th><td>2 ranks, on devices 0, 1, in processes of its own</td>" in text

@@ -1,4 +1,4 @@
-"""What a run leaves: metrics, the picture, the directory; and rewards, which are read from text."""
+"""The files of a run: metrics, the picture, the directory; and rewards, which are read from text."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ __all__ = ["Environment", "Observation", "Tool", "ToolEnvironment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What an environment says to one answer."""
+    """The reply of an environment to one completion."""
 
     ids: tuple[int, ...] = ()
     """Tokens that the model sees next, such as the result of a tool; not used when ``done``."""
     reward: float = 0.0
-    """For this answer; the rewards of an episode are added up."""
+    """For this completion; the rewards of an episode are added up."""
     done: bool = False
     """Whether the episode ends here."""
 
@@ -31,7 +31,7 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One episode's world; each episode has an object of its own.
+    """The environment of one episode; each episode has an object of its own.
 
     It exists so that tools, games and simulated users need no workflow of their own. It sees and returns tokens
     and never the transcript: the workflow keeps that, so that no token is ever encoded twice.
@@ -42,28 +42,30 @@ class Environment(Protocol):
         ...
 
     async def step(self, output_ids: Sequence[int]) -> Observation:
-        """Take one complete answer of the model, its stop token included."""
+        """Take one whole completion of the model, its stop token included."""
         ...
 
     async def close(self) -> None:
-        """Free what the episode held. Called once, whatever happened."""
+        """Free the resources of the episode. Called once, also after an error."""
         ...
 
 
 class Tool(Protocol):
-    """Replies to the text of an answer, or returns None where it calls no tool: that answer is the last one.
+    """Replies to the text of a completion, or returns None where it calls no tool: that completion is the last one.
 
     ``sample`` is the line of the JSONL file. May be a coroutine function; a plain one runs in a thread.
     """
 
-    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> str | Awaitable[str | None] | None: ...
+    def __call__(
+        self, completion: str, sample: Mapping[str, Any], /
+    ) -> str | Awaitable[str | None] | None: ...
 
 
 class ToolEnvironment:
-    """The prompt of a sample, and a tool that replies until the model gives an answer without calling it.
+    """The prompt of a sample, and a tool that replies until a completion does not call it.
 
     Only the tool's replies are encoded, without special tokens; what the model wrote stays as it is. There are
-    no rewards: those are for a reward function, which scores the last answer.
+    no rewards: those are for a reward function, which scores the last completion.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool: Tool) -> None:
@@ -77,8 +79,8 @@ class ToolEnvironment:
         return prompt
 
     async def step(self, output_ids: Sequence[int]) -> Observation:
-        answer = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
-        reply = await call_user(self._tool, str(answer), self._sample)
+        completion = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
+        reply = await call_user(self._tool, str(completion), self._sample)
         if reply is None:
             return Observation(done=True)
         if not isinstance(reply, str):
@@ -88,4 +90,4 @@ class ToolEnvironment:
         return Observation(ids=tuple(self._tokenizer.encode(reply, add_special_tokens=False)))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """There are no resources to free."""

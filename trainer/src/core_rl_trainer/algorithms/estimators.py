@@ -39,8 +39,8 @@ class AdvantageEstimator(Config):
     """Fields that the batch must have besides ``token_rewards``."""
 
     @abstractmethod
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
-        """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``world``."""
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``comm``."""
 
 
 class _OfSequences(AdvantageEstimator):
@@ -50,7 +50,7 @@ class _OfSequences(AdvantageEstimator):
     def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
         """Advantages ``[B]``; ``rewards [B]`` are float64."""
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
         return rules.spread_to_tokens(self._of(rewards, batch), batch)
 
@@ -89,7 +89,7 @@ class RLOO(_OfSequences):
 
 
 class ReMax(_OfSequences):
-    """Against the greedy answer to the same prompt (arXiv:2310.10505)."""
+    """Against the greedy completion of the same prompt (arXiv:2310.10505)."""
 
     type: Literal["remax"] = "remax"
     """The name."""
@@ -107,9 +107,9 @@ class ReinforcePlusPlus(AdvantageEstimator):
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount for each token."""
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         returns = returns_to_go(batch[TOKEN_REWARDS], batch, self.gamma)
-        return rules.whiten(returns, batch.loss_mask, world)
+        return rules.whiten(returns, batch.loss_mask, comm)
 
 
 class ReinforcePlusPlusBaseline(_OfSequences):
@@ -119,8 +119,8 @@ class ReinforcePlusPlusBaseline(_OfSequences):
     """The name."""
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
-        return rules.whiten(super().__call__(batch, world), batch.loss_mask, world)
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        return rules.whiten(super().__call__(batch, comm), batch.loss_mask, comm)
 
     def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
         return rules.dr_grpo_advantages(rewards, batch[GROUP])
@@ -136,10 +136,10 @@ class GAE(AdvantageEstimator):
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
     """1 trusts the rewards alone, 0 the critic alone."""
     bootstrap_truncated: bool = False
-    """Where an answer was cut off at its limit, go on from the critic's value of what comes then, instead of 0."""
+    """Where a completion was truncated, bootstrap from the critic's value of the next state, instead of 0."""
     fields: ClassVar[frozenset[str]] = frozenset({VALUES, BOOTSTRAP})
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         last = batch[BOOTSTRAP] * _truncated(batch) if self.bootstrap_truncated else None
         return gae_advantages(
             batch[TOKEN_REWARDS], batch[VALUES], batch, gamma=self.gamma, lam=self.lam, last_values=last
@@ -162,7 +162,7 @@ class CustomAdvantage(Custom, AdvantageEstimator):
     kind: ClassVar[str] = "advantage rule"
     built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         found: Tensor = self.function()(batch)
         if found.shape != (batch.num_tokens,):
             raise BatchError(

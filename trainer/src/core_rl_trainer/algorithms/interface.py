@@ -87,7 +87,7 @@ class ModelInterface(ABC, Generic[ConfigT]):
     """The config that ``args`` of `ModelInterfaceAbstraction` are parsed into."""
 
     trains_on: ClassVar[DataKind] = "rollouts"
-    """What `train_step` is to be given: rollouts, sequences to imitate, or pairs of them."""
+    """The data of `train_step`: rollouts, sequences to imitate, or pairs of them."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
@@ -97,10 +97,10 @@ class ModelInterface(ABC, Generic[ConfigT]):
         """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
         return frozenset()
 
-    def prepare(self, batch: SequenceBatch, world: Comm | None = None) -> SequenceBatch:
+    def prepare(self, batch: SequenceBatch, comm: Comm | None = None) -> SequenceBatch:
         """``batch`` with what `train_step` and other interfaces of the step need, taken over all of its sequences.
 
-        `train_step` does it by itself for a batch that was not prepared. ``world`` are the ranks that hold the
+        `train_step` does it by itself for a batch that was not prepared. ``comm`` are the ranks that hold the
         other parts of the batch, where each of them calls this; behind a group there are none.
         """
         return batch
@@ -118,11 +118,11 @@ class ModelInterface(ABC, Generic[ConfigT]):
         """``batch`` with the engine's own values of its tokens added; no weight changes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm itself carries from step to step, as JSON."""
+        """The state of the algorithm itself from step to step, as JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Resume from `state_dict`."""
 
     def generate(
         self, engine: RolloutEngineLike, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow
@@ -137,7 +137,7 @@ class ModelInterface(ABC, Generic[ConfigT]):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ModelInterfaceAbstraction:
-    """Which interface, and its settings."""
+    """The name of an interface, and its settings."""
 
     type_: str
     """A registered name, or ``"module:Class"``."""

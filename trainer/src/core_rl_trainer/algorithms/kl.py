@@ -76,5 +76,5 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state_dict`."""
+        """Resume from `state_dict`."""
         self.coef = float(state["coef"])

@@ -86,7 +86,7 @@ class GSPO(_ClipRange):
 
 
 class SequenceClipped(_ClipRange):
-    """Clipped with the product of a sequence's ratios: the whole answer is one action (arXiv:2402.14740)."""
+    """Clipped with the product of a sequence's ratios: the whole completion is one action (arXiv:2402.14740)."""
 
     type: Literal["sequence_clipped"] = "sequence_clipped"
     """The name."""

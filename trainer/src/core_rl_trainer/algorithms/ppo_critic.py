@@ -32,16 +32,16 @@ __all__ = ["PPOCriticConfig", "PPOCriticInterface", "ValueLoss", "clipped_value_
 def clipped_value_error(
     values: Tensor, old: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error to ``returns``, and where clipping held it; both ``[T]``.
+    """Half the squared error to ``returns``, and where clipping changed it; both ``[T]``.
 
-    With ``clip`` it is the larger of the errors of the value and of the value held within ``clip`` of the old
-    one (PPO's code, described in arXiv:2005.12729, section 2): a value that has moved far gains nothing.
+    With ``clip`` it is the larger of two errors: that of the value, and that of the value clamped to within ``clip``
+    of the old one (PPO's code, described in arXiv:2005.12729, section 2). A value that has moved far gains nothing.
     """
     plain = (values - returns).square() / 2
     if clip is None:
         return plain, torch.zeros_like(plain, dtype=torch.bool)
-    held = (old + (values - old).clamp(-clip, clip) - returns).square() / 2
-    return torch.maximum(plain, held), held > plain
+    clamped = (old + (values - old).clamp(-clip, clip) - returns).square() / 2
+    return torch.maximum(plain, clamped), clamped > plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,12 @@ class ValueLoss:
         """The scalar sum; metrics are means over trained tokens."""
         mask, count = batch.loss_mask, batch.loss_mask.sum()
         values, returns = masked_fill(output["values"], mask), masked_fill(batch[RETURNS], mask)
-        errors, held = clipped_value_error(values, masked_fill(batch[VALUES], mask), returns, self.clip)
+        errors, clipped = clipped_value_error(values, masked_fill(batch[VALUES], mask), returns, self.clip)
         means = {
             "value_loss": errors,
             "value": values,
             "return": returns,
-            "value_clip_fraction": held.float(),
+            "value_clip_fraction": clipped.float(),
         }
         metrics = {name: Metric.mean(masked_sum(value, mask), count) for name, value in means.items()}
         return aggregate(errors, batch, self.aggregation), metrics
@@ -93,12 +93,12 @@ class PPOCriticInterface(ModelInterface[PPOCriticConfig]):
         where a constant would do as well.
         """
         require_fields("the PPO critic", batch, {LOSS_MASK, VALUES, RETURNS})
-        world = peers(engine)
-        if not world.sum([float(batch.num_sequences)])[0]:
+        comm = peers(engine)
+        if not comm.sum([float(batch.num_sequences)])[0]:
             return {"updates": 0.0, "update_successful": 0.0}
         loss = ValueLoss(clip=self.config.value_clip, aggregation=self.config.aggregation).spec()
         updates = run_updates(engine, batch, loss, mb_spec, self.config)
-        return merge_updates(updates) | {"explained_variance": explained_variance(batch, world)}
+        return merge_updates(updates) | {"explained_variance": explained_variance(batch, comm)}
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
@@ -109,13 +109,13 @@ class PPOCriticInterface(ModelInterface[PPOCriticConfig]):
         return scored.with_sequences(**{BOOTSTRAP: output["bootstrap"]})
 
 
-def explained_variance(batch: SequenceBatch, world: Comm) -> float:
+def explained_variance(batch: SequenceBatch, comm: Comm) -> float:
     """``1 - var(returns - values) / var(returns)`` over the trained tokens of all ranks; 0 for constant returns."""
     mask = batch.loss_mask
     returns = batch[RETURNS][mask].double()
     errors = returns - batch[VALUES][mask].double()
     own = [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
-    count, first, second, error, square = world.sum([float(len(returns)), *(float(value) for value in own)])
+    count, first, second, error, square = comm.sum([float(len(returns)), *(float(value) for value in own)])
     if not count:
         return 0.0
     variance = second / count - (first / count) ** 2

@@ -1,4 +1,4 @@
-"""Token ids of prompts, answers and chats: one beginning-of-sequence token, and an end that is trained."""
+"""Token ids of prompts, completions and chats: one beginning-of-sequence token, and an end that is trained."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Encoded",
     "context_length",
-    "encode_answer",
     "encode_chat",
+    "encode_completion",
     "encode_demonstration",
     "encode_prompt",
     "load_tokenizer",
@@ -32,21 +32,23 @@ Encoded = tuple[list[int], list[bool]]
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
     """Token ids of ``prompt``, ready to be continued; messages go through the tokenizer's chat template.
 
-    The beginning-of-sequence token stands once where the tokenizer puts it, even if the text spells
-    it out as well, and no end-of-sequence token stands at the end. Raises `ConfigError` for messages where the
-    tokenizer has no chat template.
+    There is one beginning-of-sequence token where the tokenizer puts it, even if the text spells it out as well.
+    There is no end-of-sequence token at the end. Raises `ConfigError` for messages where the tokenizer has no chat
+    template.
     """
     if not isinstance(prompt, str):
         return _chat_ids(tokenizer, prompt, to_be_continued=True)
     return _without_eos(tokenizer, _one_bos(tokenizer, tokenizer(prompt)["input_ids"]))
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str) -> Encoded:
-    """``prompt`` and ``answer`` as one sequence; the answer is trained, with an end-of-sequence token behind it."""
+def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, completion: str) -> Encoded:
+    """``prompt`` and ``completion`` as one sequence; the completion and an end-of-sequence token are trained."""
     if not isinstance(prompt, str):
-        return encode_chat(tokenizer, [*prompt, {"role": "assistant", "content": answer}], first=len(prompt))
+        return encode_chat(
+            tokenizer, [*prompt, {"role": "assistant", "content": completion}], first=len(prompt)
+        )
     start = encode_prompt(tokenizer, prompt)
-    trained = _without_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    trained = _without_eos(tokenizer, tokenizer(completion, add_special_tokens=False)["input_ids"])
     end = _end(tokenizer)
     if trained[-1:] != [end]:
         trained = [*trained, end]
@@ -69,17 +71,17 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, first: i
         if after[: len(before)] != before or ids[: len(after)] != after:
             raise BatchError(
                 f"the chat template rewrites what comes before message {number}; train on the last turn "
-                "alone ('prompt' and 'answer'), or mend the template"
+                "alone ('prompt' and 'answer'), or fix the template"
             )
         mask[len(before) : len(after)] = [True] * (len(after) - len(before))
     return _ended(tokenizer, ids, mask)
 
 
-def encode_demonstration(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Encoded:
-    """A row with ``messages``, or with ``prompt`` and ``answer``."""
-    if "messages" in row:
-        return encode_chat(tokenizer, row["messages"])
-    return encode_answer(tokenizer, row["prompt"], str(row["answer"]))
+def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> Encoded:
+    """An example with ``messages``, or with ``prompt`` and ``answer``."""
+    if "messages" in example:
+        return encode_chat(tokenizer, example["messages"])
+    return encode_completion(tokenizer, example["prompt"], str(example["answer"]))
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Encoded:

@@ -17,7 +17,7 @@ from core_rl.pages.chart import Chart, line_chart
 from core_rl.pages.environment import page_environment
 from core_rl.registry.engines import list_engines
 from core_rl_trainer.logs.metrics_log import Row
-from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["RunPage", "Status", "charts_of", "main_chart"]
@@ -35,7 +35,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Share of clipped tokens", ("clip_fraction",)),
     ("Entropy", ("entropy",)),
     ("Gradient norm", ("grad_norm", "critic_grad_norm")),
-    ("Tokens of a completion", ("answer_tokens",)),
+    ("Tokens of a completion", ("completion_tokens",)),
     ("Share of completions and groups", ("truncated", "groups_without_signal", "mixed_versions")),
     ("Mismatch: KL(rollout ‖ trainer)", ("mismatch_k1", "mismatch_k3", "mismatch_chi2")),
     ("Mismatch: largest difference", ("mismatch_max",)),
@@ -64,11 +64,11 @@ class RunPage:
     """Renders the page of a run of ``recipe``; it needs nothing else: no network, no script, no other file."""
 
     def __init__(
-        self, recipe: Recipe, directory: Path, places: Mapping[str, RolePlace] = MappingProxyType({})
+        self, recipe: Recipe, directory: Path, placements: Mapping[str, Placement] = MappingProxyType({})
     ) -> None:
-        """``places`` are those of the train roles."""
+        """``placements`` are those of the train roles."""
         self._recipe = recipe
-        self._places = places
+        self._placements = placements
         self._directory = directory
         self._machine = _machine(recipe)
         self._environment = page_environment(TEMPLATES)
@@ -99,7 +99,7 @@ class RunPage:
             "best": best,
             "charts": charts_of(rows),
             "samples": _by_step(samples),
-            "places": self._places,
+            "placements": self._placements,
         }
         return self._environment.get_template("run.html.jinja").render(values)
 

@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where, whose it is, and how a run is found again."""
+"""The directory of a run: its files, its lock, and the recipe that it belongs to."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 
 class RunDirectory:
-    """What lies where in ``recipe.output_dir``; made by `open_run_directory`."""
+    """The files of ``recipe.output_dir``; made by `open_run_directory`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.path = recipe.directory
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @property
     def weights(self) -> Path:
-        """Through which weights go to the rollout engine."""
+        """The directory through which weights go to the rollout engine."""
         return self.path / "weights"
 
     @property
@@ -89,7 +89,7 @@ class RunDirectory:
 
     @property
     def best(self) -> Path:
-        """Holds the model of the best evaluation."""
+        """The directory with the model of the best evaluation."""
         return self.path / "best"
 
     @property
@@ -98,13 +98,13 @@ class RunDirectory:
         return self.path / "best_model"
 
     def reference(self, name: str) -> Path:
-        """The reference's log-probs of the rows to train on (``train``), or of the held-out ones (``eval``)."""
+        """The file of the reference's log-probs of the training data (``train``) or the evaluation data (``eval``)."""
         directory = self.path / "reference"
         directory.mkdir(exist_ok=True)
         return directory / f"{name}.safetensors"
 
     def result(self) -> dict[str, Any] | None:
-        """What a finished run left; None before."""
+        """The result of a finished run; None before."""
         path = self.path / RESULT
         if not path.is_file():
             return None
@@ -140,7 +140,7 @@ class RunDirectory:
         temporary.replace(self.path / name)
 
     def _clear(self) -> None:
-        """Remove what a run writes, and nothing else; the recipe last, since it says whose the rest is."""
+        """Remove the files of a run, and nothing else; the recipe last, since it identifies the others."""
         for name in reversed(OWNED):
             path = self.path / name
             if path.is_dir() and not path.is_symlink():

@@ -31,7 +31,7 @@ _Value = TypeVar("_Value")
 
 
 class RewardFn(Protocol):
-    """Scores one answer, from token ids: a function that needs text decodes them.
+    """Scores one completion, from token ids: a function that needs text decodes them.
 
     It may be a plain function, which runs in a thread of its own, a coroutine function, or either of
     them in other processes (`core_rl_trainer.rewards.process.ProcessReward`). ``data`` is the sample that the
@@ -91,12 +91,12 @@ def load_callable(field: str, name: str) -> Any:
 
 
 def name_of(function: object) -> str:
-    """What to call ``function`` in a message."""
+    """The name of ``function`` in messages."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 async def guarded(awaited: Awaitable[_Value], *, subject: str, timeout_s: float | None = None) -> _Value:
-    """Await a user's code. What goes wrong is a `RolloutError` that names ``subject``, the original chained."""
+    """Await a user's code. Raises `RolloutError` that names ``subject`` for any error of it, the original chained."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -105,7 +105,7 @@ async def guarded(awaited: Awaitable[_Value], *, subject: str, timeout_s: float 
         raise RolloutError(f"{subject}: {error}") from error
     except Exception as error:
         if limit.expired():
-            raise RolloutError(f"{subject} gave no answer in {timeout_s} s") from error
+            raise RolloutError(f"{subject} gave no result in {timeout_s} s") from error
         raise RolloutError(f"{subject} raised {type(error).__name__}: {error}") from error
 
 

@@ -136,11 +136,11 @@ class _Worker:
         self._connection.send(request)
         if not self._connection.poll(timeout_s):
             self.stop()
-            raise RolloutError(f"no answer in {timeout_s:g} s; its process was killed")
-        fine, answer = self._connection.recv()
+            raise RolloutError(f"no result in {timeout_s:g} s; its process was killed")
+        fine, result = self._connection.recv()
         if not fine:
-            raise RolloutError(answer)
-        return answer
+            raise RolloutError(result)
+        return result
 
     def kill(self) -> None:
         """Kill the process and its children, of whose group it is the leader once it is up."""
@@ -152,7 +152,7 @@ class _Worker:
                 kill(process.pid, signal.SIGKILL)
 
     def stop(self) -> int | None:
-        """Kill the process, wait for its end and free what it held; its exit code."""
+        """Kill the process, wait for its end and free its resources; returns the exit code."""
         if self._process is None:
             return None
         self.kill()
@@ -166,7 +166,7 @@ class _Worker:
 
 
 def worker_main(connection: Connection) -> None:
-    """Answer each message with ``(True, value)``, or ``(False, what went wrong)``; the first one holds the function."""
+    """Answer each message with ``(True, value)``, or ``(False, message)``; the first one holds the function."""
     end_with_driver()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver closed its end
         pickled, functions = connection.recv(), []

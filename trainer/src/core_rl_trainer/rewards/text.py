@@ -1,4 +1,4 @@
-"""Verifiable rewards on text, and how a recipe names one."""
+"""Verifiable rewards on text, and rewards by name."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _INTEGER = re.compile(r"[-+]?\d+")
 
 
 class TextRewardFn(Protocol):
-    """Scores the text of one answer; ``sample`` is the line of the JSONL file. May be a coroutine function."""
+    """Scores the text of one completion; ``sample`` is the line of the JSONL file. May be a coroutine function."""
 
-    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
-
-
-def text_match(answer: str, sample: Mapping[str, Any]) -> float:
-    """1 if the answer is the sample's ``answer``, up to white space around it; else 0."""
-    return float(answer.strip() == str(_expected(sample)).strip())
+    def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
 
 
-def integer_match(answer: str, sample: Mapping[str, Any]) -> float:
-    """1 if the last integer in the answer is the sample's ``answer``; else 0."""
-    found = _INTEGER.findall(answer.replace(",", ""))
+def text_match(completion: str, sample: Mapping[str, Any]) -> float:
+    """1 if the completion is the sample's ``answer``, up to white space around it; else 0."""
+    return float(completion.strip() == str(_expected(sample)).strip())
+
+
+def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
+    """1 if the last integer in the completion is the sample's ``answer``; else 0."""
+    found = _INTEGER.findall(completion.replace(",", ""))
     return float(bool(found) and int(found[-1]) == int(_expected(sample)))
 
 
@@ -59,8 +59,8 @@ class TextReward:
     def __call__(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]
     ) -> float | Awaitable[float]:
-        answer = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
-        return self._fn(str(answer), data)
+        completion = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
+        return self._fn(str(completion), data)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class NamedReward:
     def __name__(self) -> str:
         return self.name.rpartition(":")[2]
 
-    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
+    def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
         """Load the function, the first time, and call it."""
-        return _loaded(self.name)(answer, sample)
+        return _loaded(self.name)(completion, sample)
 
 
 @cache
