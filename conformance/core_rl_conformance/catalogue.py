@@ -11,6 +11,8 @@ A check is a plain function over a `Subject` in a module of `core_rl_conformance
         '''
 
 To add one, write it there and add its line to the engine author's guide.
+
+A distribution adds checks of its own by the entry-point group ``core_rl_checks``, whose values name such functions.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_bad_data_is_named_before_anything_starts(
     values["data"] |= {which: _rows(tmp_path, *rows)}
     if algorithm == "sft":
         message = (
-            message.replace("1 prompts", "1 rows")
+            message.replace("1 prompts", "1 examples")
             .replace("prompt 1 \\(42", "example 1 \\(45")
             .replace("28", "32")
         )
