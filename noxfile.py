@@ -16,7 +16,8 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
-PLUGINS = ["trainer", "plugins/fsdp", "plugins/megatron", "plugins/sglang"]
+TRAINER = "trainer"
+PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
 EXAMPLES = ["examples/core-rl-ddp"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Those with layouts, on which the checks below are repeated.
@@ -35,10 +36,14 @@ ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRI
 
 
 def _install(session: nox.Session, *extras: str) -> None:
-    """Install core-rl with ``extras``, and every plugin of this repository, from the checkout."""
+    """Install core-rl with ``extras``, and every plugin of this repository, from the checkout.
+
+    The trainer is installed with ``train`` and ``dev``, as pip does for users.
+    """
+    trainer = [TRAINER] if {"dev", "train"} & set(extras) else []
     examples = EXAMPLES if "dev" in extras else []
-    plugins = [argument for plugin in PLUGINS + examples for argument in ("-e", plugin)]
-    session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *plugins)
+    parts = [argument for part in trainer + PLUGINS + examples for argument in ("-e", part)]
+    session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *parts)
 
 
 def _quick(session: nox.Session) -> tuple[bool, list[str]]:
@@ -143,14 +148,19 @@ def wheels(session: nox.Session) -> None:
     """Build the wheels, install them in a clean place, and use them away from the checkout."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), ".", *PLUGINS)
-    built = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), ".", TRAINER, *PLUGINS)
+    trainer = str(next(dist.glob("core_rl_trainer-*.whl")))
+    built = [str(wheel) for wheel in sorted(dist.glob("*.whl")) if str(wheel) != trainer]
     session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *built, "core-rl[conformance]")
     # Not below the checkout, where pytest would find its configuration.
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('core_rl_trainer')")
         session.run("core-rl", "engines", "--strict")
         suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
         session.run("pytest", *_engine_options(ENGINES), *suite, env=ENV)
+        session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), trainer)
+        session.run("core-rl", "train", "--help")
+        session.run("python", "-c", "from core_rl_trainer import run_recipe")
 
 
 @nox.session
@@ -165,7 +175,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def trl(session: nox.Session) -> None:
     """Compare losses with the own ones of TRL, and read datasets, in an environment that has both."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     session.install("trl==1.16.0")
     session.run("pytest", "interop", *session.posargs, env=ENV)
 
@@ -187,5 +197,5 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Check the documentation: links lead somewhere, and code in it parses."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     session.run("pytest", "core/tests/test_docs.py", *session.posargs)

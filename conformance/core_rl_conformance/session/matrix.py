@@ -13,8 +13,8 @@ from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, raise_all
-from core_rl.registry.discovery import load_object
 from core_rl.registry.engines import get_spec, load_config
+from core_rl.registry.objects import load_object
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting

@@ -1,4 +1,4 @@
-"""Curves of whole trainings: those of an engine, and how far rounding alone moves those of the reference engine.
+"""Curves of training runs: those of an engine, and the spread that rounding alone gives the reference engine.
 
 A synchronous run is a function of its recipe, so two engines differ in rounding alone; but Adam divides small
 gradients by themselves, and a sampled token may flip, so that rounding grows from step to step. How far is measured:
@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
-from core_rl_trainer import run_recipe
 from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.loop.run import run_recipe
 
 __all__ = ["COMPARED", "Curve", "Spread", "curve_of", "move_weights"]
 
 COMPARED = (
-    "reward", "reward_std", "answer_tokens", "groups_without_signal", "loss", "policy_loss", "approx_kl", "entropy",
+    "reward", "reward_std", "completion_tokens", "groups_without_signal", "loss", "policy_loss", "approx_kl", "entropy",
     "clip_fraction", "kl_before", "kl_coef", "kl_k3", "grad_norm", "updates", "update_successful", "lr", "version",
     "critic_value_loss", "critic_explained_variance", "critic_grad_norm", "critic_updates",
     "eval_reward", "eval_reward_greedy", "eval_loss",
@@ -54,7 +54,7 @@ def move_weights(model: Path, moved: Path, seed: int) -> Path:
 
 
 class Spread:
-    """How far each metric of each step may be from ``base``, given the curves of runs from ``moved`` weights.
+    """The allowed distance of each metric of each step from ``base``, given the curves of runs from ``moved`` weights.
 
     The baseline of a step is the largest difference up to it, since the difference grows and a single one
     may be luckily small; the rule is that of `core_rl_oracle.tolerance`.
@@ -75,7 +75,7 @@ class Spread:
         return Tolerance(baseline=baseline, floor=FLOOR_ULPS * FLOAT32_EPS * scale)
 
     def violations(self, curve: Curve) -> list[str]:
-        """What is outside, each with step, metric, both values and the limit."""
+        """Each value outside, with step, metric, both values and the limit."""
         if len(curve) != len(self._base):
             return [f"{len(curve) - 1} steps instead of {len(self._base) - 1}"]
         found = []
