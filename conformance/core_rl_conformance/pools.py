@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.capability import Capability
