@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from sglang_support import ADAPTERS, API_KEY, build, tiny_model
 
-from core_rl_sglang.engine import SglangEngine
+from core_rl.engine.inference import InferenceEngine
 
 
 def pytest_collection_modifyitems() -> None:
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def adapted(root: Path) -> Iterator[SglangEngine]:
+def adapted(root: Path) -> Iterator[InferenceEngine]:
     """One server that takes adapters."""
     engine = build(tiny_model(root), lora=ADAPTERS, api_key=API_KEY)
     try:
@@ -40,7 +40,7 @@ def adapted(root: Path) -> Iterator[SglangEngine]:
 
 
 @pytest.fixture(scope="session")
-def engine(root: Path) -> Iterator[SglangEngine]:
+def engine(root: Path) -> Iterator[InferenceEngine]:
     """One server for all tests that can do with what the others left of its weights."""
     engine = build(tiny_model(root), api_key=API_KEY)
     try:

@@ -23,7 +23,7 @@ from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, WeightGroup
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_sglang.engine import SglangEngine
+from core_rl_sglang.backend import SGLangBackend
 
 API_KEY = "a secret"
 """Of the server that tests on real ones share."""
@@ -204,15 +204,21 @@ def first(times: int, fault: Handler) -> Handler:
     return sometimes
 
 
-def build(model: str, dp: int = 1, lora: dict[str, Any] | None = None, **options: Any) -> SglangEngine:
+def build(model: str, dp: int = 1, lora: dict[str, Any] | None = None, **options: Any) -> InferenceEngine:
     """The engine of ``model``, for real servers; with ``lora`` it takes adapters."""
     spec = get_spec("sglang")
     section = {"path": model, "lora": lora}
     values = {"model": section, "layout": {"dp": dp}, "device": "cpu", "options": options}
-    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
-    assert issubclass(engine_class, SglangEngine)
+    config = parse_config(load_config(spec), values)
     assert isinstance(config, InferenceEngineConfig)
-    return engine_class(spec, config)
+    return load_engine(spec, config)
+
+
+def backend_of(engine: InferenceEngine) -> SGLangBackend:
+    """The backend behind ``engine``."""
+    backend = engine._backend
+    assert isinstance(backend, SGLangBackend)
+    return backend
 
 
 def tiny_model(root: Path, seed: int = 0) -> str:
@@ -251,10 +257,9 @@ def connected(
         "device": "cpu",
         "options": {"addresses": [stub.address for stub in made], **options},
     }
-    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
-    assert issubclass(engine_class, InferenceEngine)
+    config = parse_config(load_config(spec), values)
     assert isinstance(config, InferenceEngineConfig)
-    engine = engine_class(spec, config)
+    engine = load_engine(spec, config)
     engine.initialize()
     try:
         yield engine

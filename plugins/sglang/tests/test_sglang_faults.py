@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from sglang_support import Stub, connected, drop, dying_stream, first, stubs, tiny_model
+from sglang_support import Stub, backend_of, connected, drop, dying_stream, first, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CoreRLError, EngineStateError, RolloutError, WeightsError
 from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_sglang.answers import Piece
-from core_rl_sglang.engine import SglangEngine
 
 
 @pytest.fixture
@@ -161,7 +159,7 @@ def test_the_other_server_takes_over(tmp_path: Path) -> None:
         found = answer(engine, *(request(1, 2, number) for number in range(20)))
         assert [response.stop_reason for response in found] == ["length"] * 20
         assert len(generations(made[1])) == 20
-        wait_for(lambda: made[0].address in str(engine._fleet.servers[0].failure))  # type: ignore[attr-defined]
+        wait_for(lambda: made[0].address in str(backend_of(engine).servers[0].failure))
         made[0].start()
 
 
@@ -381,10 +379,9 @@ def test_a_sender_that_breaks_off_in_a_group_is_told_of(tmp_path: Path) -> None:
             assert stub.calls["/update_weights_from_disk"] == 1, "the weights of before"
 
 
-async def streamed(engine: InferenceEngine, count: int | None = None) -> list[Piece | LLMResponse]:
+async def streamed(engine: InferenceEngine, count: int | None = None) -> list[PartialResponse | LLMResponse]:
     """What a streamed answer consists of, or its first ``count`` parts."""
-    assert isinstance(engine, SglangEngine)
-    found: list[Piece | LLMResponse] = []
+    found: list[PartialResponse | LLMResponse] = []
     async with aclosing(engine.astream(request(max_new_tokens=9))) as parts:
         async for part in parts:
             found.append(part)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import RolloutError
-from core_rl_sglang.answers import StaleServer, generation_body, to_response
+from core_rl_sglang.responses import StaleServer, generation_body, to_response
 from core_rl_sglang.router import BLOCK, SLACK, PrefixRouter
 
 EOS = {2, 5}
