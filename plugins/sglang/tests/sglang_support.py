@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 from core_rl import get_spec, load_config, load_engine
 from core_rl.config.base import parse_config
 from core_rl.config.engine import InferenceEngineConfig
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, WeightGroup
@@ -265,3 +267,28 @@ def connected(
         yield engine
     finally:
         engine.destroy()
+
+
+def request(*ids: int, **sampling: Any) -> LLMRequest:
+    return LLMRequest(
+        input_ids=ids or (1, 2, 3),
+        sampling=SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}),
+    )
+
+
+def complete(engine: InferenceEngine, *requests: LLMRequest) -> list[LLMResponse]:
+    async def all_of_them() -> list[LLMResponse]:
+        return list(await asyncio.gather(*map(engine.agenerate, requests)))
+
+    return asyncio.run(all_of_them())
+
+
+def generations(stub: Stub) -> list[dict[str, Any]]:
+    return [body for path, body in stub.bodies if path == "/generate"]
+
+
+def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
