@@ -1,4 +1,4 @@
-"""What the tests on real servers share. They need CORE_RL_SGLANG_PYTHON, which ``nox -s sglang`` sets."""
+"""Fixtures of the tests on real servers, which need CORE_RL_SGLANG_PYTHON, which ``nox -s sglang`` sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems() -> None:
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny models are."""
+    """The directory of tiny models."""
     return tmp_path_factory.mktemp("models")
 
 
@@ -41,7 +41,7 @@ def adapted(root: Path) -> Iterator[InferenceEngine]:
 
 @pytest.fixture(scope="session")
 def engine(root: Path) -> Iterator[InferenceEngine]:
-    """One server for all tests that can do with what the others left of its weights."""
+    """One server for all tests that accept the weights that others have left."""
     engine = build(tiny_model(root), api_key=API_KEY)
     try:
         engine.initialize()

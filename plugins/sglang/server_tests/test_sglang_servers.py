@@ -35,7 +35,7 @@ def pid_of(engine: InferenceEngine) -> int:
 
 
 def processes(group: int) -> list[str]:
-    """What still runs in a process group."""
+    """The running processes of a process group."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -174,7 +174,7 @@ def test_nothing_is_left_of_a_launch_that_was_broken_off(root: Path) -> None:
     assert not processes(group)
 
 
-def test_a_model_that_the_server_cannot_read_is_told_with_its_log(tmp_path: Path, root: Path) -> None:
+def test_an_unreadable_model_is_reported_with_the_servers_log(tmp_path: Path, root: Path) -> None:
     model = Path(tiny_model(root))
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -187,7 +187,7 @@ def test_a_model_that_the_server_cannot_read_is_told_with_its_log(tmp_path: Path
     assert not processes(group)
 
 
-def test_a_port_that_is_taken_is_told(root: Path) -> None:
+def test_a_port_in_use_raises(root: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_told(root: Path) -> None:
         engine.destroy()
 
 
-def test_a_python_that_is_none_is_told(root: Path) -> None:
+def test_invalid_python_path_raises(root: Path) -> None:
     engine = build(tiny_model(root), python="/nowhere/python")
     with pytest.raises(ConfigError, match="/nowhere/python"):
         engine.launch_server()

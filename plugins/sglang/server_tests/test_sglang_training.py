@@ -1,4 +1,4 @@
-"""Training runs with answers of real servers: what is served is what was trained, also where servers are killed."""
+"""Training runs with completions of real servers, which serve the trained weights, also after they were killed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Published:
 
 
 def each_score(engine: InferenceEngine, batch: SequenceBatch) -> Iterator[Tensor]:
-    """What each server says of ``batch``, and that all of them serve."""
+    """The scores of ``batch`` by each server; asserts that all are ready."""
     servers = backend_of(engine).servers
     assert all(server.ready for server in servers)
     for chosen in servers:
@@ -99,7 +99,7 @@ def each_score(engine: InferenceEngine, batch: SequenceBatch) -> Iterator[Tensor
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
-    """What was compared after each sync of the run."""
+    """The comparisons after each sync of the run."""
     found = Published(tmp_path)
     publish = TrainingLoop.publish
 
@@ -113,7 +113,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The numbers of the prompts that steps trained on, once for each of their answers."""
+    """The numbers of the prompts that steps trained on, once for each of their completions."""
     steps: list[list[int]] = []
     inner = Rollouts.training_batch
 
@@ -127,8 +127,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def require_each_once(trained: list[list[int]]) -> None:
-    answers = sorted(number for step in trained for number in step)
-    assert answers == sorted(list(range(STEPS * PROMPTS)) * GROUP)
+    completions = sorted(number for step in trained for number in step)
+    assert completions == sorted(list(range(STEPS * PROMPTS)) * GROUP)
 
 
 def test_what_is_served_is_what_was_trained(

@@ -1,4 +1,4 @@
-"""A stand-in for an SGLang server whose answers a test scripts: faults that a real one shows too rarely."""
+"""A stub of an SGLang server with scripted responses, for faults that a real one shows too rarely."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Handler = Callable[[web.Request, dict[str, Any]], Any]
 class Stub:
     """Speaks SGLang's interface on a free port: each new token is 7, and updates succeed.
 
-    ``faults`` maps a path to a function that runs in place of the answer; what it returns is the answer, and
+    ``faults`` maps a path to a function that runs instead of the usual response; it returns the response, and
     None is the usual one.
     """
 
@@ -124,7 +124,7 @@ class Stub:
         return web.json_response(self._usual(request.path, body))
 
     async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """The usual answer token by token, then as a whole; waits before the last token while ``hold`` is set."""
+        """The usual response token by token, then as a whole; waits before the last token while ``hold`` is set."""
         whole = self.generated(body)
         response = web.StreamResponse()
         await response.prepare(request)
@@ -177,7 +177,7 @@ class Stub:
         return self.generated(body) if path == "/generate" else {"success": True, "message": ""}
 
     def generated(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The usual answer to a request."""
+        """The usual response to a request."""
         count = body["sampling_params"]["max_new_tokens"]
         return {
             "output_ids": [7] * count,
@@ -190,13 +190,13 @@ class Stub:
 
 
 def drop(request: web.Request, body: dict[str, Any]) -> None:
-    """Close the connection without an answer."""
+    """Close the connection without a response."""
     assert request.transport is not None
     request.transport.abort()
 
 
 def first(times: int, fault: Handler) -> Handler:
-    """``fault`` for so many calls, and the usual answer after them."""
+    """``fault`` for the first ``times`` calls, and the usual response after them."""
     left = [times]
 
     def sometimes(request: web.Request, body: dict[str, Any]) -> Any:
@@ -236,7 +236,7 @@ def dying_stream(model: str) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def stubs(root: Path, count: int = 1) -> Iterator[list[Stub]]:
-    """So many stubs that serve one tiny model."""
+    """A number of stubs that serve one tiny model."""
     made = [Stub(tiny_model(root)) for _ in range(count)]
     for stub in made:
         stub.start()

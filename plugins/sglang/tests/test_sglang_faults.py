@@ -62,7 +62,7 @@ def test_attempts_end(stub: Stub) -> None:
         (lambda r, b: web.json_response([1, 2]), "cannot be read"),
         (lambda r, b: web.json_response({"output_ids": [1], "meta_info": {}}), "cannot be read"),
     ],
-    ids=["500", "no json", "other json", "a list", "half an answer"],
+    ids=["500", "no json", "other json", "a list", "half a response"],
 )
 def test_nonsense_is_an_error_that_names_the_server(stub: Stub, reply: Any, says: str) -> None:
     stub.faults["/generate"] = reply
@@ -72,7 +72,7 @@ def test_nonsense_is_an_error_that_names_the_server(stub: Stub, reply: Any, says
         assert says in str(caught.value)
         assert stub.address in str(caught.value)
         stub.faults.clear()
-        assert complete(engine, request())[0].output_ids == (7,) * 4, "the engine goes on"
+        assert complete(engine, request())[0].output_ids == (7,) * 4, "the engine still works"
 
 
 def test_a_request_to_a_slow_server_is_aborted(stub: Stub) -> None:
@@ -81,7 +81,7 @@ def test_a_request_to_a_slow_server_is_aborted(stub: Stub) -> None:
 
     stub.faults["/generate"] = slow
     with connected([stub], request_timeout_s=0.2) as engine:
-        with pytest.raises(RolloutError, match=f"{stub.address}.*not answered within 0.2 s"):
+        with pytest.raises(RolloutError, match=f"{stub.address}.*got no response within 0.2 s"):
             complete(engine, request())
         wait_for(lambda: stub.calls["/abort_request"] == 1)
 
@@ -137,7 +137,7 @@ def test_a_server_that_comes_back_gets_the_weights_before_it_serves(stub: Stub, 
         assert found.versions == (5,) * 4
         assert stub.model_path == served
         seen = [path for path, _ in stub.bodies[before:]]
-        # The first request finds the new process with foreign weights, and its answer is not taken.
+        # The first request finds the new process with foreign weights, and its response is not used.
         assert seen.index("/update_weights_from_disk") < len(seen) - 1 - seen[::-1].index("/generate")
 
 
@@ -200,7 +200,7 @@ def test_a_server_that_somebody_left_paused_is_taken_over(stub: Stub) -> None:
 
 
 async def streamed(engine: InferenceEngine, count: int | None = None) -> list[PartialResponse | LLMResponse]:
-    """What a streamed answer consists of, or its first ``count`` parts."""
+    """The parts of a streamed response, or the first ``count`` of them."""
     found: list[PartialResponse | LLMResponse] = []
     async with aclosing(engine.astream(request(max_new_tokens=9))) as parts:
         async for part in parts:
@@ -213,11 +213,11 @@ async def streamed(engine: InferenceEngine, count: int | None = None) -> list[Pa
 def test_a_streamed_response_comes_in_parts_and_as_a_whole(stub: Stub) -> None:
     stub.faults["/generate"] = first(1, drop)
     with connected([stub]) as engine:
-        *pieces, answer = asyncio.run(streamed(engine))
-    assert isinstance(answer, LLMResponse)
-    assert answer.output_ids == (7,) * 9
-    assert [piece.output_ids for piece in pieces] == [(7,)] * 8
-    assert [piece.logprobs for piece in pieces] == [(-0.5,)] * 8
+        *parts, response = asyncio.run(streamed(engine))
+    assert isinstance(response, LLMResponse)
+    assert response.output_ids == (7,) * 9
+    assert [part.output_ids for part in parts] == [(7,)] * 8
+    assert [part.logprobs for part in parts] == [(-0.5,)] * 8
 
 
 def test_a_stream_that_is_closed_is_aborted(stub: Stub) -> None:

@@ -55,7 +55,7 @@ async def ask(engine: InferenceEngine) -> LLMResponse:
 
 
 def bodies(stub: Stub, path: str, field: str) -> list[Any]:
-    """What calls of ``path`` said in ``field``."""
+    """The values of ``field`` in the calls of ``path``."""
     return [body.get(field) for called, body in stub.bodies if called == path]
 
 

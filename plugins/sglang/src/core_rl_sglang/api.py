@@ -70,13 +70,13 @@ class Api:
                 if response.status != 200:
                     content = await response.read()
                     raise Refused(
-                        f"{what} was answered with status {response.status}: {_reason(content)}",
+                        f"{what} returned status {response.status}: {_reason(content)}",
                         response.status,
                     )
                 async for content in _event_data(response.content):
                     yield self._parsed(content, what)
         except TimeoutError as error:
-            raise ServerTimeout(f"{what} was not answered within {timeout_s:g} s") from error
+            raise ServerTimeout(f"{what} got no response within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
 
@@ -91,7 +91,7 @@ class Api:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise Refused(f"{what} was answered with something that is no JSON: {_shown(content)}") from error
+            raise Refused(f"{what} returned no JSON: {_shown(content)}") from error
 
     def _named(self, method: str, path: str) -> str:
         return f"SGLang server {self.address}: {method} {path}"
@@ -106,11 +106,11 @@ class Api:
                 async with call as response:
                     status, content = response.status, await response.read()
         except TimeoutError as error:
-            raise ServerTimeout(f"{what} was not answered within {timeout_s:g} s") from error
+            raise ServerTimeout(f"{what} got no response within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
         if status != 200:
-            raise Refused(f"{what} was answered with status {status}: {_reason(content)}", status)
+            raise Refused(f"{what} returned status {status}: {_reason(content)}", status)
         return content
 
 

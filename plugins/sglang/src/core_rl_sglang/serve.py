@@ -114,7 +114,7 @@ def die_with_parent() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second is its name in the workers that SGLang spawns
-    # Python looks for modules beside a script first, and what is there would hide the server's own.
+    # Python looks for modules in a script's directory first, and those there would hide the server's own.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     apply_workarounds()
 
