@@ -90,8 +90,8 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """The servers that the engine is connected to."""
-        return self._fleet.pool.servers
+        """The servers that the engine is connected to; before `build`, those that it has launched."""
+        return self._own if self._connected is None else self._connected.pool.servers
 
     def teardown(self) -> None:
         loop, self._loop = self._loop, None
