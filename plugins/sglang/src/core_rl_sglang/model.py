@@ -13,7 +13,7 @@ from core_rl.backend.inference_backend import ModelLimits
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import read_config
-from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.digest import digest_of_directory
 from core_rl_sglang.adapters import AdapterForm
 
@@ -83,4 +83,4 @@ def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     parameters = {name: tuple(value.shape) for name, value in model.named_parameters()}
     saved = model.state_dict().keys()
     buffers = {name: tuple(value.shape) for name, value in model.named_buffers() if name in saved}
-    return WrittenForm.of(model).shapes(parameters) | buffers
+    return CheckpointLayout.of(model).shapes(parameters) | buffers

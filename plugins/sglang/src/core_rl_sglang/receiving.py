@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.backend.named_tensors import check_shapes
+from core_rl.backend.tensors import check_shapes
 from core_rl.config.engine import LoraConfig
 from core_rl.errors import WeightsError
 from core_rl.rollout.loop_thread import LoopThread
