@@ -1,4 +1,4 @@
-"""Where something was computed: what somebody needs who tries to get the same numbers."""
+"""A description of the machine and its packages, for reproducing measured numbers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from core_rl.config.engine import OptimizerConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.data.shard import shard, shard_plan, unshard_output
+from core_rl.data.partition import shard, shard_plan, unshard_output
 from core_rl.distributed.agreement import agree
 from core_rl.engine import guards
 from core_rl.engine.modes import EngineModes

@@ -1,4 +1,4 @@
-"""Reading what installed distributions declare under the entry-point group ``rl_engines``."""
+"""Entry points of installed distributions in the group ``rl_engines``."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class EngineEntry:
     """The directory that the distribution is installed in."""
     spec: EngineSpec | None = None
     error: EngineError | None = None
-    """Why the engine cannot be used. ``spec`` is kept beside an `EngineAmbiguous`."""
+    """The reason why the engine cannot be used; with an `EngineAmbiguous`, ``spec`` is set as well."""
 
     @property
     def origin(self) -> str:
-        """Where the engine comes from, for messages."""
+        """The engine and its distribution, for messages."""
         return f"engine {self.name!r} of {self.distribution} {self.version} (entry point {self.value!r})"
 
     def read(self) -> EngineEntry:
@@ -102,7 +102,7 @@ def load_object(reference: str, origin: object) -> object:
     """Import the object that ``reference`` (``"module:attribute"``) names; ``origin`` opens the messages.
 
     Raises:
-        EngineBroken: with the original error chained; a missing dependency is told apart from a bug.
+        EngineBroken: with the original error chained; a missing dependency and a bug give different messages.
     """
     if not _REFERENCE.fullmatch(reference):
         raise EngineBroken(f"{origin}: {reference!r} is not of the form 'module:attribute'")

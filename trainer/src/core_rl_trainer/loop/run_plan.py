@@ -166,7 +166,7 @@ def _role(role: str, prepared: Prepared, sequences: int, limit: int) -> RolePlan
 def _ranks(config: TrainEngineConfig, sequences: int, longest: int, limit: int) -> Iterator[RankPlan]:
     share = math.ceil(sequences / config.layout.dp)
     for rank in range(config.layout.world_size):
-        place = config.layout.place(rank)
+        place = config.layout.coordinates(rank)
         each = max(1, limit // longest)  # sequences of a micro-batch, if all are as long as the longest
         yield RankPlan(rank=rank, place=place, sequences=share, micro_batches=math.ceil(share / each))
 
