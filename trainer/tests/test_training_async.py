@@ -23,6 +23,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCapability
 from core_rl.reference.config import ReferenceRolloutConfig
 from core_rl.registry.engines import register_engine
@@ -206,18 +207,19 @@ def test_an_answer_goes_on_with_new_weights(start: Path, tmp_path: Path) -> None
             parameter.mul_(1.5)
     new.save_pretrained(tmp_path / "new")
     config = ReferenceRolloutConfig(model=ModelConfig(path=str(start / "model")), device="cpu")
-    engine = StepwiseRollout(stepwise_rollout.SPEC, config)
+    backend = StepwiseRollout()
+    engine = InferenceEngine(stepwise_rollout.SPEC, config, backend)
     engine.initialize()
     try:
-        engine.hold_at = 2
+        backend.hold_at = 2
         sampling = SamplingParams(max_new_tokens=4, ignore_eos=True, seed=3)
         workflow = SingleTurnWorkflow(reward=lambda prompt, output, data: 0.0, sampling=sampling)
         engine.submit({"prompt_ids": [support.BOS, 4, 5]}, workflow)
-        assert engine.held.wait(60)
+        assert backend.held.wait(60)
         with interrupted(engine):
             meta = WeightUpdateMeta(method="disk", version=1, path=str(tmp_path / "new"))
             engine.update_weights(meta).result(60)
-            engine.go.set()
+            backend.go.set()
         batch = engine.wait(1, timeout=60)
         assert batch["versions"].tolist() == [-1, -1, -1, 0, 0, 1, 1]
         after = engine.score(batch)

@@ -11,7 +11,7 @@ from core_rl.config.base import Config, parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engine.loading import load_engine
+from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.discovery import load_object
 from core_rl.registry.engines import get_spec, load_config
@@ -152,7 +152,7 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
         ConfigError, f"the conformance profile of engine {name!r}", found.violations(spec, known_checks)
     )
     # An engine that cannot be imported says so once here, and not in every check.
-    load_engine(spec)
+    load_backend(spec)
     _try_options(name, found, load_config(spec))
     return Target(spec=spec, profile=found)
 

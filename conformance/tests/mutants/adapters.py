@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
-from core_rl.checkpoint.shards import Shard
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.distributed.process_group import RankAddress
 from core_rl.reference.train import ReferenceEngine
+from core_rl.state.snapshot import Shard
 from core_rl.toolkit.held_tensors import HeldTensors
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_disabled
 from mutants.bases import Replicated

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
-from core_rl.backend.named_tensors import TensorSource
 from core_rl.backend.progress import EngineProgress
 from core_rl.backend.steps import PostHook
+from core_rl.backend.tensors import TensorSource
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName

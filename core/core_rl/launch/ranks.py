@@ -13,6 +13,7 @@ from core_rl.config.engine import DType, ModelConfig, OptimizerConfig, TrainEngi
 from core_rl.config.hub import with_local_model
 from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError, EngineStateError, LayoutError
 from core_rl.launch import remote
@@ -51,6 +52,7 @@ class EngineRanks:
         threads_per_rank: int | None = None,
         devices: Sequence[int] | None = None,
         colocate_with: EngineRanks | None = None,
+        make_engine: remote.MakeEngine = load_engine,
     ) -> None:
         self.spec = get_spec(engine) if isinstance(engine, str) else engine
         _check(self.spec, timeout_s, threads_per_rank)
@@ -62,6 +64,7 @@ class EngineRanks:
         self.config = _config(self.spec, config, fields)
         self.timeout_s = timeout_s
         self._ft_spec = ft_spec
+        self._make_engine = make_engine
         if colocate_with is None:
             self._ranks = RankSet(threads_per_rank, devices)
         else:
@@ -151,7 +154,7 @@ class EngineRanks:
         ranks.check_world(self._engine_id, size)
         config = with_local_model(config)
         ranks.pool.grow(size)
-        arguments = (self.spec, config, ranks.threads(size))
+        arguments = (self._make_engine, self.spec, config, ranks.threads(size))
         self._call("the check of the config", remote.prepare, [arguments] * size)
         return config
 

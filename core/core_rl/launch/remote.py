@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
-from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
 from core_rl.launch.worker import RankState
@@ -48,11 +47,15 @@ class RankInfo:
 # ------------------------------------------------------ functions of a rank's state
 
 
-def prepare(state: RankState, spec: EngineSpec, config: TrainEngineConfig, threads: int) -> None:
+MakeEngine = Callable[[EngineSpec, TrainEngineConfig], TrainEngine]
+
+
+def prepare(
+    state: RankState, make_engine: MakeEngine, spec: EngineSpec, config: TrainEngineConfig, threads: int
+) -> None:
     """Construct the next engine, which checks the config; the present one stays."""
     torch.set_num_threads(threads)
-    kind = cast("type[TrainEngine]", load_engine(spec))
-    state.next_engine = kind(spec, config)
+    state.next_engine = make_engine(spec, config)
 
 
 def initialize(state: RankState, addr: RankAddress, ft_spec: FinetuneSpec | None) -> RankInfo:

@@ -14,11 +14,21 @@ from core_rl.config.capability import Capability
 from core_rl.errors import EngineBroken, EngineError, EngineIncompatible, raise_all
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineKind, EngineSpec
 
-__all__ = ["GROUP", "EngineEntry", "check_spec", "declared_engines", "installable_engines", "load_object"]
+__all__ = [
+    "GROUP",
+    "MIGRATION_PAGE",
+    "EngineEntry",
+    "check_spec",
+    "declared_engines",
+    "installable_engines",
+    "load_object",
+]
 
 GROUP = "rl_engines"
 """The entry-point group that a plugin declares its engines in."""
 
+MIGRATION_PAGE = "docs/engine-migration.md"
+"""Changes between versions of the engine interface, and what an engine author does about them."""
 _CORE = "core-rl"
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -150,9 +160,9 @@ def _is_version(protocol: object) -> bool:
 
 def _check_protocol(spec: EngineSpec, origin: object) -> None:
     (major, minor), (core_major, core_minor) = spec.protocol, PROTOCOL_VERSION
-    if major == core_major and minor <= core_minor:
+    if major == core_major and (minor == core_minor or (major > 0 and minor < core_minor)):
         return
-    fix = f"upgrade {_CORE}" if spec.protocol > PROTOCOL_VERSION else "upgrade the plugin"
+    fix = f"upgrade {_CORE}" if spec.protocol > PROTOCOL_VERSION else f"upgrade the plugin ({MIGRATION_PAGE})"
     raise EngineIncompatible(
         f"{origin} was written for version {major}.{minor} of the engine interface; "
         f"this {_CORE} speaks {core_major}.{core_minor}; {fix}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.backend.named_tensors import TensorDict
+from core_rl.backend.tensors import TensorDict
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine

@@ -274,9 +274,8 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
             if plan.takes_turns(name):
                 groups[name].offload()  # room for the next one
         spec, config = plan.rollout
-        engine_class = load_engine(spec)
-        assert issubclass(engine_class, InferenceEngine)
-        rollout = engine_class(spec, config)
+        rollout = load_engine(spec, config)
+        assert isinstance(rollout, InferenceEngine)
         stack.callback(rollout.destroy)
         rollout.initialize(None, plan.finetune)
         yield Roles(

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from core_rl.errors import WeightsError, raise_all
 
-__all__ = ["NamedTensors", "TensorDict", "TensorSource", "check_shapes", "check_source"]
+__all__ = ["MappedSource", "NamedTensors", "TensorDict", "TensorSource", "check_shapes", "check_source"]
 
 NamedTensors = Iterator[tuple[str, Tensor | None]]
-"""A collective stream: every rank iterates to the end, and only output ranks receive a tensor, which
-is valid until the next item."""
+"""A collective stream: every rank iterates to the end, and only the writer receives a tensor, which is valid
+until the next item."""
 
 
 class TensorSource(Protocol):
@@ -47,6 +47,24 @@ class TensorDict:
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         tensor = self._tensors[name]
         return tensor if slices is None else tensor[slices]
+
+
+class MappedSource:
+    """A `TensorSource` that gives other names to tensors of another source, or selects some of them."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        self._source = source
+        self._names = dict(names)
+        """The name in ``source`` for each name here."""
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._names[name])
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        return self._source.read(self._names[name], slices)
 
 
 def check_source(source: TensorSource, expected: Mapping[str, tuple[int, ...]], subject: str) -> None:
