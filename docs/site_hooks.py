@@ -48,7 +48,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def moved(match: re.Match[str]) -> str:
         target = outside(uri, match[2])
-        return match[0] if target is None else f"{match[1]}{up}{source_page(target)}{match[3] or ''}{match[4]}"
+        return (
+            match[0] if target is None else f"{match[1]}{up}{source_page(target)}{match[3] or ''}{match[4]}"
+        )
 
     return LINK.sub(moved, markdown)
 
@@ -58,4 +60,4 @@ def _shown(path: Path, target: str) -> str:
     if path.suffix == ".md":  # its own links are those of the repository
         return re.sub(r"!?\[([^\]]*)\]\((?![a-z]+:)[^)]*\)", r"\1", text)
     language = LANGUAGES.get(path.suffix, "text")
-    return f"# {target}\n\n````{language} linenums=\"1\"\n{text}\n````\n"
+    return f'# {target}\n\n````{language} linenums="1"\n{text}\n````\n'

@@ -137,6 +137,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if f": {page}\n" not in navigation] == []
 
 
+def test_the_tests_behind_the_invariants_exist() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", page)
+    assert links
+    missing = [
+        name for name, path in links if f"def {name}(" not in (DOCS / path).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
