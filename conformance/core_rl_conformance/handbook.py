@@ -11,9 +11,10 @@ __all__ = ["checks_page", "chosen", "text_of"]
 
 HEAD = """# The checks
 
-Every check of the conformance suite: its requirement, the real bug behind it, and where to look when it fails. `I7` and the like are invariants
-that the field has learnt the hard way; `contract` are rules of the interface. A failure names its check; `core-rl checks NAME` prints the same text in a
-terminal. `core-rl checks --markdown docs/checks.md` writes this page.
+Every check of the conformance suite: its requirement, the real bug behind it, and where to look when it fails. `I7`
+and the like are invariants that the field has learnt the hard way; `contract` are rules of the interface. A failure
+names its check; `core-rl checks NAME` prints the same text in a terminal. `core-rl checks --markdown docs/checks.md`
+writes this page.
 """
 INVARIANTS = {
     "I1": "However a batch is cut into micro-batches, a step is the same",
