@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from arithmetic_support import load_example
 from page_blocks import PAGES, ROOT, Block, blocks_of, commands_of, name_of
 
 from core_rl.cli import main
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
-
-sys.path.insert(0, str(ROOT / "examples" / "arithmetic"))
-import prepare as arithmetic
 
 RUNNABLE = ("python", "sh")
 WITH_CODE = [
@@ -32,7 +30,7 @@ WITH_CODE = [
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which a tiny model stands under every path that the pages name."""
-    directory = tmp_path_factory.mktemp("stand-ins")
+    directory, arithmetic = tmp_path_factory.mktemp("stand-ins"), load_example()
     model, start = directory / "Qwen" / "Qwen3-0.6B", directory / "runs" / "arithmetic" / "start"
     build(TinyModel(family="qwen3")).save_pretrained(model)
     arithmetic.make_tokenizer().save_pretrained(model)
