@@ -24,7 +24,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.engine.loading import load_engine
 from core_rl.errors import (
     CheckpointDamaged,
@@ -325,7 +325,7 @@ def test_a_changed_file_of_a_sealed_directory_is_refused(
     def write(directory: Path) -> None:
         shutil.copytree(source, directory, dirs_exist_ok=True)
 
-    publish(str(path), write, World(), kind="hf")
+    publish(str(path), write, Comm(), kind="hf")
     engine = serve()
     update(engine, path, 1, verify=True)
     file = path / "model.safetensors"

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from core_rl.checkpoint.directory import opened, publish
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 
 TIMEOUT_S = 60.0
 """How long a rank waits for the others: only a test that fails takes it."""
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadWorld(World):
+class ThreadComm(Comm):
     """Its ranks are threads; a rank that does not come breaks the barrier."""
 
     number: int
@@ -59,14 +59,14 @@ class ThreadWorld(World):
         return [max(column) for column in zip(*self.gather(values), strict=True)]
 
 
-def on_ranks(size: int, function: Callable[[World], Any]) -> list[Any]:
+def on_ranks(size: int, function: Callable[[Comm], Any]) -> list[Any]:
     """``function(world)`` on every rank; what each returned or raised."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size)
 
     def call(rank: int) -> Any:
         try:
-            return function(ThreadWorld(number=rank, slots=slots, meeting=barrier))
+            return function(ThreadComm(number=rank, slots=slots, meeting=barrier))
         except Exception as error:  # noqa: BLE001  # whatever it is, the test looks at it
             return error
 
@@ -123,12 +123,12 @@ def save_text(path: str | Path, **files: str) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
 
-    publish(str(path), write, World(), kind="text", state={"files": sorted(files)})
+    publish(str(path), write, Comm(), kind="text", state={"files": sorted(files)})
 
 
 def load_text(path: str | Path) -> dict[str, str]:
     """What `save_text` saved."""
-    with opened(str(path), World(), kind="text") as directory:
+    with opened(str(path), Comm(), kind="text") as directory:
         files = [file for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"]
         return {file.relative_to(directory).as_posix().replace("/", "__"): file.read_text() for file in files}
 

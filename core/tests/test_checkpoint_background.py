@@ -24,7 +24,7 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import CheckpointError, CheckpointNotFound
 
@@ -34,7 +34,7 @@ CALLS = ("fsync", "mkdir", "rename", "rmdir", "unlink")
 
 
 def begin(
-    path: Path, world: World, write: Write, *, text: str = "", timeout_s: float = TIMEOUT_S
+    path: Path, world: Comm, write: Write, *, text: str = "", timeout_s: float = TIMEOUT_S
 ) -> BackgroundSave:
     def prepare(directory: Path) -> Later:
         (directory / f"now{world.rank}").write_text(text)
@@ -55,7 +55,7 @@ def test_the_old_one_stays_until_all_ranks_have_written(tmp_path: Path) -> None:
     path, gate = tmp_path / "a", threading.Event()
     save_text(path, weights="old")
 
-    def save(world: World) -> dict[str, str]:
+    def save(world: Comm) -> dict[str, str]:
         def write(directory: Path) -> None:
             if world.rank == 2:
                 assert gate.wait(TIMEOUT_S)
@@ -84,7 +84,7 @@ def test_a_failure_of_one_rank_is_an_error_of_all(
     path = tmp_path / "a"
     save_text(path, weights="old")
 
-    def save(world: World) -> None:
+    def save(world: Comm) -> None:
         def write(directory: Path) -> None:
             if world.rank == bad:
                 raise OSError(28, "No space left on device", str(directory / "shards"))
@@ -108,7 +108,7 @@ def test_a_failure_of_one_rank_is_an_error_of_all(
 def test_a_rank_that_does_not_write_in_time_is_named(tmp_path: Path) -> None:
     gate = threading.Event()
 
-    def save(world: World) -> None:
+    def save(world: Comm) -> None:
         def write(directory: Path) -> None:
             if world.rank == 1:
                 gate.wait(TIMEOUT_S)
@@ -131,7 +131,7 @@ def test_a_failure_before_training_goes_on_is_raised_at_once(tmp_path: Path) -> 
 
     save_text(tmp_path / "a", weights="old")
     with pytest.raises(CheckpointError, match="rank 0: RuntimeError: no snapshot"):
-        publish_later(str(tmp_path / "a"), fail, World(), kind="text", state={}, timeout_s=1.0)
+        publish_later(str(tmp_path / "a"), fail, Comm(), kind="text", state={}, timeout_s=1.0)
     assert load_text(tmp_path / "a") == {"weights": "old"}
     assert hidden(tmp_path) == []
 
@@ -150,7 +150,7 @@ def test_a_save_killed_at_any_point_loses_nothing(tmp_path: Path, replace: bool)
 
         def save(path: Path = path, point: int = point) -> None:
             with killed_at(point, os, CALLS):
-                begin(path, World(), later("new"), text="new").wait(World())
+                begin(path, Comm(), later("new"), text="new").wait(Comm())
 
         code = in_child(save)
         found = found_at(path)
@@ -185,7 +185,7 @@ def test_a_run_killed_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path: Pat
         try:
             for version in range(10_000):
                 text = f"{version:06d}" * 20_000
-                begin(path, World(), later(text), text=text).wait(World())
+                begin(path, Comm(), later(text), text=text).wait(Comm())
         finally:
             os._exit(1)
     deadline = time.monotonic() + TIMEOUT_S
@@ -205,13 +205,13 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from core_rl.checkpoint.background import Later, publish_later
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 
 def write(directory):
     time.sleep(0.3)
     (directory / "later0").write_text("new")
 
-publish_later(sys.argv[1], lambda directory: Later(write), World(), kind="text", state={}, timeout_s=60.0)
+publish_later(sys.argv[1], lambda directory: Later(write), Comm(), kind="text", state={}, timeout_s=60.0)
 """
 
 

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from core_rl.checkpoint.directory import opened, publish, read_state
 from core_rl.checkpoint.manifest import FileRecord, Manifest, parse_manifest
 from core_rl.checkpoint.tensor_files import write_tensors
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -73,7 +73,7 @@ def test_other_users_may_read_it(tmp_path: Path) -> None:
 def test_all_ranks_write_into_one_directory(tmp_path: Path) -> None:
     path = str(tmp_path / "a")
 
-    def save(world: World) -> None:
+    def save(world: Comm) -> None:
         def write(directory: Path) -> None:
             (directory / f"rank{world.rank}").write_text("x" * world.rank)
 
@@ -99,7 +99,7 @@ def test_the_failure_of_one_rank_is_an_error_of_all(
     path = str(tmp_path / "a")
     save_text(path, **FILES)
 
-    def save(world: World) -> None:
+    def save(world: Comm) -> None:
         def write(directory: Path) -> None:
             (directory / f"rank{world.rank}").write_text("new")
             if world.rank == culprit:
@@ -122,7 +122,7 @@ def test_ranks_without_a_common_file_system_are_told_so(
 ) -> None:
     path, real = str(tmp_path / "a"), Path.is_dir
 
-    def save(world: World) -> None:
+    def save(world: Comm) -> None:
         publish(path, lambda directory: None, world, kind="text")
 
     monkeypatch.setattr(Path, "is_dir", lambda self: ".tmp-" not in self.name and real(self))
@@ -174,7 +174,7 @@ def test_the_old_one_survives_an_empty_directory_in_its_place(tmp_path: Path) ->
     assert load_text(tmp_path / "a") == FILES
 
     with pytest.raises(CheckpointError, match="rank 0: RuntimeError: no"):
-        publish(str(tmp_path / "a"), _fail, World(), kind="text")
+        publish(str(tmp_path / "a"), _fail, Comm(), kind="text")
     assert load_text(tmp_path / "a") == FILES
     assert (tmp_path / "a" / "weights").is_file()  # back in its place, also for programs that know no better
     assert hidden(tmp_path) == []
@@ -261,7 +261,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, write: Callable[[Path], 
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
         with pytest.raises(CheckpointError) as caught:
-            publish(str(path), write, World(), kind="text")
+            publish(str(path), write, Comm(), kind="text")
         assert "too large" in str(caught.value)
         assert name in str(caught.value)
         assert "untouched" in str(caught.value)
@@ -297,7 +297,7 @@ def test_an_empty_directory_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [{"when": object()}, {"deep": [{1: "one"}]}])
 def test_a_state_that_is_not_json_is_refused(tmp_path: Path, value: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="the state of the checkpoint"):
-        publish(str(tmp_path / "a"), lambda directory: None, World(), kind="text", state=value)
+        publish(str(tmp_path / "a"), lambda directory: None, Comm(), kind="text", state=value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -312,7 +312,7 @@ def test_damage_is_refused_with_the_files_name(
     save_text(tmp_path / "a", **FILES)
     damage(tmp_path / "a" / name)
 
-    def load(world: World) -> None:
+    def load(world: Comm) -> None:
         with opened(str(tmp_path / "a"), world, kind="text"):
             raise AssertionError("a damaged checkpoint was opened")
 
@@ -361,7 +361,7 @@ def test_another_kind_is_refused(tmp_path: Path) -> None:
     save_text(tmp_path / "a", **FILES)
     with (
         pytest.raises(CheckpointMismatch, match="kind 'text', not 'hf'"),
-        opened(str(tmp_path / "a"), World(), kind="hf"),
+        opened(str(tmp_path / "a"), Comm(), kind="hf"),
     ):
         pass
 
@@ -375,7 +375,7 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_directory_from_elsewhere_is_read_where_that_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with opened(str(tmp_path), World(), kind="hf", require_manifest=False) as directory:
+    with opened(str(tmp_path), Comm(), kind="hf", require_manifest=False) as directory:
         assert (directory / "config.json").read_text() == "{}"
     with pytest.raises(CheckpointDamaged, match="manifest.json is missing"):
         load_text(tmp_path)
@@ -386,7 +386,7 @@ def test_a_nested_checkpoint_is_covered_by_its_own_manifest(tmp_path: Path) -> N
         (directory / "outer").write_text("o")
         save_text(directory / "engine", inner="i")
 
-    publish(str(tmp_path / "a"), write, World(), kind="text")
+    publish(str(tmp_path / "a"), write, Comm(), kind="text")
     listed = json.loads((tmp_path / "a" / "manifest.json").read_text())["files"]
     assert sorted(listed) == ["engine/manifest.json", "outer"]
     (tmp_path / "a" / "engine" / "inner").write_text("j")

@@ -24,7 +24,7 @@ from core_rl.checkpoint.directory import read_state
 from core_rl.checkpoint.formats import save_portable
 from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, TrainEngineConfig
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
     CheckpointDamaged,
@@ -406,7 +406,7 @@ def test_damage_of_any_file_is_refused_before_anything_changes(
 class StreamingEngine:
     """Just enough of an engine for `save_portable`: streams are collective, rank 0 writes."""
 
-    def __init__(self, world: World, together: threading.Barrier) -> None:
+    def __init__(self, world: Comm, together: threading.Barrier) -> None:
         self.world = world
         self.is_writer = world.rank == 0
         self.spec = SPEC
@@ -434,7 +434,7 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     together = threading.Barrier(2)
     engines: list[Any] = []
 
-    def save(world: World) -> None:
+    def save(world: Comm) -> None:
         engine: Any = StreamingEngine(world, together)
         engines.append(engine)
         save_portable(engine, SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))

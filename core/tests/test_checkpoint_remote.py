@@ -13,7 +13,7 @@ from checkpoint_support import DAMAGE, in_child, killed_at, load_text, on_ranks,
 from fsspec.implementations.local import LocalFileSystem
 
 from core_rl.checkpoint.directory import opened, publish, read_state
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
 FILES = {"weights": "0123456789", "folder__deep__notes": "abcdef", "empty": ""}
@@ -42,7 +42,7 @@ def test_what_was_saved_is_read_back_and_replaced(url: str) -> None:
 
 
 def test_all_ranks_write_and_read(url: str) -> None:
-    def save(world: World) -> dict[str, str]:
+    def save(world: Comm) -> dict[str, str]:
         def write(directory: Path) -> None:
             (directory / f"rank{world.rank}").write_text("x")
 
@@ -55,7 +55,7 @@ def test_all_ranks_write_and_read(url: str) -> None:
 
 def test_the_download_is_removed(url: str) -> None:
     save_text(url, **FILES)
-    with opened(url, World(), kind="text") as directory:
+    with opened(url, Comm(), kind="text") as directory:
         assert directory.is_dir()
     assert not directory.exists()
 
@@ -124,7 +124,7 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
 
 def test_a_directory_from_elsewhere_is_read_where_that_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with opened(f"file://{tmp_path}", World(), kind="hf", require_manifest=False) as directory:
+    with opened(f"file://{tmp_path}", Comm(), kind="hf", require_manifest=False) as directory:
         assert (directory / "config.json").read_text() == "{}"
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
 BASE = torch.arange(24.0).reshape(4, 6)
@@ -121,12 +121,12 @@ def test_a_write_error_leaves_no_rank_waiting_in_the_stream(tmp_path: Path) -> N
     (tmp_path / "model-00001.safetensors").mkdir()  # in the way of the first file
     together = threading.Barrier(2)
 
-    def collective(world: World) -> Iterator[tuple[str, Tensor | None]]:
+    def collective(world: Comm) -> Iterator[tuple[str, Tensor | None]]:
         for number in range(6):
             together.wait(TIMEOUT_S)
             yield f"w{number}", torch.ones(10) if world.rank == 0 else None
 
-    def save(world: World) -> None:
+    def save(world: Comm) -> None:
         write_tensors(tmp_path, "model", collective(world), writes=world.rank == 0, max_file_bytes=40)
 
     error, other = on_ranks(2, save)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError
 from core_rl.state.gather import LocalPart, ShardGather
 
 
 @dataclass(frozen=True)
-class Told(World):
+class Told(Comm):
     """A world whose other rank holds ``other``."""
 
     other: Any = None

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms.advantages import (
     dr_grpo_advantages,
@@ -221,7 +221,7 @@ def test_whitened_values_have_mean_0_and_variance_1(lengths: list[int], seed: in
     assert bool((found[~mask] == 0).all())
 
 
-class ThreadWorld(World):
+class ThreadComm(Comm):
     """Ranks that are threads of this process: sums meet at a barrier."""
 
     def __init__(self, size: int) -> None:
@@ -241,7 +241,7 @@ class ThreadWorld(World):
 def test_whitening_takes_its_moments_over_all_ranks() -> None:
     batch = ragged_batch(LENGTHS)
     parts = batch.split([[0, 3], [1, 2, 4, 5]])
-    world = ThreadWorld(2)
+    world = ThreadComm(2)
     found: dict[int, Tensor] = {}
 
     def rank(number: int) -> None:

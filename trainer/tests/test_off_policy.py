@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.off_policy import (
     Correction,
     Decoupled,
@@ -60,7 +60,7 @@ def test_weights_and_metrics_are_the_papers(correction: Correction, lengths: lis
     found = correction.limited(correction.ratios(batch))
     assert found[mask].tolist() == pytest.approx(weights, rel=1e-12)
     assert bool(torch.isfinite(found).all())
-    metrics = importance_metrics(correction, batch, World())
+    metrics = importance_metrics(correction, batch, Comm())
     if not ratios:
         assert metrics == {}
         return
@@ -80,7 +80,7 @@ def test_equal_policies_have_weight_one() -> None:
     batch = batch.with_tokens(prox_logprobs=batch["logprobs"])
     for correction in CORRECTIONS:
         assert bool((correction.limited(correction.ratios(batch)) == 1).all())
-        metrics = importance_metrics(correction, batch, World())
+        metrics = importance_metrics(correction, batch, Comm())
         assert (metrics["importance_ess"], metrics["importance_limited"]) == (1.0, 0.0)
 
 

@@ -15,7 +15,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.directory import publish
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CheckpointError, WeightsError
 from core_rl_conformance.catalogue import check
@@ -54,7 +54,7 @@ def published(
     def write(directory: Path) -> None:
         shutil.copytree(source, directory, dirs_exist_ok=True)
 
-    publish(str(path), write, World(), kind="hf", state={"version": version})
+    publish(str(path), write, Comm(), kind="hf", state={"version": version})
     return WeightUpdateMeta(version=version, path=str(path), verify=verify)
 
 

@@ -15,7 +15,7 @@ from toy_tp.engine import BEFORE_COLUMN, TensorParallelEngine, partial_gradient
 from toy_tp.vocabulary import Vocabulary
 from transformers import PreTrainedModel
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.state.grad_norm import GradShard, global_grad_norm
 from mutants.zoo import TP2, TP2SP, Mutant
 
@@ -47,7 +47,7 @@ class ClipsByItsOwnNorm(TensorParallelEngine):
         limit = self.config.optimizer.max_grad_norm
         if limit is not None:
             own = [replace(shard, duplicates=()) for shard in self._grad_shards()]
-            scale = min(1.0, limit / (global_grad_norm(own, World()) + 1e-6))
+            scale = min(1.0, limit / (global_grad_norm(own, Comm()) + 1e-6))
         super()._step(scale)
 
 
@@ -278,7 +278,7 @@ class OneRankRefuses(TensorParallelEngine):
     def _check_heads(self, model: PreTrainedModel) -> None:
         if self.tensor_parallel_rank == 0:
             super()._check_heads(model)
-        World(self.tensor_parallel_group).barrier()
+        Comm(self.tensor_parallel_group).barrier()
 
 
 MUTANTS = (

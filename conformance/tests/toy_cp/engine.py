@@ -17,7 +17,7 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import RankAddress
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_engine import HFTrainEngine
@@ -31,13 +31,13 @@ class ContextParallelEngine(HFTrainEngine):
 
     shard_type: type[TokenShard] = TokenShard
 
-    def _groups(self, world: World) -> RankGroups:
+    def _groups(self, world: Comm) -> RankGroups:
         self._mesh = init_device_mesh(
             self.device.type, (self.layout.dp, self.layout.cp), mesh_dim_names=("dp", "cp")
         )
         return RankGroups(
-            data_parallel=World(self._mesh.get_group("dp"), self.device),
-            model_parallel=World(self._mesh.get_group("cp"), self.device),
+            data_parallel=Comm(self._mesh.get_group("dp"), self.device),
+            model_parallel=Comm(self._mesh.get_group("cp"), self.device),
         )
 
     @property

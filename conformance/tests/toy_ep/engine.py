@@ -18,7 +18,7 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import LayoutError
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
@@ -70,9 +70,9 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ExpertParallelEngine(HFTrainEngine):
     """Expert ``e`` is computed on rank ``e * ep // experts``; without ``ep``, on every rank for its own tokens."""
 
-    def _groups(self, world: World) -> RankGroups:
+    def _groups(self, world: Comm) -> RankGroups:
         self._spread = self.layout.ep > 1
-        return RankGroups(data_parallel=World(world.group, self.device))
+        return RankGroups(data_parallel=Comm(world.group, self.device))
 
     def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
         register_packed_attention()

@@ -20,7 +20,7 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import RankAddress
 from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from core_rl.toolkit.build import build_model
@@ -44,13 +44,13 @@ class PipelineEngine(HFTrainEngine):
 
     # ----------------------------------------------------------------- places
 
-    def _groups(self, world: World) -> RankGroups:
+    def _groups(self, world: Comm) -> RankGroups:
         self._mesh = init_device_mesh(
             self.device.type, (self.layout.dp, self.layout.pp), mesh_dim_names=("dp", "pp")
         )
         return RankGroups(
-            data_parallel=World(self._mesh.get_group("dp"), self.device),
-            model_parallel=World(self._mesh.get_group("pp"), self.device),
+            data_parallel=Comm(self._mesh.get_group("dp"), self.device),
+            model_parallel=Comm(self._mesh.get_group("pp"), self.device),
             output_source=self.layout.pp - 1,
         )
 

@@ -25,7 +25,7 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import LayoutError
 from core_rl.state.gather import LocalPart
@@ -69,13 +69,13 @@ class TensorParallelEngine(HFTrainEngine):
 
     # ----------------------------------------------------------------- places
 
-    def _groups(self, world: World) -> RankGroups:
+    def _groups(self, world: Comm) -> RankGroups:
         self._mesh = init_device_mesh(
             self.device.type, (self.layout.dp, self.layout.tp), mesh_dim_names=("dp", "tp")
         )
         return RankGroups(
-            data_parallel=World(self._mesh.get_group("dp"), self.device),
-            model_parallel=World(self._mesh.get_group("tp"), self.device),
+            data_parallel=Comm(self._mesh.get_group("dp"), self.device),
+            model_parallel=Comm(self._mesh.get_group("tp"), self.device),
         )
 
     @property
@@ -263,8 +263,8 @@ class TensorParallelEngine(HFTrainEngine):
             offsets[place.dim] = -(-tensor.shape[place.dim] // self.layout.tp) * self.tensor_parallel_rank
         return LocalPart(local, tuple(offsets))
 
-    def _copy_world(self) -> World:
-        return World(self.tensor_parallel_group)
+    def _copy_world(self) -> Comm:
+        return Comm(self.tensor_parallel_group)
 
 
 def _local(module: nn.Module | Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from core_rl.backend.meta import FinetuneSpec, Scheduling, StatePart, TensorKind
 from core_rl.backend.named_tensors import NamedTensors, TensorSource
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import UnsupportedCapability
 from core_rl.state.grad_norm import GradShard
@@ -97,7 +97,7 @@ class TrainHooks(ABC):
 
     # ------------------------------------------------- with a useful default
 
-    def _groups(self, world: World) -> RankGroups:
+    def _groups(self, world: Comm) -> RankGroups:
         """The process groups, right after ``init_process_group``; by default all ranks are data parallel."""
         return RankGroups(data_parallel=world)
 

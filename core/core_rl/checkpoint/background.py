@@ -19,7 +19,7 @@ from typing import Any
 from core_rl.checkpoint.directory import place_of, staged_on_leader
 from core_rl.checkpoint.manifest import seal
 from core_rl.distributed.agreement import describe, on_all
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
 
 __all__ = ["BackgroundSave", "Later", "publish_later"]
@@ -43,7 +43,7 @@ class Later:
 def publish_later(
     path: str,
     prepare: Callable[[Path], Later],
-    world: World,
+    world: Comm,
     *,
     kind: str,
     state: Mapping[str, Any],
@@ -92,7 +92,7 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, args=(commit, stack), name=f"save {self.path}")
         self._thread.start()
 
-    def wait(self, world: World) -> None:
+    def wait(self, world: Comm) -> None:
         """Return when the checkpoint is in place; collective.
 
         Raises one `CheckpointError` on all ranks when anything failed on any of them.

@@ -11,7 +11,7 @@ from core_rl.checkpoint.local import LocalPlace
 from core_rl.checkpoint.manifest import MANIFEST, find_damage, parse_manifest, read_manifest, seal, to_json
 from core_rl.checkpoint.remote import RemotePlace, is_url
 from core_rl.distributed.agreement import on_all, on_leader
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -26,7 +26,7 @@ __all__ = ["opened", "place_of", "publish", "read_state", "staged_on_leader"]
 def publish(
     path: str,
     write: Callable[[Path], None],
-    world: World,
+    world: Comm,
     *,
     kind: str,
     state: Mapping[str, Any] | None = None,
@@ -55,7 +55,7 @@ def publish(
 
 
 def staged_on_leader(
-    path: str, state: Mapping[str, Any], world: World, stack: ExitStack, subject: str
+    path: str, state: Mapping[str, Any], world: Comm, stack: ExitStack, subject: str
 ) -> Path:
     """A temporary directory that all ranks see, which lives as long as the ``stack`` of rank 0; collective."""
 
@@ -69,7 +69,7 @@ def staged_on_leader(
 
 
 @contextmanager
-def opened(path: str, world: World, *, kind: str | None, require_manifest: bool = True) -> Iterator[Path]:
+def opened(path: str, world: Comm, *, kind: str | None, require_manifest: bool = True) -> Iterator[Path]:
     """A local directory with the verified checkpoint of ``path``, the same on all ranks; collective.
 
     A URL is downloaded into a temporary directory first. Every rank raises the same error:

@@ -14,7 +14,7 @@ from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.local import LocalPlace, remove_stale
 from core_rl.checkpoint.manifest import MANIFEST, to_json
 from core_rl.checkpoint.remote import is_url
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 
 __all__ = ["RunCheckpoint", "RunCheckpoints"]
@@ -83,7 +83,7 @@ class RunCheckpoints:
 
         self.root.mkdir(parents=True, exist_ok=True)
         remove_stale(self.root, ".step-")
-        publish(str(self._path(step)), write, World(), kind="run", state={"step": step})
+        publish(str(self._path(step)), write, Comm(), kind="run", state={"step": step})
         self._remove_old()
 
     def latest(self) -> RunCheckpoint | None:
@@ -96,7 +96,7 @@ class RunCheckpoints:
             return None
         path = self._path(steps[-1])
         try:
-            with opened(str(path), World(), kind="run") as directory:
+            with opened(str(path), Comm(), kind="run") as directory:
                 state = json.loads((directory / STATE).read_text())
                 return RunCheckpoint(path=directory, step=steps[-1], state=state)
         except CheckpointDamaged as error:

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from safetensors import SafetensorError
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CoreRLError, raise_all
 
 __all__ = ["agree", "describe", "on_all", "on_leader"]
@@ -16,7 +16,7 @@ __all__ = ["agree", "describe", "on_all", "on_leader"]
 T = TypeVar("T")
 
 
-def agree(world: World, compute: Callable[[], T]) -> list[T]:
+def agree(comm: Comm, compute: Callable[[], T]) -> list[T]:
     """``compute()`` of every rank, in rank order.
 
     When it raises a `CoreRLError` on some rank, every rank raises one, so that none waits for
@@ -28,7 +28,7 @@ def agree(world: World, compute: Callable[[], T]) -> list[T]:
         value = compute()
     except CoreRLError as error:
         failure = error
-    answers = world.gather((value, None if failure is None else (type(failure), str(failure))))
+    answers = comm.gather((value, None if failure is None else (type(failure), str(failure))))
     if failure is not None:
         raise failure
     for rank, (_, problem) in enumerate(answers):
@@ -48,7 +48,7 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def on_all(world: World, action: Callable[[], T], subject: str, kind: type[CoreRLError] | None = None) -> T:
+def on_all(comm: Comm, action: Callable[[], T], subject: str, kind: type[CoreRLError] | None = None) -> T:
     """``action()`` on every rank; returns this rank's own result.
 
     When it fails anywhere, every rank raises one error that lists the ranks and their reasons: of
@@ -56,7 +56,7 @@ def on_all(world: World, action: Callable[[], T], subject: str, kind: type[CoreR
     `CheckpointError`. On a rank that failed, the original is chained.
     """
     result, cause = _attempt(action)
-    answers = world.gather(None if cause is None else (_kind_of(cause), describe(cause)))
+    answers = comm.gather(None if cause is None else (_kind_of(cause), describe(cause)))
     kinds = [answer[0] for answer in answers if answer is not None]
     if kinds:
         _raise(kind or kinds[0], subject, _by_rank(answers), cause)
@@ -64,13 +64,11 @@ def on_all(world: World, action: Callable[[], T], subject: str, kind: type[CoreR
     return result
 
 
-def on_leader(
-    world: World, action: Callable[[], T], subject: str, kind: type[CoreRLError] | None = None
-) -> T:
+def on_leader(comm: Comm, action: Callable[[], T], subject: str, kind: type[CoreRLError] | None = None) -> T:
     """``action()`` on rank 0 alone; every rank returns its result or raises its error, as `on_all` does."""
-    result, cause = _attempt(action) if world.rank == 0 else (_Nothing(), None)
+    result, cause = _attempt(action) if comm.rank == 0 else (_Nothing(), None)
     failure = None if cause is None else (_kind_of(cause), describe(cause))
-    result, failure = world.broadcast((result, failure))
+    result, failure = comm.broadcast((result, failure))
     if failure is not None:
         _raise(kind or failure[0], subject, [failure[1]], cause)
     assert not isinstance(result, _Nothing)

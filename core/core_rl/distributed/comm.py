@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankGroups", "World"]
+__all__ = ["Comm", "RankGroups"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class World:
+class Comm:
     """A process group as the core uses it: scalars and small objects. ``group=None`` is a lone rank."""
 
     group: dist.ProcessGroup | None = None
@@ -74,9 +74,9 @@ class World:
 class RankGroups:
     """Where a rank stands among its peers."""
 
-    data_parallel: World
+    data_parallel: Comm
     """Ranks at the same place of the model that see other sequences."""
-    model_parallel: World = World()
+    model_parallel: Comm = Comm()
     """Ranks that together hold one copy of the model and see the same sequences."""
     output_source: int = 0
     """The rank inside ``model_parallel`` on which outputs appear (the last pipeline stage)."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError, EngineStateError
 
 __all__ = ["Membership", "RankAddress", "join", "pick_device"]
@@ -42,7 +42,7 @@ class _Present:
     """Whether `join` made it, so that the last engine that leaves destroys it."""
     group: dist.ProcessGroup | None = field(default_factory=lambda: dist.group.WORLD)
     shared: dict[object, Any] = field(default_factory=dict)
-    """See `World.shared`."""
+    """See `Comm.shared`."""
     members: list[Membership] = field(default_factory=list)
 
     def is_there(self) -> bool:
@@ -60,7 +60,7 @@ class Membership:
     def __init__(self, present: _Present, device: torch.device) -> None:
         self.address = present.address
         """This rank's number, and how long collectives may wait: as the first engine here joined."""
-        self.world = World(present.group, device, present.shared)
+        self.world = Comm(present.group, device, present.shared)
         """All ranks."""
         self._present = present
         present.members.append(self)

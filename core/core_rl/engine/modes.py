@@ -14,7 +14,7 @@ from core_rl.backend.train_hooks import TrainHooks
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import Membership
 from core_rl.engine import guards
 from core_rl.errors import ConfigError, EngineStateError
@@ -57,7 +57,7 @@ class EngineModes(TrainHooks):
         return self.config.layout
 
     @property
-    def world(self) -> World:
+    def world(self) -> Comm:
         """All ranks of this engine."""
         return self._membership.world
 
@@ -77,7 +77,7 @@ class EngineModes(TrainHooks):
         return self._rank_groups.data_parallel.size
 
     @property
-    def data_parallel_group(self) -> World:
+    def data_parallel_group(self) -> Comm:
         """The ranks at the same place of the model that see other sequences."""
         return self._rank_groups.data_parallel
 

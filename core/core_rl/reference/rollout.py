@@ -24,7 +24,7 @@ from core_rl.checkpoint.directory import opened
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import pick_device
 from core_rl.engine.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
@@ -174,7 +174,7 @@ class ReferenceRolloutEngine(InferenceEngine):
     def _base_digest(self) -> str:
         held = {written_name(name): value for name, value in self._model.named_parameters()}
         base = ((name, value) for name, value in held.items() if not name.startswith(ADAPTER_PREFIX))
-        return digest_of_parts(World(), base)
+        return digest_of_parts(Comm(), base)
 
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
         written = {written_name(name): value for name, value in self._model.named_parameters()}
@@ -197,7 +197,7 @@ class ReferenceRolloutEngine(InferenceEngine):
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
         assert meta.path is not None
-        with opened(meta.path, World(), kind="hf", require_manifest=meta.verify) as directory:
+        with opened(meta.path, Comm(), kind="hf", require_manifest=meta.verify) as directory:
             try:
                 model = self._load(ModelConfig(path=str(directory)))
             except ConfigError as error:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 
 __all__ = ["digest_of_parts"]
 
 
-def digest_of_parts(world: World, parts: Iterable[tuple[str, Tensor]]) -> str:
+def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
     """A digest of float tensors, of which the ranks hold ``parts``, each element on one of them; collective.
 
     It is made from the sum of each tensor's bits as integers, so nothing is gathered. It tells trained

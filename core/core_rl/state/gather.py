@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError, raise_all
 
 __all__ = ["BUCKET_BYTES", "LocalPart", "ShardGather"]
@@ -41,7 +41,7 @@ class ShardGather:
     """
 
     def __init__(
-        self, world: World, parts: Mapping[str, LocalPart], shapes: Mapping[str, tuple[int, ...]]
+        self, world: Comm, parts: Mapping[str, LocalPart], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         self._world = world
         self._shapes = dict(shapes)

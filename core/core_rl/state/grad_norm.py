@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 
 __all__ = ["CHUNK", "GradShard", "global_grad_norm"]
 
@@ -28,7 +28,7 @@ class GradShard:
     Empty: no other rank holds it."""
 
 
-def global_grad_norm(shards: Iterable[GradShard], world: World) -> float:
+def global_grad_norm(shards: Iterable[GradShard], world: Comm) -> float:
     """The 2-norm over all ranks' shards, accumulated in float64; the same number on every rank.
 
     float64, because the float32 ``norm()`` of torch on the CPU is 1.6e-4 low on 2 million elements.

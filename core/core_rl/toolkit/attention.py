@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from core_rl.distributed.collectives import swap
-from core_rl.distributed.comm import World
+from core_rl.distributed.collectives import all_to_all
+from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.ulysses import spread_heads
 
@@ -28,7 +28,7 @@ class Segments:
 
     bounds: tuple[int, ...]
     """``cu_seqlens`` of the whole batch as ``B + 1`` integers."""
-    context: World | None = None
+    context: Comm | None = None
     """The ranks over which the tokens of the batch are spread, if they are."""
 
 
@@ -83,7 +83,7 @@ def packed_attention(
     if context is None or context.size == 1:
         return _attend(query, key, value, bounds, longest, scores), None
     query, key, value = spread_heads(query, key, value, context)
-    return swap(_attend(query, key, value, bounds, longest, scores), context, split=1, join=2), None
+    return all_to_all(_attend(query, key, value, bounds, longest, scores), context, split=1, join=2), None
 
 
 @dataclass(frozen=True)

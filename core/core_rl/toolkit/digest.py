@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.state.digest import digest_of_parts
 from core_rl.toolkit.checkpoint_layout import WrittenForm
 
@@ -27,4 +27,4 @@ def digest_of_directory(directory: Path, config: PretrainedConfig) -> str:
         for held, _ in model.named_parameters():
             yield held, torch.cat([files.read(name).float().flatten() for name in form.names(held)])
 
-    return digest_of_parts(World(), parts())
+    return digest_of_parts(Comm(), parts())

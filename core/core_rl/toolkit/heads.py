@@ -12,7 +12,7 @@ from torch import Tensor
 from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
-from core_rl.distributed.collectives import add_up, enter, gather
+from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_region
 from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
 from core_rl.toolkit.token_logprobs import HeadMap, token_logits, token_logprobs
 
@@ -38,7 +38,7 @@ class PackedStates:
     def placed(self, values: Tensor, positions: Tensor, length: int) -> Tensor:
         """``length`` entries, 0 but for ``values`` at ``positions`` on the rank that has them."""
         own = values.new_zeros((length, *values.shape[1:])).index_copy(0, positions, values)
-        return add_up(own, self.shards.context)
+        return reduce_from_region(own, self.shards.context)
 
     def not_first(self) -> Tensor:
         """Bool ``[T]``: all but the first token of each sequence."""
@@ -80,7 +80,7 @@ class LanguageModelHead:
         predicted = predicted[which]
         rows = states.rows(partial=True)[states_at]
         if not shards.sequence_parallel:
-            rows = enter(rows, shards.tensor)
+            rows = copy_to_region(rows, shards.tensor)
         found: dict[str, Tensor] = {}
         if "logprobs" in asked or "entropy" in asked:
             logprobs, entropy = token_logprobs(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import TensorKind
 from core_rl.backend.named_tensors import NamedTensors, TensorSource
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl.state.gather import LocalPart, ShardGather
 from core_rl.toolkit.checkpoint_layout import WrittenForm
@@ -44,9 +44,9 @@ class HeldTensors(TrainEngine):
     def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
         """Read this rank's parts from ``source``, which has the names and shapes of `_held_shapes`."""
 
-    def _copy_world(self) -> World:
+    def _copy_world(self) -> Comm:
         """The ranks that hold one copy of all tensors between them; by default this one alone."""
-        return World()
+        return Comm()
 
     def _exported_name(self, kind: TensorKind, name: str) -> str:
         """The name under which ``kind`` is exported."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.toolkit.vocabulary import VocabularyShard
 
 __all__ = ["WHOLE", "ModelShards", "TokenSlice"]
@@ -18,9 +18,9 @@ __all__ = ["WHOLE", "ModelShards", "TokenSlice"]
 class ModelShards:
     """The ranks that hold one copy of the model; all of them get the same batches."""
 
-    context: World = field(default_factory=World)
+    context: Comm = field(default_factory=Comm)
     """Context parallel: each rank sees an equal part of the tokens."""
-    tensor: World = field(default_factory=World)
+    tensor: Comm = field(default_factory=Comm)
     """Tensor parallel: each rank holds some heads, columns and vocabulary rows."""
     sequence_parallel: bool = False
     """Between the matrices, tokens are spread over the ranks of ``tensor`` as well."""

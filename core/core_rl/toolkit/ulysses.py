@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-from core_rl.distributed.collectives import swap
-from core_rl.distributed.comm import World
+from core_rl.distributed.collectives import all_to_all
+from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError
 
 __all__ = ["check_heads", "spread_heads"]
@@ -21,7 +21,7 @@ def check_heads(heads: int, context: int) -> None:
         )
 
 
-def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: World) -> tuple[Tensor, Tensor, Tensor]:
+def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: Comm) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens with some heads, from some tokens with all heads.
 
     Args:
@@ -35,9 +35,9 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: World) -> t
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
     return (
-        swap(query, context, split=1, join=2),
-        swap(key, context, split=1, join=2),
-        swap(value, context, split=1, join=2),
+        all_to_all(query, context, split=1, join=2),
+        all_to_all(key, context, split=1, join=2),
+        all_to_all(value, context, split=1, join=2),
     )
 
 

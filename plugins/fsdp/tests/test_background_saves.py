@@ -19,7 +19,7 @@ from core_rl.checkpoint.directory import opened, read_state
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import GroupError
 from core_rl.launch.group import EngineGroup
@@ -78,7 +78,7 @@ def test_the_kill_of_a_rank_leaves_a_whole_checkpoint(tmp_path: Path, seed: int,
         with pytest.raises(GroupError):
             ranks.wait_for_saves()
         assert read_state(path)["progress"]["version"] in (1, 2)
-        with opened(path, World(), kind="sharded"):  # verifies every digest
+        with opened(path, Comm(), kind="sharded"):  # verifies every digest
             pass
         ranks.restart()
         ranks.initialize()

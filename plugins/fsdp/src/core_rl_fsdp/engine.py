@@ -18,7 +18,7 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import ConfigError
 from core_rl.state.gather import LocalPart
@@ -41,7 +41,7 @@ class FSDPEngine(HFTrainEngine):
 
     config: FSDPConfig
 
-    def _groups(self, world: World) -> RankGroups:
+    def _groups(self, world: Comm) -> RankGroups:
         self._meshes = Meshes.of(world, self.layout, self.config.options.replicas)
         return self._meshes.groups
 
@@ -149,7 +149,7 @@ class FSDPEngine(HFTrainEngine):
                 bounds[dim] = _piece(bounds[dim], *self._meshes.places[axis])
         return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
 
-    def _copy_world(self) -> World:
+    def _copy_world(self) -> Comm:
         return self._meshes.copy
 
 

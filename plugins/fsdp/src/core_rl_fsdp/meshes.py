@@ -14,7 +14,7 @@ from functools import cached_property
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
 from core_rl.toolkit.parallel_context import ModelShards
 
@@ -27,12 +27,12 @@ REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 class Meshes:
     """All meshes and groups of an engine. Making one is collective, and so is the first use of each property."""
 
-    world: World
+    world: Comm
     layout: ParallelLayout
     replicas: int
 
     @staticmethod
-    def of(world: World, layout: ParallelLayout, replicas: int) -> Meshes:
+    def of(world: Comm, layout: ParallelLayout, replicas: int) -> Meshes:
         """Those of another engine of this process if it has the same: each group costs connections and memory."""
         meshes = Meshes(world, layout, replicas)
         found: Meshes = world.shared.setdefault((Meshes, layout, replicas, world.device), meshes)
@@ -92,7 +92,7 @@ class Meshes:
         )
 
     @cached_property
-    def copy(self) -> World:
+    def copy(self) -> Comm:
         """The ranks that hold one copy of all weights between them."""
         if self.replicas == 1:
             return self.world
@@ -102,8 +102,8 @@ class Meshes:
     def _mesh(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
 
-    def _world(self, mesh: DeviceMesh, name: str) -> World:
+    def _world(self, mesh: DeviceMesh, name: str) -> Comm:
         """The ranks along one dimension; a lone rank needs no group."""
         if mesh[name].size() == 1:
-            return World(device=self.world.device)
-        return World(mesh.get_group(name), self.world.device)
+            return Comm(device=self.world.device)
+        return Comm(mesh.get_group(name), self.world.device)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 
-from core_rl.distributed.collectives import add_up, enter, gather, scatter_sum
+from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_region, reduce_scatter
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.toolkit.parallel_context import ModelShards
 
@@ -174,7 +174,7 @@ class _Entrance(ParallelStyle):
         """``[1, T, H]``, all tokens of this context parallel rank."""
         if self._shards.sequence_parallel:
             return gather(hidden, self._shards.tensor, 1, partial=True)
-        return enter(hidden, self._shards.tensor)
+        return copy_to_region(hidden, self._shards.tensor)
 
 
 def _shard_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelShards) -> None:
@@ -224,8 +224,8 @@ def _embed(module: nn.Embedding, shards: ModelShards, ids: Tensor) -> Tensor:
 def _left(value: Tensor, shards: ModelShards) -> Tensor:
     """The sum over ranks of ``[1, T, H]``: everywhere, or each rank's tokens of it."""
     if shards.sequence_parallel:
-        return scatter_sum(value, shards.tensor, 1)
-    return add_up(value, shards.tensor)
+        return reduce_scatter(value, shards.tensor, 1)
+    return reduce_from_region(value, shards.tensor)
 
 
 def _own(parameter: Tensor) -> Tensor:

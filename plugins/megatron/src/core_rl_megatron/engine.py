@@ -21,7 +21,7 @@ from core_rl.backend.meta import FinetuneSpec, StatePart
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine.guards import check_experts
 from core_rl.errors import BatchError, ConfigError, UnsupportedCapability
@@ -48,7 +48,7 @@ __all__ = ["MegatronEngine"]
 class MegatronEngine(MegatronTensors):
     """One rank of a model in Megatron's layouts."""
 
-    def _groups(self, world: World) -> RankGroups:
+    def _groups(self, world: Comm) -> RankGroups:
         check_megatron()
         cpu_shim.install(self.device)
         options = self.config.options

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from core_rl.config.engine import Head
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
@@ -153,7 +153,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             )
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
-    def forward(self, tokens: TokenSlice, context: World) -> Tensor:
+    def forward(self, tokens: TokenSlice, context: Comm) -> Tensor:
         """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) of this stage."""
         hidden = self._embedded(tokens.input_ids) if self.pre_process else None
         if hidden is not None and self.config.recompute_granularity == "full" and torch.is_grad_enabled():

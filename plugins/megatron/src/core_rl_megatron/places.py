@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initializ
 from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.distributed.comm import RankGroups, World
+from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import EngineStateError, LayoutError
 from core_rl.toolkit.parallel_context import ModelShards
 
@@ -32,11 +32,11 @@ class Places:
     groups: RankGroups
     shards: ModelShards
     """How one copy of the model and its tokens are spread, but for stages."""
-    copy: World
+    copy: Comm
     """Ranks that hold one copy of all tensors between them."""
 
 
-def make_groups(world: World, layout: ParallelLayout, virtual_stages: int, timeout_s: float) -> Places:
+def make_groups(world: Comm, layout: ParallelLayout, virtual_stages: int, timeout_s: float) -> Places:
     """Make Megatron's process groups, and those that the core needs beside them, or share what is there. Collective.
 
     Megatron-Core keeps one set of groups in a process, so its engines have the same degrees; each calls
@@ -167,7 +167,7 @@ def _model_parallel_ranks(layout: ParallelLayout, rank: int) -> list[int]:
     return [near * (data + layout.dp * stage) + i for stage in range(layout.pp) for i in range(near)]
 
 
-def _model_parallel_group(world: World, layout: ParallelLayout) -> Any:
+def _model_parallel_group(world: Comm, layout: ParallelLayout) -> Any:
     near = layout.tp * layout.cp
     size = near * layout.pp
     if size == 1 or size == world.size:
@@ -179,10 +179,10 @@ def _model_parallel_group(world: World, layout: ParallelLayout) -> Any:
     return world.shared[key]
 
 
-def _world(world: World, ranks: Sequence[int], group: Any) -> World:
-    return World(group if len(ranks) > 1 else None, world.device)
+def _world(world: Comm, ranks: Sequence[int], group: Any) -> Comm:
+    return Comm(group if len(ranks) > 1 else None, world.device)
 
 
-def _of(world: World, size: int, group: Any) -> World:
-    """Megatron's group as a `World`; a lone rank needs none."""
-    return World(group() if size > 1 else None, world.device)
+def _of(world: Comm, size: int, group: Any) -> Comm:
+    """Megatron's group as a `Comm`; a lone rank needs none."""
+    return Comm(group() if size > 1 else None, world.device)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.backend.meta import TensorKind
 from core_rl.backend.named_tensors import TensorDict, TensorSource
 from core_rl.checkpoint.shards import Shard, ShardFiles
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError
 from core_rl.state.gather import LocalPart, ShardGather
 from core_rl.state.grad_norm import GradShard
@@ -96,7 +96,7 @@ class MegatronTensors(HeldCheckpoint):
     def _hf_config(self) -> PretrainedConfig:
         return self._hf
 
-    def _copy_world(self) -> World:
+    def _copy_world(self) -> Comm:
         return self._places.copy
 
     def _held_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:

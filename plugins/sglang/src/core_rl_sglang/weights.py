@@ -14,7 +14,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.named_tensors import check_source
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, Seats
 from core_rl.weight_sync.messages import Bucket
@@ -66,7 +66,7 @@ class DiskWeights:
         Raises `CheckpointError` and `WeightsError` before any server hears of them.
         """
         assert meta.path is not None
-        with opened(meta.path, World(), kind="hf", require_manifest=meta.verify) as directory:
+        with opened(meta.path, Comm(), kind="hf", require_manifest=meta.verify) as directory:
             check_source(TensorFiles(directory, "model"), shapes, f"the weights in {meta.path!r}")
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 

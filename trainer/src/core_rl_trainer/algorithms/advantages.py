@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError
 
 __all__ = [
@@ -63,13 +63,13 @@ def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
     return (rewards.double() - baseline_rewards.double()).float()
 
 
-def whiten(values: Tensor, mask: Tensor, world: World | None = None) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, world: Comm | None = None) -> Tensor:
     """``values [T]`` with mean 0 and variance 1 over the tokens where ``mask`` is true, and 0 elsewhere.
 
     Moments are float64, over the ranks of ``world`` as well (the data-parallel ranks, each with its part of
     the batch). The variance is the sample variance, as in verl and TRL. Collective.
     """
-    world = world or World()
+    world = world or Comm()
     chosen = values[mask].double()
     total, count = world.sum([float(chosen.sum()), float(len(chosen))])
     mean = total / max(count, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import segment_sum
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.algorithms import advantages as rules
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, GROUP, TOKEN_REWARDS, VALUES
@@ -39,7 +39,7 @@ class AdvantageEstimator(Config):
     """Fields that the batch must have besides ``token_rewards``."""
 
     @abstractmethod
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
         """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``world``."""
 
 
@@ -50,7 +50,7 @@ class _OfSequences(AdvantageEstimator):
     def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
         """Advantages ``[B]``; ``rewards [B]`` are float64."""
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
         rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
         return rules.spread_to_tokens(self._of(rewards, batch), batch)
 
@@ -107,7 +107,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount for each token."""
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
         returns = returns_to_go(batch[TOKEN_REWARDS], batch, self.gamma)
         return rules.whiten(returns, batch.loss_mask, world)
 
@@ -119,7 +119,7 @@ class ReinforcePlusPlusBaseline(_OfSequences):
     """The name."""
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
         return rules.whiten(super().__call__(batch, world), batch.loss_mask, world)
 
     def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
@@ -139,7 +139,7 @@ class GAE(AdvantageEstimator):
     """Where an answer was cut off at its limit, go on from the critic's value of what comes then, instead of 0."""
     fields: ClassVar[frozenset[str]] = frozenset({VALUES, BOOTSTRAP})
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
         last = batch[BOOTSTRAP] * _truncated(batch) if self.bootstrap_truncated else None
         return gae_advantages(
             batch[TOKEN_REWARDS], batch[VALUES], batch, gamma=self.gamma, lam=self.lam, last_values=last
@@ -172,7 +172,7 @@ class CustomAdvantage(AdvantageEstimator):
             raise ValueError(str(error)) from error
         return self
 
-    def __call__(self, batch: SequenceBatch, world: World) -> Tensor:
+    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
         found: Tensor = custom_callable("advantage rule", self.type, BUILT_IN, self.settings)(batch)
         if found.shape != (batch.num_tokens,):
             raise BatchError(

@@ -20,7 +20,7 @@ from core_rl.config.base import Config, parse_config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError
 from core_rl.rollout.workflow import RolloutWorkflow
 from core_rl_trainer.algorithms.named import GROUP, load_object, not_found
@@ -103,7 +103,7 @@ class ModelInterface(ABC, Generic[ConfigT]):
         """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
         return frozenset()
 
-    def prepare(self, batch: SequenceBatch, world: World | None = None) -> SequenceBatch:
+    def prepare(self, batch: SequenceBatch, world: Comm | None = None) -> SequenceBatch:
         """``batch`` with what `train_step` and other interfaces of the step need, taken over all of its sequences.
 
         `train_step` does it by itself for a batch that was not prepared. ``world`` are the ranks that hold the

@@ -17,7 +17,7 @@ from torch import Tensor
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import masked_fill, segment_sum
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.advantages import spread_to_tokens
 from core_rl_trainer.algorithms.fields import BEHAVIOUR, PROXIMAL
 from core_rl_trainer.algorithms.kl import MAX_LOG_RATIO, log_ratio
@@ -160,7 +160,7 @@ CorrectionConfig = Annotated[
 """A name, or its settings with the name as ``type``."""
 
 
-def importance_metrics(correction: Correction, batch: SequenceBatch, world: World) -> dict[str, float]:
+def importance_metrics(correction: Correction, batch: SequenceBatch, world: Comm) -> dict[str, float]:
     """What the weights of the trained tokens look like, over all ranks of ``world``. Collective.
 
     ``importance_mean``, ``_max`` and ``_min`` before any limit (the mean is 1 in expectation),

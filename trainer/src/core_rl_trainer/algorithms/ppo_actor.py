@@ -13,7 +13,7 @@ from core_rl.config.base import Config
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.masked import masked_fill
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.advantages import whiten
 from core_rl_trainer.algorithms.estimators import GRPO, AdvantageConfig
 from core_rl_trainer.algorithms.fields import (
@@ -151,14 +151,14 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
 
     # ------------------------------------------------------------- preparation
 
-    def prepare(self, batch: SequenceBatch, world: World | None = None) -> SequenceBatch:
+    def prepare(self, batch: SequenceBatch, world: Comm | None = None) -> SequenceBatch:
         """``batch`` with ``token_rewards``, ``advantages`` and, where there are values, ``returns [T]``.
 
         Everything is taken over all sequences of ``batch``, and of the ranks of ``world``, each of which holds
         whole groups. Groups without signal are left out, if the settings say so; the result may be empty.
         Raises `BatchError` that lists the missing fields, or names a reward that is not finite.
         """
-        world, chosen = world or World(), self.config
+        world, chosen = world or Comm(), self.config
         grouped = {GROUP} if chosen.drop_equal_groups else set()
         needed = {REWARDS, LOSS_MASK, BEHAVIOUR, *grouped, *self.wanted_fields, *chosen.advantage.fields}
         require_fields("the PPO actor", batch, needed)
@@ -178,7 +178,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
             return None
         return self._kl.coef * self._divergence(batch, self.config.kl_estimator)
 
-    def _advantages(self, batch: SequenceBatch, world: World) -> dict[str, torch.Tensor]:
+    def _advantages(self, batch: SequenceBatch, world: Comm) -> dict[str, torch.Tensor]:
         chosen = self.config
         advantages = chosen.advantage(batch, world).float()
         found = {ADVANTAGES: advantages}
@@ -227,7 +227,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if self.config.correction is not None:
             yield IMPORTANCE
 
-    def _control(self, batch: SequenceBatch, world: World) -> dict[str, float]:
+    def _control(self, batch: SequenceBatch, world: Comm) -> dict[str, float]:
         """Let the KL controller see the batch; the coefficient that the step had."""
         if REFERENCE not in batch or not self.config.kl_coef:
             return {}

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.aggregation import Aggregation
 from core_rl_trainer.algorithms.fields import BOOTSTRAP, RETURNS, VALUES
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
@@ -61,7 +61,7 @@ class PPOCriticInterface(ModelInterface[PPOCriticConfig]):
         return scored.with_sequences(**{BOOTSTRAP: output["bootstrap"]})
 
 
-def explained_variance(batch: SequenceBatch, world: World) -> float:
+def explained_variance(batch: SequenceBatch, world: Comm) -> float:
     """``1 - var(returns - values) / var(returns)`` over the trained tokens of all ranks; 0 for constant returns."""
     mask = batch.loss_mask
     returns = batch[RETURNS][mask].double()

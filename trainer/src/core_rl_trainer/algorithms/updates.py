@@ -11,7 +11,7 @@ from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.shard import shard
-from core_rl.distributed.comm import World
+from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms.interface import TrainEngineLike
@@ -28,9 +28,9 @@ class UpdatesConfig(Config):
     """Passes over the batch."""
 
 
-def peers(engine: TrainEngineLike) -> World:
+def peers(engine: TrainEngineLike) -> Comm:
     """The ranks that hold the other parts of the batch: none behind a group, whose driver holds it all."""
-    return engine.data_parallel_group if isinstance(engine, TrainEngine) else World()
+    return engine.data_parallel_group if isinstance(engine, TrainEngine) else Comm()
 
 
 def run_updates(
