@@ -47,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         requests_beside_bare_http(Path(root), arguments.repeats)
-        weights_beside_a_copy(Path(root), arguments.repeats)
+        weight_sync_and_copy(Path(root), arguments.repeats)
 
 
 def requests_beside_bare_http(root: Path, repeats: int) -> None:
@@ -97,13 +97,13 @@ async def _ours(engine: InferenceEngine, requests: list[LLMRequest]) -> None:
     await asyncio.gather(*map(ask, requests))
 
 
-def weights_beside_a_copy(root: Path, repeats: int) -> None:
+def weight_sync_and_copy(root: Path, repeats: int) -> None:
     """One update of all weights."""
     engine, tensors = started(root / "large", LARGE)
     size = sum(tensor.nbytes for tensor in tensors.values())
     sides = {
         "copy through shared memory": Side(partial(_copied, tensors), size),
-        "tensor sync": Side(partial(_synced, engine, tensors, root / "meeting"), size),
+        "tensor sync": Side(partial(_synced, engine, tensors, root / "rendezvous"), size),
     }
     seconds = interleave(sides, repeats=repeats)
     title = f"weights of {size / 1e6:.0f} MB (speed is in bytes)"
@@ -147,10 +147,9 @@ def started(path: Path, shape: dict[str, int]) -> tuple[InferenceEngine, dict[st
     model.save_pretrained(path)
     spec = get_spec("sglang")
     values = {"model": {"path": str(path)}, "device": "cpu", "options": {"max_running_requests": IN_FLIGHT}}
-    parsed, engine_class = parse_config(load_config(spec), values), load_engine(spec)
-    assert issubclass(engine_class, InferenceEngine)
+    parsed = parse_config(load_config(spec), values)
     assert isinstance(parsed, InferenceEngineConfig)
-    engine = engine_class(spec, parsed)
+    engine = load_engine(spec, parsed)
     engine.initialize()
     return engine, {name: value.detach() for name, value in model.named_parameters()}
 

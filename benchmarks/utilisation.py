@@ -127,7 +127,7 @@ def training_step(
             "options": {"compile": arguments.compile, "gradient_checkpointing": arguments.checkpointing},
         }
     )
-    engine = load_engine(spec)(spec, config)
+    engine = load_engine(spec, config)
     engine.initialize(None)
     return engine_step(engine, batch, arguments.tokens)
 

@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_fsdp.engine import FSDPEngine
 
 __all__ = ["BUSY_FILE", "BusyFSDP", "busy", "busy_seconds", "watch_rollouts"]
@@ -52,7 +52,7 @@ for name in CALLS:
 def watch_rollouts() -> None:
     """Have the reference rollout engines of this process note when they generate or take weights."""
     for method in ("_drain", "_install_from_disk"):
-        setattr(ReferenceRolloutEngine, method, _noted(getattr(ReferenceRolloutEngine, method)))
+        setattr(ReferenceRolloutBackend, method, _noted(getattr(ReferenceRolloutBackend, method)))
 
 
 def busy_seconds(path: Path, start: float, end: float) -> float:

@@ -61,7 +61,7 @@ def _engine(
             "options": options or {},
         }
     )
-    engine = load_engine(spec)(spec, config)
+    engine = load_engine(spec, config)
     engine.initialize(address)
     return engine
 

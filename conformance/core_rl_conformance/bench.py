@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from core_rl.config.engine import Head
+from core_rl.engine.loading import load_engine
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, ServerPool
+from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
@@ -72,11 +73,13 @@ class ExpectedGradients:
 class Bench:
     """What checks share in one process. Close it, or use it as a context manager."""
 
-    def __init__(self, directory: Path, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(
+        self, directory: Path, timeout_s: float = CALL_TIMEOUT_S, make_engine: MakeEngine = load_engine
+    ) -> None:
         self.directory = directory
         self.models = ModelStore(directory / "models")
-        self.groups = GroupPool(timeout_s)
-        self.servers = ServerPool()
+        self.groups = GroupPool(timeout_s, make_engine)
+        self.servers = ServerPool(make_engine)
         self._kept: dict[Hashable, Any] = {}
 
     def __enter__(self) -> Self:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.capability import Capability
@@ -15,6 +17,8 @@ from core_rl.registry.spec import EngineSpec
 
 __all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool"]
 
+MakeEngine = Callable[[EngineSpec, Any], Any]
+"""Makes an inference engine, as `load_engine` does; the suite's own tests plant bugs of the core here."""
 CALL_TIMEOUT_S = 120.0
 """No call on a tiny model takes that long, unless a rank hangs."""
 MOST_SERVERS = 2
@@ -24,8 +28,9 @@ MOST_SERVERS = 2
 class GroupPool:
     """One group of ranks for each engine, kept between checks and initialized anew for each of them."""
 
-    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S, make: MakeEngine = load_engine) -> None:
         self.timeout_s = timeout_s
+        self.make = make
         self.hangs: Counter[tuple[str, str]] = Counter()
         """How often a call timed out, by engine and layout."""
         self.starting_s = 0.0
@@ -39,7 +44,9 @@ class GroupPool:
         group = self._groups.get(spec.name)
         if group is None or group.spec != spec:
             self.discard(spec.name)
-            group = EngineGroup(spec, config, timeout_s=self.timeout_s, threads_per_rank=1)
+            group = EngineGroup(
+                spec, config, timeout_s=self.timeout_s, threads_per_rank=1, make_engine=self.make
+            )
             self._groups[spec.name] = group
             self.starting_s += group.starting_s
         before = group.starting_s
@@ -62,12 +69,13 @@ class GroupPool:
 class ServerPool:
     """One inference engine for each name: a server takes long to start, and serves many checks."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: MakeEngine = load_engine) -> None:
+        self.make = make
         self._engines: dict[str, InferenceEngine] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
-        """Where the servers of each engine are that has launched some."""
+        """Addresses of the servers of each engine that has launched some."""
         self._used_up: set[str] = set()
-        self._shared = _SharedServers()
+        self._shared = _SharedServers(make)
 
     def start(
         self, spec: EngineSpec, config: InferenceEngineConfig, *, keep: bool = True, shared: bool = False
@@ -86,7 +94,7 @@ class ServerPool:
         return engine
 
     def _started(self, spec: EngineSpec, config: InferenceEngineConfig, shared: bool) -> InferenceEngine:
-        engine = _engine(spec, config)
+        engine = self.make(spec, config)
         # Kept before it starts: what has been launched is ended even if it never gets ready.
         self._engines[spec.name] = engine
         if spec.supports(Capability.LAUNCH_SERVER):
@@ -97,7 +105,7 @@ class ServerPool:
 
     def connect(self, spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
         """Another engine at the servers that `start` has launched for ``spec``, for the caller to destroy."""
-        engine = _engine(spec, config)
+        engine = self.make(spec, config)
         engine.initialize(self._addresses[spec.name], FinetuneSpec())
         return engine
 
@@ -122,7 +130,8 @@ class ServerPool:
 class _SharedServers:
     """Servers by what they were launched for: an engine's name, its config, and the architecture of the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: MakeEngine) -> None:
+        self._make = make
         self._launched: dict[tuple[str, str], tuple[InferenceEngine, tuple[str, ...]]] = {}
         """The one that was used last is the last. The engines do nothing but own the servers."""
 
@@ -132,7 +141,7 @@ class _SharedServers:
         found = self._launched.pop(key, None)
         if found is None:
             self._make_room(config.layout.dp)
-            owner = _engine(spec, config)
+            owner = self._make(spec, config)
             self._launched[key] = (owner, ())
             found = (owner, owner.launch_server())
         self._launched[key] = found
@@ -150,12 +159,6 @@ class _SharedServers:
     def _end(self, key: tuple[str, str]) -> None:
         owner, _ = self._launched.pop(key)
         owner.destroy()
-
-
-def _engine(spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
-    engine_class = load_engine(spec)
-    assert issubclass(engine_class, InferenceEngine)
-    return engine_class(spec, config)
 
 
 def _architecture(config: InferenceEngineConfig) -> str:

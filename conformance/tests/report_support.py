@@ -74,7 +74,7 @@ def report(
     names = list(dict.fromkeys(case.engine for case in cases)) or ["mine"]
     return Report(
         suite_version="0.1.0",
-        protocol=(0, 1),
+        protocol=(0, 2),
         created=NOON + timedelta(hours=hours),
         command="pytest --engine=mine --pyargs core_rl_conformance",
         seed=0,
@@ -111,7 +111,7 @@ def _engine(
         description="An engine & a half",
         distribution=f"core-rl-{name}",
         version=version,
-        protocol=(0, 1),
+        protocol=(0, 2),
         capabilities=certify(declared, cases, needs_of(CHECKS, "train")),
         verdict=judge(cases, problems, complete=complete),
         problems=problems,

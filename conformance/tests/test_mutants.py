@@ -13,9 +13,9 @@ from mutants.all import MUTANTS
 from mutants.attack import attack, fits, other_checks, partner_of
 from mutants.bases import Packed, Replicated
 from mutants.interruptions import SERVING, Served
-from mutants.zoo import DP1, DP2, C, Mutant, run_check, spec_of
+from mutants.zoo import DP1, DP2, C, Mutant, make_engine, run_check, spec_of
 
-from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceEngine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
@@ -42,7 +42,7 @@ def _parameters() -> list[ParameterSet]:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Bench(tmp_path_factory.mktemp("bench")) as made:
+    with Bench(tmp_path_factory.mktemp("bench"), make_engine=make_engine) as made:
         yield made
 
 
@@ -97,7 +97,7 @@ CORRECT = {
     "reference": (spec_of(ReferenceEngine, frozenset({C.DATA_PARALLEL})), DP1),
     "replicated": (spec_of(Replicated), DP2),
     "packed": (spec_of(Packed), DP2),
-    "rollout": (spec_of(ReferenceRolloutEngine), DP1),
+    "rollout": (spec_of(ReferenceRolloutBackend), DP1),
     "served": (spec_of(Served, declared=SERVING), DP1),
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_support import GroupWorkflow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +26,8 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
-from core_rl.engine.loading import load_engine
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.loading import load_backend, load_engine
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -38,16 +40,15 @@ from core_rl.errors import (
 )
 from core_rl.reference import ROLLOUT_SPEC, SPEC, rollout
 from core_rl.reference.config import ReferenceConfig, ReferenceRolloutConfig
-from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.sampling import generate
 from core_rl.reference.train import ReferenceEngine
 from core_rl.registry.engines import load_config
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, ModelStore, TinyModel
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2")
 QWEN3 = TinyModel(family="qwen3")
-Serve = Callable[..., ReferenceRolloutEngine]
+Serve = Callable[..., InferenceEngine]
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ModelStore:
 
 @pytest.fixture
 def serve(store: ModelStore) -> Iterator[Serve]:
-    made: list[ReferenceRolloutEngine] = []
+    made: list[InferenceEngine] = []
 
-    def start(model: TinyModel | Path = QWEN3, **fields: Any) -> ReferenceRolloutEngine:
+    def start(model: TinyModel | Path = QWEN3, **fields: Any) -> InferenceEngine:
         path = model if isinstance(model, Path) else store.directory(model)
         config = ReferenceRolloutConfig(model=ModelConfig(path=str(path)), device="cpu", **fields)
-        made.append(ReferenceRolloutEngine(ROLLOUT_SPEC, config))
+        made.append(load_engine(ROLLOUT_SPEC, config))
         made[-1].initialize()
         return made[-1]
 
@@ -96,7 +97,7 @@ def prompts(vocab_size: int, count: int = 6) -> list[tuple[int, ...]]:
     ]
 
 
-def ask(engine: ReferenceRolloutEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
+def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
     """All at once."""
 
     async def gather() -> list[LLMResponse]:
@@ -105,7 +106,7 @@ def ask(engine: ReferenceRolloutEngine, requests: Sequence[LLMRequest]) -> list[
     return asyncio.run(gather())
 
 
-def requests_for(engine: ReferenceRolloutEngine, sampling: SamplingParams) -> list[LLMRequest]:
+def requests_for(engine: InferenceEngine, sampling: SamplingParams) -> list[LLMRequest]:
     return [
         LLMRequest(input_ids=prompt, sampling=replace(sampling, seed=100 + i))
         for i, prompt in enumerate(prompts(engine.limits.vocab_size))
@@ -238,7 +239,7 @@ def test_answers_end_with_their_stop_token(
 # ------------------------------------------------------------------ weights
 
 
-def update(engine: ReferenceRolloutEngine, path: Path, version: int, verify: bool = False) -> None:
+def update(engine: InferenceEngine, path: Path, version: int, verify: bool = False) -> None:
     engine.update_weights(WeightUpdateMeta(path=str(path), version=version, verify=verify)).result(60)
 
 
@@ -418,7 +419,7 @@ def test_scores_equal_the_log_probs_of_the_rollout(serve: Serve) -> None:
 
     engine = serve()
     sampling = SamplingParams(max_new_tokens=6, temperature=1.3, top_p=0.9, seed=4)
-    workflow = SingleTurnWorkflow(reward=reward, sampling=sampling, group_size=3)
+    workflow = GroupWorkflow(reward=reward, sampling=sampling, group_size=3)
     batch = engine.rollout([{"prompt_ids": prompt} for prompt in prompts(QWEN3.vocab_size)], workflow, 60)
     scores = engine.score(batch, sampling.logprob_temperature)
     mask = batch.loss_mask
@@ -446,13 +447,13 @@ def test_the_limits_are_those_of_the_model(serve: Serve) -> None:
 def test_what_it_cannot_serve_is_refused(fields: dict[str, Any], error: type[CoreRLError]) -> None:
     values = {"model": {"config": QWEN3.config().to_dict()}, "device": "cpu"} | fields
     with pytest.raises(error):
-        ReferenceRolloutEngine(ROLLOUT_SPEC, ReferenceRolloutConfig.model_validate(values)).initialize()
+        load_engine(ROLLOUT_SPEC, ReferenceRolloutConfig.model_validate(values)).initialize()
 
 
 def test_a_server_address_is_refused(store: ModelStore) -> None:
     config = ReferenceRolloutConfig(model=ModelConfig(path=str(store.directory(QWEN3))), device="cpu")
     with pytest.raises(ConfigError, match="no server"):
-        ReferenceRolloutEngine(ROLLOUT_SPEC, config).initialize("127.0.0.1:1")
+        load_engine(ROLLOUT_SPEC, config).initialize("127.0.0.1:1")
 
 
 def test_a_cancelled_request_is_not_drawn(serve: Serve, batches: list[int]) -> None:
@@ -497,7 +498,7 @@ def test_destroy_leaves_no_thread_and_no_waiting_request(serve: Serve) -> None:
 
 
 def test_the_spec_names_what_there_is_and_costs_no_import() -> None:
-    assert load_engine(ROLLOUT_SPEC) is ReferenceRolloutEngine
+    assert load_backend(ROLLOUT_SPEC) is ReferenceRolloutBackend
     assert load_config(ROLLOUT_SPEC) is ReferenceRolloutConfig
     code = "import sys, core_rl.reference, core_rl.reference.config as c;print('torch' in sys.modules)"
     assert (

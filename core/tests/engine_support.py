@@ -12,9 +12,10 @@ from core_rl.backend.metrics import Metric
 from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.engine.loading import load_engine
+from core_rl.engine.train import TrainEngine
 from core_rl.reference import SPEC
 from core_rl.reference.config import ReferenceConfig
-from core_rl.reference.train import ReferenceEngine
 
 VOCABULARY = 61
 TINY: dict[str, Any] = {
@@ -37,9 +38,9 @@ def config(optimizer: OptimizerConfig | None = OPTIMIZER, **model: Any) -> Train
     return ReferenceConfig(model=ModelConfig(config=TINY, **model), optimizer=optimizer)
 
 
-def engine(settings: TrainEngineConfig | None = None) -> ReferenceEngine:
+def engine(settings: TrainEngineConfig | None = None) -> TrainEngine:
     """An initialised reference engine; the caller destroys it."""
-    built = ReferenceEngine(SPEC, settings or config())
+    built = load_engine(SPEC, settings or config())
     built.initialize()
     return built
 

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import FileStore
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import FinetuneSpec, TensorKind
 from core_rl.backend.metrics import Metric
-from core_rl.backend.named_tensors import NamedTensors
 from core_rl.backend.steps import PostHook
+from core_rl.backend.tensors import NamedTensors
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
@@ -147,6 +147,10 @@ def surroundings(engine: TrainEngine) -> dict[str, object]:
 
 def calls(engine: TrainEngine) -> list[str]:
     return echo_engine(engine).calls
+
+
+def model_path(engine: TrainEngine) -> str | None:
+    return engine.config.model.path
 
 
 def say(engine: TrainEngine) -> None:

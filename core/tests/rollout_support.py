@@ -1,25 +1,28 @@
-"""A toy inference engine whose every answer is known, and workflows that wait for the test's word."""
+"""An inference backend whose responses are known, and workflows that wait for the test."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.engine.inference import InferenceEngine, ModelLimits, TopLogprobs
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.registry.spec import EngineSpec
-from core_rl.rollout.workflow import TokenGenerator
+from core_rl.rollout.workflow import TokenGenerator, pack_responses
+from core_rl.seeds import derive_seed
 
 VOCAB, CONTEXT = 50, 32
 ALL = frozenset(
@@ -36,7 +39,7 @@ ALL = frozenset(
 
 def toy_spec(capabilities: frozenset[Capability] = ALL) -> EngineSpec:
     return EngineSpec(
-        name="toy", kind="inference", protocol=(0, 1), factory="x:X", config="x:X", capabilities=capabilities
+        name="toy", kind="inference", protocol=(0, 2), factory="x:X", config="x:X", capabilities=capabilities
     )
 
 
@@ -44,7 +47,7 @@ def toy_config(**fields: Any) -> InferenceEngineConfig:
     return InferenceEngineConfig(model=ModelConfig(config={"model_type": "toy"}), **fields)
 
 
-class ToyEngine(InferenceEngine):
+class ToyBackend(InferenceBackend[InferenceEngineConfig]):
     """Counts on from the last token of the prompt. ``answer`` may spoil a response, ``update`` an update."""
 
     answer: Callable[[LLMRequest, LLMResponse], LLMResponse] = staticmethod(
@@ -52,13 +55,20 @@ class ToyEngine(InferenceEngine):
     )
     update: Callable[[WeightUpdateMeta], None] = staticmethod(lambda meta: None)
 
-    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        self.addresses = addresses
+    def __init__(self) -> None:
         self.served = 0
         self.calls: list[str] = []
+
+    def build(
+        self,
+        context: InferenceContext[InferenceEngineConfig],
+        addresses: tuple[str, ...],
+        ft_spec: FinetuneSpec,
+    ) -> ModelLimits:
+        self.addresses = addresses
         return ModelLimits(vocab_size=VOCAB, context_length=CONTEXT)
 
-    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
         count, last = request.sampling.max_new_tokens, request.input_ids[-1]
         await asyncio.sleep(0)
         response = LLMResponse(
@@ -71,39 +81,46 @@ class ToyEngine(InferenceEngine):
         )
         return self.answer(request, response)
 
-    def _set_version(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         self.served = version
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         self.update(meta)
         self.served = meta.version
 
-    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         values = torch.full((batch.num_tokens,), -temperature)
         values[batch.cu_seqlens[:-1].long()] = 0
         return values
 
-    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
         ids = torch.zeros(batch.num_tokens, k, dtype=torch.long)
         return TopLogprobs(ids=ids, logprobs=torch.zeros(batch.num_tokens, k))
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         self.calls.append("pause")
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         self.calls.append("resume")
 
-    def _release_memory(self) -> None:
+    def release_memory(self) -> None:
         self.calls.append("release")
 
-    def _resume_memory(self) -> None:
+    def resume_memory(self) -> None:
         self.calls.append("resume_memory")
 
-    def _launch_server(self, count: int) -> tuple[str, ...]:
+    def launch_server(self, context: InferenceContext[InferenceEngineConfig], count: int) -> tuple[str, ...]:
         return tuple(f"127.0.0.1:{9000 + i}" for i in range(count))
 
-    def _teardown(self) -> None:
+    def teardown(self) -> None:
         self.calls.append("teardown")
+
+
+def toy_engine(
+    backend: ToyBackend | None = None, spec: EngineSpec | None = None, **fields: Any
+) -> InferenceEngine:
+    """An engine over ``backend``, with these fields of the config; not initialized."""
+    return InferenceEngine(spec or toy_spec(), toy_config(**fields), backend or ToyBackend())
 
 
 def refuse(meta: WeightUpdateMeta) -> None:
@@ -163,3 +180,34 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 def keys(*values: int) -> list[dict[str, int]]:
     return [{"key": value} for value in values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupWorkflow:
+    """``group_size`` completions of one prompt, each with a reward; a seed is derived for each."""
+
+    reward: Callable[[Sequence[int], Sequence[int], Mapping[str, Any]], float]
+    sampling: SamplingParams
+    group_size: int = 1
+
+    async def arun_episode(
+        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
+    ) -> SequenceBatch | None:
+        prompt, seed = tuple(data["prompt_ids"]), self.sampling.seed
+        responses = await asyncio.gather(
+            *(
+                engine.agenerate(
+                    LLMRequest(
+                        input_ids=prompt,
+                        sampling=self.sampling
+                        if seed is None
+                        else replace(self.sampling, seed=derive_seed(seed, episode, member)),
+                    )
+                )
+                for member in range(self.group_size)
+            )
+        )
+        return pack_responses(responses).with_sequences(
+            rewards=torch.tensor([self.reward(prompt, one.output_ids, data) for one in responses]),
+            group=torch.full((self.group_size,), episode),
+        )

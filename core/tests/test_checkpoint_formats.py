@@ -20,11 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.backend.progress import EngineProgress
+from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.directory import read_state
-from core_rl.checkpoint.formats import save_portable
-from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, TrainEngineConfig
+from core_rl.checkpoint.portable import save_portable
+from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
+from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
     CheckpointDamaged,
@@ -36,7 +38,7 @@ from core_rl.errors import (
 )
 from core_rl.reference import SPEC
 from core_rl.reference.config import ReferenceConfig
-from core_rl.reference.train import ReferenceEngine
+from core_rl.state.rng_state import RngState
 
 NLL = LossSpec(fn=support.weighted_nll)
 DECAYING = OptimizerConfig(lr=1e-2, schedule=ScheduleConfig(type="linear", total_steps=20))
@@ -58,7 +60,7 @@ def start() -> Iterator[Start]:
             del source["config"]
         if running:
             running.pop().destroy()
-        built = ReferenceEngine(
+        built = load_engine(
             SPEC, ReferenceConfig(model=ModelConfig(**source), optimizer=optimizer, seed=seed)
         )
         built.initialize()
@@ -186,7 +188,7 @@ def test_weights_are_saved_alone(start: Start, tmp_path: Path, name: CheckpointF
 
 def next_draws(engine: TrainEngine) -> Tensor:
     """The state that the engine draws its next numbers from."""
-    with engine._draws.own():
+    with engine._runtime.rng.own():
         return torch.get_rng_state()
 
 
@@ -195,7 +197,7 @@ def test_random_state_is_loaded_with_the_optimizer_only(start: Start, tmp_path: 
     engine = start()
     saved, outside = next_draws(engine), torch.get_rng_state()
     engine.save(meta)
-    with engine._draws.own():
+    with engine._runtime.rng.own():
         torch.rand(3)
     later = next_draws(engine)
     engine.load(replace(meta, with_optimizer=False))
@@ -352,7 +354,7 @@ def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> N
     meta = SaveLoadMeta(path=str(tmp_path / "a"))
     engine = start()
     engine.save(meta)
-    engine.spec = replace(SPEC, name="other")
+    engine._runtime.spec = replace(SPEC, name="other")
     with pytest.raises(
         CheckpointMismatch, match=r"engine 'reference', and this is 'other'; save with format='por"
     ):
@@ -361,7 +363,7 @@ def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> N
 
 def test_undeclared_formats_are_refused(start: Start, tmp_path: Path) -> None:
     engine = start()
-    engine.spec = replace(SPEC, capabilities=frozenset())
+    engine._runtime.spec = replace(SPEC, capabilities=frozenset())
     for name in STATEFUL:
         meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
         for call in (engine.save, engine.load):
@@ -403,29 +405,41 @@ def test_damage_of_any_file_is_refused_before_anything_changes(
 # --------------------------------------------------------------- many ranks
 
 
-class StreamingEngine:
-    """Just enough of an engine for `save_portable`: streams are collective, rank 0 writes."""
+class StreamingTensors:
+    """Just enough of a `TensorStore` for `save_portable`: streams are collective, rank 0 writes."""
+
+    optimizer_kinds = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, world: Comm, together: threading.Barrier) -> None:
-        self.world = world
-        self.is_writer = world.rank == 0
-        self.spec = SPEC
-        self.config: TrainEngineConfig = support.config()
-        self.progress = EngineProgress()
         self.visited: list[str] = []
+        self._world = world
         self._together = together
 
-    def hf_config(self) -> Any:
-        return SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="none"))
+    def weight_kinds(self, kind: str) -> tuple[str, ...]:
+        return (kind,)
 
-    def tensor_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def named_tensors(self, kind: str) -> Iterator[tuple[str, Tensor | None]]:
+    def stream(self, kind: str) -> Iterator[tuple[str, Tensor | None]]:
         for name in ("a", "b"):
             self._together.wait(TIMEOUT_S)
-            yield name, torch.ones(3) if self.is_writer else None
+            yield name, torch.ones(3) if self._world.rank == 0 else None
         self.visited.append(kind)
+
+
+def contents_of(world: Comm, tensors: Any) -> Contents:
+    backend: Any = SimpleNamespace(
+        hf_config=lambda: SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="none"))
+    )
+    return Contents(
+        engine="streaming",
+        config=support.config(),
+        backend=backend,
+        tensors=tensors,
+        world=world,
+        is_writer=world.rank == 0,
+        timeout_s=TIMEOUT_S,
+        progress=EngineProgress(),
+        rng=RngState(0, torch.device("cpu")),
+    )
 
 
 def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
@@ -435,17 +449,17 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     engines: list[Any] = []
 
     def save(world: Comm) -> None:
-        engine: Any = StreamingEngine(world, together)
-        engines.append(engine)
-        save_portable(engine, SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
+        tensors = StreamingTensors(world, together)
+        engines.append(tensors)
+        save_portable(contents_of(world, tensors), SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
 
     assert on_ranks(2, save) == [None, None]
     saved = read_state(str(tmp_path / "a"))
 
-    def full(file: Any, tensor: Any) -> None:
-        raise file._failed(OSError(28, "No space left on device"))
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("core_rl.checkpoint.streamed_file.StreamedFile._write", full)
+    monkeypatch.setattr("core_rl.checkpoint.tensor_files.save_file", full)
     raised = on_ranks(2, save)
     assert [type(error) for error in raised] == [CheckpointError] * 2
     assert "rank 0: master-00001.safetensors: No space left on device" in str(raised[1])

@@ -18,10 +18,11 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.loading import load_engine
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LossError, UnsupportedCapability
 from core_rl.reference import SPEC
 from core_rl.reference.config import ReferenceConfig
-from core_rl.reference.train import ReferenceEngine
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.experts import ExpertsKernel
@@ -43,8 +44,8 @@ MOE: dict[str, Any] = {
 }
 
 
-def engine(spec: Any = SPEC, config: dict[str, Any] = MOE, **model: Any) -> ReferenceEngine:
-    made = ReferenceEngine(spec, ReferenceConfig(model=ModelConfig(config=config, **model)))
+def engine(spec: Any = SPEC, config: dict[str, Any] = MOE, **model: Any) -> TrainEngine:
+    made = load_engine(spec, ReferenceConfig(model=ModelConfig(config=config, **model)))
     made.initialize()
     return made
 
@@ -177,7 +178,7 @@ REFUSALS: dict[str, tuple[type[CoreRLError], Callable[[], object]]] = {
         BatchError,
         lambda: engine(config=support.TINY).forward(_with_routing(1, 2), ONE),
     ),
-    "pass total_tokens beside total_weight": (LossError, _balanced_in_parts),
+    "pass total_tokens with total_weight": (LossError, _balanced_in_parts),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,29 @@ from hypothesis import strategies as st
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.engine import ModelConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.errors import BatchError, ConfigError, EngineNotFound, EngineStateError, LayoutError, LossError
+from core_rl.errors import (
+    BatchError,
+    ConfigError,
+    EngineNotFound,
+    EngineStateError,
+    LayoutError,
+    LossError,
+    RankFailed,
+)
 from core_rl.launch.group import EngineGroup
 
 MB = MicroBatchSpec(max_tokens=1024)
+
+MODEL = {"config": {"model_type": "none"}}
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[EngineGroup]:
     with EngineGroup(support.SPEC, support.config(dp=2, tp=2), timeout_s=120) as group:
-        group.initialize()
         yield group
 
 
@@ -120,8 +132,7 @@ def test_ranks_adopt_the_drivers_surroundings(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.chdir(tmp_path)
     ft_spec = FinetuneSpec(dataset_size=7)
     settings: dict[str, Any] = {"timeout_s": 140, "threads_per_rank": 3, "devices": (5, 4)}
-    with EngineGroup(support.SPEC, support.config(dp=2), **settings) as group:
-        group.initialize(ft_spec)
+    with EngineGroup(support.SPEC, support.config(dp=2), ft_spec=ft_spec, **settings) as group:
         for rank, found in enumerate(group.run(support.surroundings)):
             assert found == {
                 "cwd": str(tmp_path),
@@ -137,7 +148,6 @@ def test_ranks_adopt_the_drivers_surroundings(monkeypatch: pytest.MonkeyPatch, t
 
 def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
     with EngineGroup(support.SPEC, support.config(dp=2)) as group:
-        group.initialize()
         group.run(support.say)
         out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["out of rank 0", "out of rank 1"]
@@ -150,7 +160,6 @@ def test_ranks_may_have_children(group: EngineGroup) -> None:
 
 def test_another_layout_keeps_the_processes() -> None:
     with EngineGroup(support.SPEC, support.config(dp=2)) as group:
-        group.initialize()
         first = group.pids
         assert len(first) == 2
         group.initialize()
@@ -184,7 +193,6 @@ def test_the_meeting_place_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with EngineGroup(support.SPEC, support.config(dp=2)) as group:
         group.initialize()
-        group.initialize()
         assert len(list(tmp_path.iterdir())) == 1
         group.destroy()
         assert not list(tmp_path.iterdir())
@@ -197,25 +205,64 @@ def test_the_meeting_place_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"spec": "no-such-engine"}, EngineNotFound, "no-such-engine"),
+        ({"engine": "no-such-engine"}, EngineNotFound, "no-such-engine"),
         ({"timeout_s": 0}, ConfigError, "timeout_s = 0"),
         ({"threads_per_rank": 0}, ConfigError, "threads_per_rank = 0"),
         ({"devices": (0, 1)}, ConfigError, r"devices = \[0, 1\] for 1 ranks"),
         ({"devices": (1, 1), "config": support.config(dp=2)}, ConfigError, r"devices = \[1, 1\] for 2 ranks"),
         ({"config": support.config(pp=2)}, LayoutError, "pipeline_parallel"),
+        (
+            {"seed": 1, "layout": {"dp": 2}},
+            ConfigError,
+            r"a config and its fields \(layout, seed\) for 'echo'",
+        ),
+        (
+            {"config": None, "model": MODEL, "dtype": "int8"},
+            ConfigError,
+            "config of 'echo': field 'dtype' = 'int8'",
+        ),
+        ({"config": None}, ConfigError, "config of 'echo': field 'model' is required"),
+        ({"config": None, "model": MODEL, "options": {"a": 1}}, ConfigError, "unknown field 'options'"),
     ],
 )
 def test_bad_arguments(arguments: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        EngineGroup(**{"spec": support.SPEC, "config": support.config(dp=1), **arguments})
+        EngineGroup(**{"engine": support.SPEC, "config": support.config(dp=1), **arguments})
+
+
+def test_a_config_is_made_of_its_fields() -> None:
+    """Config objects or plain values, and the defaults of the engine's config class."""
+    fields: dict[str, Any] = {
+        "optimizer": {"lr": 0.5},
+        "layout": ParallelLayout(dp=2),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "seed": 7,
+    }
+    group = EngineGroup(support.SPEC, model=MODEL, **fields)
+    assert group.config == TrainEngineConfig.model_validate({"model": MODEL, **fields})
+    group.close()
+    choices: tuple[dict[str, Any], ...] = ({}, {"optimizer": None})
+    for optimizer in choices:
+        group = EngineGroup(support.SPEC, model=ModelConfig.model_validate(MODEL), **optimizer)
+        assert group.config == TrainEngineConfig.model_validate({"model": MODEL, **optimizer})
+        group.close()
+
+
+def test_a_context_that_cannot_build_its_engine_leaves_no_process() -> None:
+    group = EngineGroup(support.SPEC, support.config(support.FAILING_SEED, dp=1))
+    pids = group.pids
+    with pytest.raises(RankFailed, match="no memory for the model"), group:
+        raise AssertionError("the body does not run")
+    assert not support.survivors(pids, within_s=0)
 
 
 def test_before_initialize_there_is_no_engine() -> None:
-    with (
-        EngineGroup(support.SPEC, support.config(dp=1)) as group,
-        pytest.raises(EngineStateError, match=r"call initialize\(\) first"),
-    ):
-        group.run(support.whoami)
+    with closing(EngineGroup(support.SPEC, support.config(dp=1))) as group:
+        with pytest.raises(EngineStateError, match=r"call initialize\(\) first"):
+            group.run(support.whoami)
+        with group:
+            assert group.run(support.whoami) == [(0,)]
 
 
 def test_all_groups_are_forked_from_one_server() -> None:
@@ -223,6 +270,5 @@ def test_all_groups_are_forked_from_one_server() -> None:
     servers: set[int] = set()
     for size in (1, 2):
         with EngineGroup(support.SPEC, support.config(dp=size)) as group:
-            group.initialize()
             servers.update(group.run(support.parent_pid))
     assert len(servers) == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, TensorKind, WeightUpdateMeta
-from core_rl.backend.named_tensors import TensorDict
+from core_rl.backend.tensors import TensorDict
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName

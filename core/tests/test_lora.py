@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.named_tensors import TensorDict
+from core_rl.backend.tensors import TensorDict
 from core_rl.config.capability import Capability
 from core_rl.config.engine import LoraConfig
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
     CheckpointDamaged,
@@ -34,7 +35,6 @@ from core_rl.errors import (
     WeightsError,
 )
 from core_rl.reference import SPEC
-from core_rl.reference.train import ReferenceEngine
 
 ONE = MicroBatchSpec(count=1)
 NLL = LossSpec(fn=support.weighted_nll)
@@ -233,7 +233,7 @@ def test_a_spoiled_adapter_is_refused_and_nothing_changes(
 
 
 def test_a_start_from_a_missing_adapter_leaves_a_new_engine(tmp_path: Path) -> None:
-    engine = ReferenceEngine(SPEC, support.config(lora=LoraConfig(path=str(tmp_path / "nothing"))))
+    engine = load_engine(SPEC, support.config(lora=LoraConfig(path=str(tmp_path / "nothing"))))
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at this place"):
         engine.initialize()
     with pytest.raises(EngineStateError, match="call initialize"):
@@ -343,4 +343,4 @@ def test_an_engine_without_an_adapter_says_so(tmp_path: Path, build: Build) -> N
 def test_an_engine_that_declares_no_lora_refuses_the_config() -> None:
     spec = replace(SPEC, capabilities=SPEC.capabilities - {Capability.LORA})
     with pytest.raises(UnsupportedCapability, match="a config with lora: .* does not declare 'lora'"):
-        ReferenceEngine(spec, support.config(lora=LORA))
+        load_engine(spec, support.config(lora=LORA))

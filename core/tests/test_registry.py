@@ -12,7 +12,7 @@ import pytest
 
 from core_rl import errors
 from core_rl.config.capability import Capability
-from core_rl.engine.loading import load_engine
+from core_rl.engine.loading import load_backend
 from core_rl.registry import engines as registry
 from core_rl.registry.discovery import declared_engines, installable_engines
 from core_rl.registry.engines import get_spec, list_engines, load_config, register_engine
@@ -21,7 +21,7 @@ from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 GOOD = """
 from core_rl.config.capability import Capability; from core_rl.registry.spec import EngineSpec
 SPEC = EngineSpec(
-    name="alpha", kind="train", protocol=(0, 1), factory="alpha_engine:Engine", config="alpha_config:Config",
+    name="alpha", kind="train", protocol=(0, 2), factory="alpha_engine:Engine", config="alpha_config:Config",
     capabilities=frozenset({Capability.MOE}),
 )
 """
@@ -150,7 +150,7 @@ BROKEN = [
     pytest.param(
         "import gamma_backend.ops", "needs the module 'gamma_backend'", ModuleNotFoundError, id="dependency"
     ),
-    pytest.param("import beta.missing", "the plugin is incomplete", ModuleNotFoundError, id="own module"),
+    pytest.param("import beta.missing", "is incomplete", ModuleNotFoundError, id="own module"),
     pytest.param("from os import no_such", "ImportError", ImportError, id="import name"),
     pytest.param("OTHER = 1", "module 'beta' has no attribute 'SPEC'", type(None), id="no attribute"),
     pytest.param(
@@ -246,7 +246,7 @@ def test_another_protocol_is_refused_before_the_backend_is_imported(
     with pytest.raises(errors.EngineIncompatible, match=fix):
         get_spec("alpha")
     with pytest.raises(errors.EngineIncompatible, match=fix):
-        load_engine(_spec(protocol=protocol))
+        load_backend(_spec(protocol=protocol))
     with pytest.raises(errors.EngineIncompatible, match=fix):
         load_config(_spec(protocol=protocol))
     assert "alpha_engine" not in sys.modules
@@ -268,11 +268,14 @@ class Other(InferenceEngineConfig): ...
 def test_engine_and_config_classes_are_loaded(install: Install) -> None:
     install("alpha-plugin", "alpha = alpha:SPEC", alpha=GOOD, alpha_engine=ENGINE, alpha_config=CONFIG)
     spec = get_spec("alpha")
-    assert load_engine(spec).__name__ == "Engine"
+    assert load_backend(spec).__name__ == "Engine"
+    assert load_config(spec) is load_config("alpha")
     assert load_config(spec).__name__ == "Config"
+    with pytest.raises(errors.EngineNotFound, match="no installed engine is called 'alfa'"):
+        load_config("alfa")
 
 
-@pytest.mark.parametrize("load", [load_engine, load_config])
+@pytest.mark.parametrize("load", [load_backend, load_config])
 def test_a_class_of_the_wrong_kind_is_broken(install: Install, load: Callable[[EngineSpec], type]) -> None:
     source = GOOD.replace(":Engine", ":Other").replace(":Config", ":Other")
     install("alpha-plugin", "alpha = alpha:SPEC", alpha=source, alpha_engine=ENGINE, alpha_config=CONFIG)
@@ -286,7 +289,7 @@ def test_a_missing_backend_is_reported_when_the_engine_is_loaded(install: Instal
     spec = get_spec("alpha")
     assert load_config(spec).__name__ == "Config"
     with pytest.raises(errors.EngineBroken, match="alpha-plugin 1.0.*needs the module 'gamma_backend'"):
-        load_engine(spec)
+        load_backend(spec)
 
 
 def test_a_registered_engine_lives_as_long_as_its_block() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,21 +15,24 @@ from rollout_support import (
     CONTEXT,
     VOCAB,
     GatedWorkflow,
-    ToyEngine,
+    GroupWorkflow,
+    ToyBackend,
     eventually,
     keys,
     refuse,
     toy_config,
+    toy_engine,
     toy_spec,
 )
 
+from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
-from core_rl.engine.inference import TopLogprobs
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import (
     BatchError,
     ConfigError,
@@ -41,7 +44,6 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 SHORT = SamplingParams(max_new_tokens=3)
 REQUEST = LLMRequest(input_ids=(1, 2), sampling=SHORT)
@@ -49,14 +51,19 @@ UPDATE = WeightUpdateMeta(path="/nowhere", version=1)
 
 
 @pytest.fixture
-def engine() -> Iterator[ToyEngine]:
-    made = ToyEngine(toy_spec(), toy_config())
+def backend() -> ToyBackend:
+    return ToyBackend()
+
+
+@pytest.fixture
+def engine(backend: ToyBackend) -> Iterator[InferenceEngine]:
+    made = toy_engine(backend)
     made.initialize()
     yield made
     made.destroy()
 
 
-def ask(engine: ToyEngine, request: LLMRequest = REQUEST) -> LLMResponse:
+def ask(engine: InferenceEngine, request: LLMRequest = REQUEST) -> LLMResponse:
     return asyncio.run(engine.agenerate(request))
 
 
@@ -73,13 +80,13 @@ def test_a_config_that_the_engine_cannot_serve_is_refused(
     config: InferenceEngineConfig, error: type[CoreRLError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        ToyEngine(toy_spec(), config)
+        InferenceEngine(toy_spec(), config, ToyBackend())
 
 
-def test_methods_need_an_initialized_engine(engine: ToyEngine) -> None:
+def test_methods_need_an_initialized_engine(engine: InferenceEngine, backend: ToyBackend) -> None:
     with pytest.raises(EngineStateError, match="initialize"):
         engine.initialize()
-    new = ToyEngine(toy_spec(), toy_config())
+    new = toy_engine()
     for call in (
         lambda: ask(new), lambda: new.update_weights(UPDATE), new.pause, new.resume, lambda: new.set_version(1),
         lambda: new.submit({}, GatedWorkflow()), new.release_memory, lambda: new.limits,
@@ -88,20 +95,21 @@ def test_methods_need_an_initialized_engine(engine: ToyEngine) -> None:
             call()
     engine.destroy()
     engine.destroy()
-    assert engine.calls == ["teardown"]
+    assert backend.calls == ["teardown"]
     with pytest.raises(EngineStateError, match="destroyed"):
         ask(engine)
 
 
 def test_addresses_are_one_or_several() -> None:
     for addr, expected in ((None, ()), ("a:1", ("a:1",)), (["a:1", "b:2"], ("a:1", "b:2"))):
-        made = ToyEngine(toy_spec(), toy_config())
+        backend = ToyBackend()
+        made = toy_engine(backend)
         made.initialize(addr)
-        assert made.addresses == expected
+        assert backend.addresses == expected
         made.destroy()
 
 
-def test_an_answer_comes_back_with_its_latency(engine: ToyEngine) -> None:
+def test_an_answer_comes_back_with_its_latency(engine: InferenceEngine) -> None:
     response = ask(engine)
     assert response.output_ids == (3, 4, 5)
     assert response.versions == (0, 0, 0)
@@ -125,14 +133,14 @@ def test_an_answer_comes_back_with_its_latency(engine: ToyEngine) -> None:
     ],
 )
 def test_a_request_that_the_model_cannot_take_never_reaches_it(
-    engine: ToyEngine, request_: LLMRequest, message: str
+    engine: InferenceEngine, backend: ToyBackend, request_: LLMRequest, message: str
 ) -> None:
-    engine.answer = lambda request, response: pytest.fail("it reached the engine")
+    backend.answer = lambda request, response: pytest.fail("it reached the engine")
     with pytest.raises(RolloutError, match=message):
         ask(engine, request_)
 
 
-def test_the_longest_request_that_fits_is_taken(engine: ToyEngine) -> None:
+def test_the_longest_request_that_fits_is_taken(engine: InferenceEngine) -> None:
     assert len(ask(engine, LLMRequest(input_ids=(1,) * (CONTEXT - 3), sampling=SHORT)).output_ids) == 3
 
 
@@ -147,7 +155,7 @@ def longer(response: LLMResponse) -> LLMResponse:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda r: None, "_agenerate returned a NoneType"),
+        (lambda r: None, r"agenerate\(\) returned a NoneType"),
         (lambda r: replace(r, rid="other"), "it repeats another request"),
         (lambda r: replace(r, input_ids=(1, 3)), "another prompt"),
         (longer, "4 tokens; max_new_tokens = 3"),
@@ -164,34 +172,38 @@ def longer(response: LLMResponse) -> LLMResponse:
         (lambda r: replace(r, versions=(None,) * 3), r"versions \[None\]"),
     ],
 )
-def test_an_answer_that_breaks_the_contract_is_refused(engine: ToyEngine, spoil: Any, message: str) -> None:
-    engine.answer = lambda request, response: spoil(response)
+def test_an_answer_that_breaks_the_contract_is_refused(
+    engine: InferenceEngine, backend: ToyBackend, spoil: Any, message: str
+) -> None:
+    backend.answer = lambda request, response: spoil(response)
     with pytest.raises(EngineContractError, match=message):
         ask(engine)
 
 
-def test_versions_may_rise_along_an_answer_and_not_fall(engine: ToyEngine) -> None:
+def test_versions_may_rise_along_an_answer_and_not_fall(engine: InferenceEngine, backend: ToyBackend) -> None:
     def update(response: LLMResponse, versions: tuple[int, ...]) -> LLMResponse:
         engine.update_weights(WeightUpdateMeta(path="/x", version=2)).result()
         return replace(response, versions=versions)
 
-    engine.answer = lambda request, response: update(response, (0, 2, 2))
+    backend.answer = lambda request, response: update(response, (0, 2, 2))
     assert ask(engine).versions == (0, 2, 2)
     engine.set_version(0)
-    engine.answer = lambda request, response: update(response, (2, 0, 0))
-    with pytest.raises(EngineContractError, match="versions fall along the answer"):
+    backend.answer = lambda request, response: update(response, (2, 0, 0))
+    with pytest.raises(EngineContractError, match="versions fall along the response"):
         ask(engine)
 
 
-def test_an_answer_may_carry_the_version_of_an_update_that_is_about_to_end(engine: ToyEngine) -> None:
+def test_an_answer_may_carry_the_version_of_an_update_that_is_about_to_end(
+    engine: InferenceEngine, backend: ToyBackend
+) -> None:
     installed, finish = threading.Event(), threading.Event()
 
     def update(meta: WeightUpdateMeta) -> None:
-        engine.served = meta.version
+        backend.served = meta.version
         installed.set()
         assert finish.wait(60)
 
-    engine.update = update
+    backend.update = update
     future = engine.update_weights(UPDATE)
     assert installed.wait(60)
     assert engine.get_version() == 0
@@ -201,8 +213,8 @@ def test_an_answer_may_carry_the_version_of_an_update_that_is_about_to_end(engin
     assert engine.get_version() == 1
 
 
-def test_a_failed_update_keeps_the_version(engine: ToyEngine) -> None:
-    engine.update = refuse
+def test_a_failed_update_keeps_the_version(engine: InferenceEngine, backend: ToyBackend) -> None:
+    backend.update = refuse
     with pytest.raises(WeightsError, match="cannot read /nowhere"):
         engine.update_weights(UPDATE).result(60)
     assert engine.get_version() == 0
@@ -217,7 +229,7 @@ def test_a_failed_update_keeps_the_version(engine: ToyEngine) -> None:
     ],
 )
 def test_updates_that_cannot_be_are_refused_at_once(
-    engine: ToyEngine, meta: WeightUpdateMeta, error: type[CoreRLError], message: str
+    engine: InferenceEngine, meta: WeightUpdateMeta, error: type[CoreRLError], message: str
 ) -> None:
     engine.set_version(3)
     with pytest.raises(error, match=message):
@@ -228,13 +240,13 @@ def test_updates_that_cannot_be_are_refused_at_once(
 ADAPTED = toy_spec(ALL | {Capability.SYNC_LORA, Capability.SYNC_TENSOR})
 
 
-def adapted(**lora: Any) -> ToyEngine:
+def adapted(**lora: Any) -> InferenceEngine:
     model = {"config": {"model_type": "toy"}, "lora": {"rank": 2, **lora}}
-    return ToyEngine(ADAPTED, InferenceEngineConfig.model_validate({"model": model}))
+    return InferenceEngine(ADAPTED, InferenceEngineConfig.model_validate({"model": model}), ToyBackend())
 
 
 def test_an_engine_with_an_adapter_takes_adapters_and_nothing_else() -> None:
-    with_one, without = adapted(), ToyEngine(ADAPTED, toy_config())
+    with_one, without = adapted(), toy_engine(spec=ADAPTED)
     for engine, method in ((with_one, "lora"), (without, "tensor")):
         engine.initialize()
         engine.update_weights(WeightUpdateMeta(method=method, version=1, path="/x")).result(60)  # type: ignore[arg-type]
@@ -249,7 +261,7 @@ def test_an_engine_with_an_adapter_takes_adapters_and_nothing_else() -> None:
 def test_adapters_of_inference_engines_are_declared_and_come_later() -> None:
     model = adapted().config.model
     with pytest.raises(UnsupportedCapability, match="does not declare 'sync_lora'"):
-        ToyEngine(toy_spec(), InferenceEngineConfig(model=model))
+        InferenceEngine(toy_spec(), InferenceEngineConfig(model=model), ToyBackend())
     with pytest.raises(ConfigError, match="its adapter comes by update_weights"):
         adapted(path="/an/adapter")
 
@@ -257,7 +269,7 @@ def test_adapters_of_inference_engines_are_declared_and_come_later() -> None:
 BATCH = SequenceBatch.from_sequences([[1, 2, 3], [4, 5]])
 
 
-def test_scores_are_checked(engine: ToyEngine) -> None:
+def test_scores_are_checked(engine: InferenceEngine) -> None:
     assert engine.score(BATCH, temperature=2.0).tolist() == [0, -2, -2, 0, -2]
     assert engine.top_logprobs(BATCH, 4).ids.shape == (5, 4)
     too_high = SequenceBatch.from_sequences([[1], [2, VOCAB]])
@@ -283,21 +295,23 @@ def test_scores_are_checked(engine: ToyEngine) -> None:
         (torch.tensor([0, float("nan"), -1, 0, -1.0]), "NaN"),
     ],
 )
-def test_scores_that_break_the_contract_are_refused(engine: ToyEngine, values: Any, message: str) -> None:
-    engine._score = lambda batch, temperature: values  # type: ignore[method-assign]
+def test_scores_that_break_the_contract_are_refused(
+    engine: InferenceEngine, backend: ToyBackend, values: Any, message: str
+) -> None:
+    backend.score = lambda batch, temperature: values  # type: ignore[method-assign]
     with pytest.raises(EngineContractError, match=message):
         engine.score(BATCH)
 
 
-def test_top_ids_that_break_the_contract_are_refused(engine: ToyEngine) -> None:
+def test_top_ids_that_break_the_contract_are_refused(engine: InferenceEngine, backend: ToyBackend) -> None:
     top = TopLogprobs(ids=torch.zeros(5, 2), logprobs=torch.zeros(5, 2))
-    engine._top_logprobs = lambda batch, k, temperature: top  # type: ignore[method-assign]
+    backend.top_logprobs = lambda batch, k, temperature: top  # type: ignore[method-assign]
     with pytest.raises(EngineContractError, match=r"float32 \[5, 2\]"):
         engine.top_logprobs(BATCH, 2)
 
 
-def test_undeclared_capabilities_refuse_cleanly() -> None:
-    new = ToyEngine(toy_spec(frozenset()), toy_config())
+def test_undeclared_capabilities_refuse_cleanly(backend: ToyBackend) -> None:
+    new = toy_engine(backend, toy_spec(frozenset()))
     with pytest.raises(UnsupportedCapability, match="launch_server"):
         new.launch_server()
     new.initialize()
@@ -309,18 +323,19 @@ def test_undeclared_capabilities_refuse_cleanly() -> None:
             call()
     new.pause()  # the core's own gate needs no capability
     new.resume()
-    assert new.calls == []
+    assert backend.calls == []
     new.destroy()
 
 
-def test_servers_are_launched_before_initialize(engine: ToyEngine) -> None:
-    assert ToyEngine(toy_spec(), toy_config()).launch_server(2) == ("127.0.0.1:9000", "127.0.0.1:9001")
+def test_servers_are_launched_before_initialize(engine: InferenceEngine) -> None:
+    assert toy_engine().launch_server(2) == ("127.0.0.1:9000", "127.0.0.1:9001")
     with pytest.raises(EngineStateError):
         engine.launch_server()
 
 
 def test_generation_waits_while_paused_and_a_cancelled_request_does_not_wake_the_others(
-    engine: ToyEngine,
+    engine: InferenceEngine,
+    backend: ToyBackend,
 ) -> None:
     async def scene() -> LLMResponse:
         engine.pause()
@@ -335,10 +350,10 @@ def test_generation_waits_while_paused_and_a_cancelled_request_does_not_wake_the
         return await asyncio.wait_for(second, 60)
 
     assert asyncio.run(scene()).output_ids == (3, 4, 5)
-    assert engine.calls == ["pause", "resume"]
+    assert backend.calls == ["pause", "resume"]
 
 
-def test_a_request_that_waits_when_the_engine_goes_is_told(engine: ToyEngine) -> None:
+def test_a_request_that_waits_when_the_engine_goes_is_told(engine: InferenceEngine) -> None:
     async def scene() -> None:
         engine.pause()
         request = asyncio.ensure_future(engine.agenerate(REQUEST))
@@ -350,20 +365,20 @@ def test_a_request_that_waits_when_the_engine_goes_is_told(engine: ToyEngine) ->
     asyncio.run(scene())
 
 
-def test_memory_is_released_when_nothing_is_in_flight(engine: ToyEngine) -> None:
+def test_memory_is_released_when_nothing_is_in_flight(engine: InferenceEngine, backend: ToyBackend) -> None:
     def release(response: LLMResponse) -> LLMResponse:
         with pytest.raises(EngineStateError, match="1 requests in flight"):
             engine.release_memory()
         return response
 
-    engine.answer = lambda request, response: release(response)
+    backend.answer = lambda request, response: release(response)
     ask(engine)
     engine.release_memory()
     for call in (lambda: ask(engine), lambda: engine.score(BATCH)):
         with pytest.raises(EngineStateError, match="resume_memory"):
             call()
     engine.resume_memory()
-    engine.answer = lambda request, response: response
+    backend.answer = lambda request, response: response
     assert ask(engine).output_ids == (3, 4, 5)
 
 
@@ -371,39 +386,16 @@ def count(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[st
     return float(sum(output_ids))
 
 
-def test_rollout_end_to_end(engine: ToyEngine) -> None:
+def test_rollout_end_to_end(engine: InferenceEngine) -> None:
     data = [{"prompt_ids": [value]} for value in (30, 10, 20)]
-    batch = engine.rollout(data, SingleTurnWorkflow(reward=count, sampling=SHORT, group_size=2), timeout=60)
+    batch = engine.rollout(data, GroupWorkflow(reward=count, sampling=SHORT, group_size=2), timeout=60)
     starts = batch.cu_seqlens[:-1].long()
     assert batch.input_ids[starts].tolist() == [30, 30, 10, 10, 20, 20]
     assert batch["rewards"].tolist() == [96, 96, 36, 36, 66, 66]
     assert batch["group"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "core-rl" in thread.name]
-
-
-def test_a_reward_that_hangs_ends_the_rollout_and_not_the_engine(engine: ToyEngine) -> None:
-    free = threading.Event()
-
-    def hang(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
-        free.wait(60)
-        return 0.0
-
-    data = [{"prompt_ids": [30]}]
-    with pytest.raises(RolloutError, match=r"1 of 1 samples have no result after 1 s"):
-        engine.rollout(data, SingleTurnWorkflow(reward=hang, sampling=SHORT), timeout=1)
-    assert (
-        engine.rollout(data, SingleTurnWorkflow(reward=count, sampling=SHORT), timeout=60).num_sequences == 1
-    )
-    engine.destroy()
-    eventually(lambda: our_threads() == ["core-rl-user-code"])
-    free.set()
-    eventually(lambda: our_threads() == [])
-
-
-def test_a_rollout_without_accepted_samples_says_so(engine: ToyEngine) -> None:
+def test_a_rollout_without_accepted_samples_says_so(engine: InferenceEngine) -> None:
     gated = GatedWorkflow()
     gated.reject, gated.released = {0, 1}, {0, 1}
     with pytest.raises(RolloutError, match="none of 2 samples was accepted"):
@@ -411,7 +403,7 @@ def test_a_rollout_without_accepted_samples_says_so(engine: ToyEngine) -> None:
 
 
 def test_new_weights_start_what_waited_for_them() -> None:
-    engine = ToyEngine(toy_spec(), toy_config(consumer_batch_size=2))
+    engine = toy_engine(consumer_batch_size=2)
     engine.initialize()
     gated = GatedWorkflow()
     gated.release(*range(10))
@@ -427,7 +419,7 @@ def test_new_weights_start_what_waited_for_them() -> None:
 
 def test_destroy_cancels_episodes_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    engine = ToyEngine(toy_spec(), toy_config(consumer_batch_size=2))
+    engine = toy_engine(consumer_batch_size=2)
     engine.initialize()
     gated = GatedWorkflow()
     for sample in keys(0, 1):
@@ -437,3 +429,60 @@ def test_destroy_cancels_episodes_and_leaves_no_thread() -> None:
     engine.destroy()
     assert sorted(gated.cancelled) == [0, 1]
     eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_subclass_of_the_final_engine_raises() -> None:
+    with pytest.raises(
+        EngineContractError, match=r"Mine is a subclass of InferenceEngine.*docs/engine-migration\.md"
+    ):
+        type("Mine", (InferenceEngine,), {})
+
+
+def test_a_failed_build_is_torn_down_and_ends_the_engine(backend: ToyBackend) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise ConfigError("no such model")
+
+    backend.build = fail  # type: ignore[assignment,method-assign]
+    engine = toy_engine(backend)
+    with pytest.raises(ConfigError, match="no such model"):
+        engine.initialize()
+    assert backend.calls == ["teardown"]
+    with pytest.raises(EngineStateError, match="destroyed"):
+        engine.initialize()
+    engine.destroy()
+    assert backend.calls == ["teardown"]
+
+
+def test_limits_of_another_type_are_refused(backend: ToyBackend) -> None:
+    backend.build = lambda *_arguments: 50  # type: ignore[assignment,method-assign]
+    with pytest.raises(EngineContractError, match=r"build\(\) returned 50"):
+        toy_engine(backend).initialize()
+
+
+class StreamingBackend(ToyBackend):
+    """Yields each token, and then the whole response."""
+
+    async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
+        response = await self.agenerate(request)
+        for token, logprob in zip(response.output_ids, response.logprobs, strict=True):
+            yield PartialResponse(output_ids=(token,), logprobs=(logprob,))
+        yield response
+
+
+async def streamed(engine: InferenceEngine) -> list[PartialResponse | LLMResponse]:
+    return [part async for part in engine.astream(REQUEST)]
+
+
+def test_a_streamed_response_is_checked_at_its_end(engine: InferenceEngine) -> None:
+    backend = StreamingBackend()
+    streaming = toy_engine(backend)
+    streaming.initialize()
+    *parts, response = asyncio.run(streamed(streaming))
+    assert isinstance(response, LLMResponse)
+    assert [part.output_ids for part in parts] == [(3,), (4,), (5,)]
+    backend.answer = lambda request, response: longer(response)
+    with pytest.raises(EngineContractError, match="4 tokens; max_new_tokens = 3"):
+        asyncio.run(streamed(streaming))
+    streaming.destroy()
+    with pytest.raises(UnsupportedCapability, match="does not implement SupportsStreaming"):
+        asyncio.run(streamed(engine))

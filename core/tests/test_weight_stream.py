@@ -24,8 +24,8 @@ from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync import group as weight_group
 from core_rl.weight_sync import sender as weight_sender
-from core_rl.weight_sync.adapter import SentAdapter
-from core_rl.weight_sync.group import Seats, WeightGroup
+from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
 from core_rl.weight_sync.sender import send_tensors
 from core_rl.weight_sync.stream import Bucket, abandon, receiving
 
@@ -58,7 +58,7 @@ def test_everything_arrives_once_and_in_order(
     with TemporaryDirectory() as directory:
         what = meta(Path(directory), bucket_bytes=bucket_bytes, verify=verify)
         buckets = passed(tensors, what)
-        assert not Path(what.path or "").exists(), "the meeting point is removed"
+        assert not Path(what.path or "").exists(), "the rendezvous file is removed"
     arrived = [item for bucket in buckets for item in bucket]
     assert [name for name, _ in arrived] == [name for name, _ in tensors]
     for (_, got), (_, sent) in zip(arrived, tensors, strict=True):
@@ -90,27 +90,29 @@ def passed_stream(stream: Iterator[tuple[str, Tensor]], what: WeightUpdateMeta) 
         return arrival.result(20)
 
 
-@pytest.mark.parametrize("said", [SentAdapter(rank=2, alpha=4, rslora=False, base="abcd"), None])
-def test_a_sender_says_what_its_adapter_is(tmp_path: Path, said: SentAdapter | None) -> None:
+@pytest.mark.parametrize("adapter", [AdapterMetadata(rank=2, alpha=4, rslora=False, base="abcd"), None])
+def test_the_metadata_of_an_adapter_arrives(tmp_path: Path, adapter: AdapterMetadata | None) -> None:
     what, lora = meta(tmp_path, method="lora"), LoraConfig(rank=2, alpha=4)
 
     def receive() -> None:
         with receiving(what, 20) as received:
-            assert received.adapter == said
-            assert said is not None
-            said.require_fit(lora, lambda: "abcd")
+            assert received.adapter == adapter
+            assert adapter is not None
+            adapter.require_fit(lora, lambda: "abcd")
             with pytest.raises(
                 WeightsError,
-                match=r"(?s)2 problems.*alpha is 4 where it comes from, and 8 here.*another base",
+                match=r"(?s)2 problems.*alpha is 4 at the sender and 8 here.*another base",
             ):
-                said.require_fit(lora.model_copy(update={"alpha": 8}), lambda: "ef")
+                adapter.require_fit(lora.model_copy(update={"alpha": 8}), lambda: "ef")
             assert [name for bucket in received for name, _ in bucket] == ["a"]
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(receive)
-        expected = nullcontext() if said else pytest.raises(WeightsError, match="does not say which adapter")
+        expected = (
+            nullcontext() if adapter else pytest.raises(WeightsError, match="sent no metadata of its adapter")
+        )
         with expected:
-            send_tensors(iter([("a", torch.zeros(2))]), what, adapter=said)
+            send_tensors(iter([("a", torch.zeros(2))]), what, adapter=adapter)
         with expected:
             arrival.result(20)
 
@@ -195,7 +197,7 @@ def test_versions_must_agree(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sender, "MEET_S", 0.2)
+    monkeypatch.setattr(weight_sender, "CONNECT_S", 0.2)
     with pytest.raises(WeightsError, match="no train engine sent weights of version 3"):
         collect(meta(tmp_path), 0.2)
     (tmp_path / "meet").write_text("/nowhere/left-from-a-run-that-died")
@@ -213,12 +215,12 @@ def collect_grouped(what: WeightUpdateMeta, leave_after: int) -> tuple[list[Buck
     """What came by the group, or in memory from the moment when this rank has left it; and which it was."""
     found: list[Bucket] = []
     flags = []
-    with receiving(what, 20, lambda: Seats(count=1)) as received:
+    with receiving(what, 20, lambda: ReceiverRanks(count=1)) as received:
         assert received.group is not None
         group = WeightGroup.join(received.group, 1, torch.device("cpu"))
         for bucket in received:
             flags.append(received.broadcast)
-            received.go()
+            received.allow_broadcast()
             if len(found) < leave_after:
                 found.append([(name, group.broadcast(torch.empty_like(tensor))) for name, tensor in bucket])
                 continue
@@ -247,7 +249,7 @@ def test_a_group_that_nobody_joins_is_given_up(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(weight_group, "JOIN_S", 0.5)
 
     def stay_away() -> list[tuple[int, bool]]:
-        with receiving(grouped(tmp_path), 20, lambda: Seats(count=1)) as received:
+        with receiving(grouped(tmp_path), 20, lambda: ReceiverRanks(count=1)) as received:
             return [(len(bucket), received.broadcast) for bucket in received]
 
     with ThreadPoolExecutor(1) as pool:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from core_rl.backend.named_tensors import TensorDict
+from core_rl.backend.tensors import TensorDict
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit import checkpoint_layout as written_form

@@ -205,7 +205,6 @@ def warm_up(
     probes = [make_batch(probed, tokenizer, [tool] * len(probed)) for tool in ways]
     target, right = settings.tool_target if settings.tool else settings.target, 0.0
     with EngineGroup(settings.engine, engine_config(settings, tokenizer)) as engine:
-        engine.initialize()
         for step in range(1, settings.max_steps + 1):
             chosen = draw.sample(problems, settings.batch_size)
             tools = [settings.tool and draw.random() < settings.tool_share for _ in chosen]

@@ -16,7 +16,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.weight_sync.adapter import AdapterMetadata
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
@@ -141,8 +141,8 @@ def _factors(adapter: TinyAdapter) -> dict[str, Tensor]:
     return written(adapter.low_rank().factors)
 
 
-def _said_of(adapter: TinyAdapter) -> SentAdapter:
-    return SentAdapter(rank=adapter.rank, alpha=adapter.alpha, rslora=adapter.rslora)
+def _said_of(adapter: TinyAdapter) -> AdapterMetadata:
+    return AdapterMetadata(rank=adapter.rank, alpha=adapter.alpha, rslora=adapter.rslora)
 
 
 def _verify_drawn(
@@ -217,7 +217,7 @@ def adapters_that_do_not_fit_change_nothing(subject: Subject) -> None:
     _verify_drawn(subject, "after one that fits", ask(engine, requests), kind.model, {20: new}, old)
 
 
-def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], SentAdapter]]:
+def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], AdapterMetadata]]:
     factors, said = _factors(adapter), _said_of(adapter)
     last = list(factors)[-1]
     return {

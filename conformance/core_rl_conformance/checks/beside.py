@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.capability import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -39,8 +38,7 @@ def engines_beside_each_other(subject: Subject) -> None:
         states.append(state(group))
     host = start(subject, models[0])
     config = subject.config(models[1], optimizer=optimizer_config(OPTIMIZER, TOTAL_STEPS))
-    with EngineGroup(subject.spec, config, timeout_s=host.timeout_s, beside=host) as guest:
-        guest.initialize(FinetuneSpec())
+    with EngineGroup(subject.spec, config, timeout_s=host.timeout_s, colocate_with=host) as guest:
         groups = {"first": host, "second": guest}
         for step in STEPS:
             for (name, group), expected in zip(groups.items(), reports, strict=True):

@@ -126,7 +126,7 @@ def launched_servers_serve_those_who_connect(subject: Subject) -> None:
     """Servers that the engine launched serve a second client by their addresses, and go on when that one leaves.
 
     Why: an evaluation or a second trainer that shares servers must not take them down with it.
-    Look at: ``_teardown``: it ends what this engine launched, and nothing else.
+    Look at: ``teardown``: it ends what this engine launched, and nothing else.
     """
     model = subject.model()
     engine = subject.serve(model)

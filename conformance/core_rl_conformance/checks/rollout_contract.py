@@ -13,7 +13,6 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.loading import load_engine
 from core_rl.errors import CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
@@ -36,7 +35,7 @@ def undeclared_capabilities_of_rollouts_refuse(subject: Subject) -> None:
     """What the engine does not declare raises `UnsupportedCapability` (a layout `LayoutError`), and it goes on.
 
     Why: an option that is ignored without a word serves something else than was asked for.
-    Look at: capabilities that work but are missing in the spec, and public methods that were overridden.
+    Look at: capabilities that work but are missing in the spec.
     """
     engine = subject.serve()
     for capability, action in _refusals(subject, engine).items():
@@ -88,9 +87,7 @@ def _another(subject: Subject, engine: InferenceEngine, changes: dict[str, objec
     values = {**engine.config.model_dump(), **changes}
     config = parse_config(load_config(subject.spec), values)
     assert isinstance(config, InferenceEngineConfig)
-    engine_class = load_engine(subject.spec)
-    assert issubclass(engine_class, InferenceEngine)
-    return engine_class(subject.spec, config)
+    return subject.bench.servers.make(subject.spec, config)
 
 
 @check("contract.rollout-versions", kind="inference", each="engine")
@@ -99,7 +96,7 @@ def tokens_carry_the_version(subject: Subject) -> None:
 
     Why: a version that is stuck makes every sample look stale or fresh (AReaL #941, prime-rl #1901), and a
     label is no reason to abort what is running (miles #2372).
-    Look at: where the version of each token comes from, and what ``_set_version`` sends to the server.
+    Look at: where the version of each token comes from, and what ``set_version`` sends to the server.
     """
     engine = subject.serve()
     requests = requests_for(subject.data().select(FEW), PLAIN)
@@ -143,7 +140,7 @@ def cancelled_requests_disturb_no_others(subject: Subject) -> None:
     """A request that is cancelled ends, and the others that run beside it are answered as without it.
 
     Why: a workflow that gives up on one sample must not take the rest of the batch with it.
-    Look at: what a cancelled ``_agenerate`` tells the server: that request's ``rid``, not all of them.
+    Look at: what a cancelled ``agenerate`` sends to the server: that request's ``rid``, not all of them.
     """
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
@@ -174,7 +171,7 @@ def paused_engines_hold_requests_back(subject: Subject) -> None:
     """While the engine is paused no new request is answered; after ``resume`` all of them are.
 
     Why: tokens that are drawn while weights change belong to no version (I14).
-    Look at: nothing, unless ``pause``, ``resume`` or ``agenerate`` was overridden; else ``_pause`` and ``_resume``.
+    Look at: nothing, unless the backend implements ``pause`` and ``resume``.
     """
     model = subject.model()
     engine = subject.serve(model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.config.capability import Capability
-from core_rl.engine.inference import TopLogprobs
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LENGTHS, Ragged

@@ -14,8 +14,8 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
-from core_rl.reference.receiving import taking
-from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.reference.receiving import receiving_buckets
+from core_rl.weight_sync.adapter import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
 from core_rl.weight_sync.stream import Bucket, abandon, receiving
 from core_rl_conformance.pools import CALL_TIMEOUT_S
@@ -35,7 +35,7 @@ class Caught:
     """The names in each bucket."""
     sizes: tuple[int, ...]
     """Bytes of the tensors of each bucket."""
-    adapter: SentAdapter | None = None
+    adapter: AdapterMetadata | None = None
     """What the sender said of its adapter."""
 
 
@@ -46,7 +46,7 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
         try:
             group.upload_weights(meta)
         finally:
-            # Whoever failed before it met the receiver leaves it waiting.
+            # A sender that failed before it connected leaves the receiver waiting.
             while not future.done():
                 abandon(meta)
                 wait([future], POLL_S)
@@ -55,14 +55,14 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
 
 def _catch(meta: WeightUpdateMeta) -> Caught:
     if meta.method != "lora":
-        with taking(meta, CALL_TIMEOUT_S) as buckets:
+        with receiving_buckets(meta, CALL_TIMEOUT_S) as buckets:
             return _as_caught(list(buckets), None)
     with receiving(meta, CALL_TIMEOUT_S) as received:
         copies = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
         return _as_caught(copies, received.adapter)
 
 
-def _as_caught(buckets: list[Bucket], adapter: SentAdapter | None) -> Caught:
+def _as_caught(buckets: list[Bucket], adapter: AdapterMetadata | None) -> Caught:
     return Caught(
         adapter=adapter,
         tensors={name: tensor for bucket in buckets for name, tensor in bucket},
@@ -84,7 +84,7 @@ def sent(
     engine: InferenceEngine,
     meta: WeightUpdateMeta,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    adapter: SentAdapter | None = None,
+    adapter: AdapterMetadata | None = None,
 ) -> None:
     """Update ``engine`` with ``tensors``, by ``lora`` those of ``adapter``; raises what the update ends with."""
     arrival = engine.update_weights(meta)

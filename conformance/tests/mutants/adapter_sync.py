@@ -10,9 +10,9 @@ from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.rollout import ReferenceRolloutEngine
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceEngine
-from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.weight_sync.adapter import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
 from mutants.zoo import Mutant
 
@@ -24,8 +24,10 @@ class SendsItsAdapter(ReferenceEngine):
         """The adapter."""
         send_tensors(self._sent(), meta, adapter=self._said(meta))
 
-    def _said(self, meta: WeightUpdateMeta) -> SentAdapter:
-        return SentAdapter.of(self, meta.verify)
+    def _said(self, meta: WeightUpdateMeta) -> AdapterMetadata:
+        lora = self.config.model.lora
+        assert lora is not None
+        return AdapterMetadata.of(lora, self._base_digest() if meta.verify else None)
 
     def _sent(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.named_tensors("adapter"):
@@ -77,11 +79,11 @@ class FoldsTheScaleIn(SendsItsAdapter):
 class SaysAnotherScale(SendsItsAdapter):
     """An adapter with rsLoRA is announced as one without."""
 
-    def _said(self, meta: WeightUpdateMeta) -> SentAdapter:
+    def _said(self, meta: WeightUpdateMeta) -> AdapterMetadata:
         return replace(super()._said(meta), rslora=False)
 
 
-class DropsRslora(ReferenceRolloutEngine):
+class DropsRslora(ReferenceRolloutBackend):
     """Adapters are scaled by ``alpha / rank``, whatever they are."""
 
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
@@ -93,7 +95,7 @@ class DropsRslora(ReferenceRolloutEngine):
             layer.scaling["default"] = lora.alpha / lora.rank
 
 
-class KeepsTheFirstAdapter(ReferenceRolloutEngine):
+class KeepsTheFirstAdapter(ReferenceRolloutBackend):
     """A second adapter gets the name of the first, which is there already."""
 
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
@@ -102,7 +104,7 @@ class KeepsTheFirstAdapter(ReferenceRolloutEngine):
         self._served_version = version
 
 
-class LeavesKeysAlone(ReferenceRolloutEngine):
+class LeavesKeysAlone(ReferenceRolloutBackend):
     """Factors of a projection that is fused with others are left out."""
 
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
@@ -110,7 +112,7 @@ class LeavesKeysAlone(ReferenceRolloutEngine):
         super()._install_adapter(kept, version)
 
 
-class LabelsBeforeItInstalls(ReferenceRolloutEngine):
+class LabelsBeforeItInstalls(ReferenceRolloutBackend):
     """The version changes when the adapter is on its way."""
 
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
@@ -118,7 +120,7 @@ class LabelsBeforeItInstalls(ReferenceRolloutEngine):
         super()._receive_adapter(meta)
 
 
-class TakesAnyBase(ReferenceRolloutEngine):
+class TakesAnyBase(ReferenceRolloutBackend):
     """Nobody asks which base an adapter belongs to."""
 
     def _base_digest(self) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
-from core_rl.checkpoint.shards import Shard
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.distributed.process_group import RankAddress
 from core_rl.reference.train import ReferenceEngine
+from core_rl.state.snapshot import Shard
 from core_rl.toolkit.held_tensors import HeldTensors
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_disabled
 from mutants.bases import Replicated
@@ -99,12 +99,12 @@ class StaysOffAfterAnError(AdaptedReference):
         for layer in self._layers():
             layer._disable_adapters = False
 
-    def _switch_adapter(self, on: bool) -> bool:
+    def switch_adapter(self, on: bool) -> bool:
         self._switches = getattr(self, "_switches", 0) + 1
         if on and self._switches == 6:  # the third time, which ends by an error
             self._base_only = None
             return False
-        return super()._switch_adapter(on)
+        return super().switch_adapter(on)
 
 
 class AdapterDropoutInEval(AdaptedReference):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import StatePart, TensorKind, WeightUpdateMeta
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.state.grad_norm import GradShard
 from core_rl.toolkit.held_tensors import HeldTensors
 from core_rl.toolkit.lora import adapter_disabled

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.shards import Shard, write_shards
 from core_rl.distributed.process_group import RankAddress
 from core_rl.reference.train import ReferenceEngine

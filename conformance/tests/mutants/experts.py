@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from core_rl.backend.meta import FinetuneSpec, TensorKind
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.distributed.process_group import RankAddress
 from core_rl.reference.train import ReferenceEngine
 from core_rl_conformance.inputs.tiny_models import TinyModel

@@ -11,53 +11,51 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.engine.inference import ModelLimits
+from core_rl.engine.inference import InferenceComponents
+from core_rl.engine.request_gate import RequestGate
 from core_rl.errors import RolloutError
-from core_rl.reference.rollout import ReferenceRolloutEngine
-from core_rl.reference.sampling import Answer
-from mutants.zoo import C, Mutant
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.sampling import Completion
+from mutants.zoo import C, Context, Mutant
 
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
 
 SERVING = frozenset({C.PAUSE, C.LAUNCH_SERVER})
 
 
-class Served(ReferenceRolloutEngine):
+class Served(ReferenceRolloutBackend):
     """A correct engine with servers in this process: one request after another, and none is begun during a pause."""
 
-    def _launch_server(self, count: int) -> tuple[str, ...]:
+    def launch_server(self, context: Context, count: int) -> tuple[str, ...]:
         return tuple(f"in-process:{number}" for number in range(count))
 
-    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
         self._working, self._may_begin = threading.Lock(), threading.Event()
         self._may_begin.set()
-        return super()._build((), ft_spec)
+        return super().build(context, (), ft_spec)
 
-    def _teardown(self) -> None:
-        if hasattr(self, "_worker"):
-            super()._teardown()
-
-    def _answer(self, entries: Entries) -> None:
+    def _complete(self, entries: Entries) -> None:
         for entry in entries:
             self._may_begin.wait()
             with self._working:
-                super()._answer([entry])
+                super()._complete([entry])
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         self._may_begin.clear()
         with self._working:
             """What was begun is done."""
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         self._may_begin.set()
 
 
 class DrawsOn(Served):
     """What is in flight is not interrupted by a pause."""
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         """Nothing to do."""
 
 
@@ -66,12 +64,12 @@ class EndsAtThePause(Served):
 
     _interrupted = False
 
-    def _pause(self) -> None:
-        super()._pause()
+    def pause(self) -> None:
+        super().pause()
         self._interrupted = True
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        found = super()._response(request, answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        found = super()._response(request, completion)
         if not self._interrupted:
             return found
         half = len(found.output_ids) // 2
@@ -84,70 +82,70 @@ class TakesServersDown(Served):
 
     _down: set[str] = set()  # noqa: RUF012  # the servers of all engines
 
-    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
         self._addresses = addresses
         self._down.clear()
-        return super()._build(addresses, ft_spec)
+        return super().build(context, addresses, ft_spec)
 
-    def _teardown(self) -> None:
-        super()._teardown()
+    def teardown(self) -> None:
+        super().teardown()
         self._down.update(getattr(self, "_addresses", ()))
 
-    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
         if self._down & set(self._addresses):
             raise RolloutError(f"server {self._addresses[0]} is gone")
-        return await super()._agenerate(request)
+        return await super().agenerate(request)
 
 
-class WakesWithNoise(ReferenceRolloutEngine):
+class WakesWithNoise(ReferenceRolloutBackend):
     """One buffer of the weights is not restored after a sleep."""
 
-    def _resume_memory(self) -> None:
-        super()._resume_memory()
+    def resume_memory(self) -> None:
+        super().resume_memory()
         with torch.no_grad():
             parameter = next(value for value in self._model.parameters() if value.dim() > 1)
             parameter.copy_(torch.randn(parameter.shape))
 
 
-class FirstSleepComesBack(ReferenceRolloutEngine):
+class FirstSleepComesBack(ReferenceRolloutBackend):
     """The copy of the weights that the first sleep made comes back at each waking, over an update."""
 
     _first: dict[str, Tensor] | None = None
 
-    def _release_memory(self) -> None:
+    def release_memory(self) -> None:
         if self._first is None:
             self._first = {name: value.detach().clone() for name, value in self._model.named_parameters()}
-        super()._release_memory()
+        super().release_memory()
 
     @torch.no_grad()
-    def _resume_memory(self) -> None:
-        super()._resume_memory()
+    def resume_memory(self) -> None:
+        super().resume_memory()
         for name, value in (self._first or {}).items():
             self._model.get_parameter(name).copy_(value)
 
 
-class WakesFromItsDirectory(ReferenceRolloutEngine):
+class WakesFromItsDirectory(ReferenceRolloutBackend):
     """Waking reads the directory again that the server was started with."""
 
-    def _resume_memory(self) -> None:
-        super()._resume_memory()
+    def resume_memory(self) -> None:
+        super().resume_memory()
         self._adopt(self._load(self.config.model))
 
 
-class WakesAtVersionZero(ReferenceRolloutEngine):
+class WakesAtVersionZero(ReferenceRolloutBackend):
     """The version is lost with the memory."""
 
-    def _resume_memory(self) -> None:
-        super()._resume_memory()
+    def resume_memory(self) -> None:
+        super().resume_memory()
         self._served_version = 0
 
 
-class LabelsAsItIsAsked(ReferenceRolloutEngine):
+class LabelsAsItIsAsked(ReferenceRolloutBackend):
     """The version is read as a request goes out, while an update is on its way that serves it."""
 
-    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
         version = self._served_version
-        found = await super()._agenerate(request)
+        found = await super().agenerate(request)
         return replace(found, versions=(version,) * len(found.versions))
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
@@ -155,14 +153,17 @@ class LabelsAsItIsAsked(ReferenceRolloutEngine):
         super()._install_from_disk(meta)
 
 
-class NeverSleeps(ReferenceRolloutEngine):
-    """Requests are served from memory that was given back."""
+class ForgetsTheRelease(RequestGate):
+    """The memory counts as there while it is released."""
 
     def release_memory(self) -> None:
         """Nothing."""
 
-    def resume_memory(self) -> None:
-        """Nothing."""
+
+class NeverSleeps(ReferenceRolloutBackend):
+    """Requests are served from memory that was given back."""
+
+    components = InferenceComponents(gate=ForgetsTheRelease)
 
 
 MUTANTS = (

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
-from core_rl.checkpoint.shards import Shard
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.reference.train import ReferenceEngine
+from core_rl.state.snapshot import Shard
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"

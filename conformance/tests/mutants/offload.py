@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
-from core_rl.backend.named_tensors import NamedTensors
+from core_rl.backend.tensors import NamedTensors
 from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import Mutant
 

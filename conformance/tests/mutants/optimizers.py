@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from core_rl.backend.meta import FinetuneSpec, TensorKind
-from core_rl.backend.named_tensors import NamedTensors
+from core_rl.backend.tensors import NamedTensors
 from core_rl.distributed.process_group import RankAddress
 from core_rl.reference.train import ReferenceEngine
 from mutants.zoo import Mutant

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.data.batch import SequenceBatch
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceEngine

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
+from core_rl.backend.inference_backend import ModelLimits, TopLogprobs
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
-from core_rl.engine.inference import ModelLimits, TopLogprobs
-from core_rl.reference.rollout import ReferenceRolloutEngine
-from core_rl.reference.sampling import Answer
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.sampling import Completion
 from mutants.rollout_draws import Sampling
 from mutants.rollouts import Entries
-from mutants.zoo import Mutant
+from mutants.zoo import Context, Mutant
 
 # ----------------------------------------------------------- what is drawn
 
@@ -37,13 +37,13 @@ class TopPIsNarrow(Sampling):
         return replace(sampling, top_p=sampling.top_p if sampling.top_p == 1 else 0.6 * sampling.top_p)
 
 
-class Bent(ReferenceRolloutEngine):
+class Bent(ReferenceRolloutBackend):
     """The logits are changed before a token is drawn, and not in what is reported."""
 
     def _bend(self, ids: Tensor, logits: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _answer(self, entries: Entries) -> None:
+    def _complete(self, entries: Entries) -> None:
         self._prompt_lengths = max(len(request.input_ids) for request, _ in entries)
         self._sampling = entries[0][0].sampling
         plain: Any = self._model.generate
@@ -54,7 +54,7 @@ class Bent(ReferenceRolloutEngine):
 
         object.__setattr__(self._model, "generate", generate)
         try:
-            super()._answer(entries)
+            super()._complete(entries)
         finally:
             object.__delattr__(self._model, "generate")
 
@@ -77,19 +77,19 @@ class TopPBeforeTemperature(Bent):
 # ----------------------------------------------------------- how it ends
 
 
-class LengthBeforeStop(ReferenceRolloutEngine):
+class LengthBeforeStop(ReferenceRolloutBackend):
     """An answer with as many tokens as were allowed counts as cut off, whatever its last one is."""
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        if len(answer.ids) == request.sampling.max_new_tokens:
-            answer = replace(answer, stop_reason="length")
-        return super()._response(request, answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        if len(completion.ids) == request.sampling.max_new_tokens:
+            completion = replace(completion, stop_reason="length")
+        return super()._response(request, completion)
 
 
 # ----------------------------------------------------------- the second time
 
 
-class RemembersDirectories(ReferenceRolloutEngine):
+class RemembersDirectories(ReferenceRolloutBackend):
     """What a directory held at the first update is what it holds for ever."""
 
     def _load(self, model: ModelConfig) -> PreTrainedModel:
@@ -109,19 +109,19 @@ class RemembersDirectories(ReferenceRolloutEngine):
 # ----------------------------------------------------------- long sequences
 
 
-class ScoresFiftyTokens(ReferenceRolloutEngine):
+class ScoresFiftyTokens(ReferenceRolloutBackend):
     """Scores end at a limit of the server."""
 
-    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
-        rows = super()._score(batch, temperature).split(batch.lengths)
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        rows = super().score(batch, temperature).split(batch.lengths)
         return torch.cat([row * (torch.arange(len(row)) < 50) for row in rows])
 
 
-class TopOfFiftyTokens(ReferenceRolloutEngine):
+class TopOfFiftyTokens(ReferenceRolloutBackend):
     """The most likely tokens come for as many places as the server allows."""
 
-    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        top = super()._top_logprobs(batch, k, temperature)
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        top = super().top_logprobs(batch, k, temperature)
         rows = top.logprobs.split(batch.lengths)
         cut = [row * (torch.arange(len(row)) < 50)[:, None] for row in rows]
         return replace(top, logprobs=torch.cat(cut))
@@ -141,11 +141,11 @@ class StopTokensReplaceEos(Sampling):
         return replace(sampling, ignore_eos=sampling.ignore_eos or bool(sampling.stop_token_ids))
 
 
-class OneEos(ReferenceRolloutEngine):
+class OneEos(ReferenceRolloutBackend):
     """Of the config's list of EOS ids the first one counts."""
 
-    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        limits = super()._build(addresses, ft_spec)
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        limits = super().build(context, addresses, ft_spec)
         self._eos_token_ids = self._eos_token_ids[:1]
         return limits
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
-from core_rl.engine.inference import ModelLimits
-from core_rl.reference.rollout import ReferenceRolloutEngine
-from core_rl.reference.sampling import Answer
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.sampling import Completion
 from mutants.rollouts import Entries, Rescored
-from mutants.zoo import Mutant
+from mutants.zoo import Context, Mutant
 
 # ----------------------------------------------------------- what is drawn
 
@@ -21,12 +21,12 @@ class Sampling(Rescored):
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         raise NotImplementedError
 
-    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
         self._asked = {**getattr(self, "_asked", {}), request.rid: request.sampling}
-        return await super()._agenerate(replace(request, sampling=self._drawn_with(request.sampling)))
+        return await super().agenerate(replace(request, sampling=self._drawn_with(request.sampling)))
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        return super()._response(replace(request, sampling=self._asked[request.rid]), answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        return super()._response(replace(request, sampling=self._asked[request.rid]), completion)
 
 
 class DrawsAtTemperatureOne(Sampling):
@@ -71,39 +71,39 @@ class IgnoresTopK(Sampling):
         return replace(sampling, top_k=None)
 
 
-class OneSeedForAGroup(ReferenceRolloutEngine):
+class OneSeedForAGroup(ReferenceRolloutBackend):
     """A request without a seed takes the engine's, so that equal requests get equal answers."""
 
     def _seed(self, sampling: SamplingParams) -> int:
         return self.config.seed if sampling.seed is None else sampling.seed
 
 
-class OneSeedForABatch(ReferenceRolloutEngine):
+class OneSeedForABatch(ReferenceRolloutBackend):
     """All requests of a batch draw from the stream of its first one."""
 
-    def _answer(self, entries: Entries) -> None:
+    def _complete(self, entries: Entries) -> None:
         self._first = self._seed(entries[0][0].sampling)
         shared = [(replace(r, sampling=replace(r.sampling, seed=self._first)), f) for r, f in entries]
-        super()._answer(shared)
+        super()._complete(shared)
 
 
 # ----------------------------------------------------------- where it ends
 
 
-class DropsTheStopToken(ReferenceRolloutEngine):
+class DropsTheStopToken(ReferenceRolloutBackend):
     """What ends an answer is not part of it."""
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        if answer.stop_reason == "stop" and len(answer.ids) > 1:
-            answer = replace(answer, ids=answer.ids[:-1], logprobs=answer.logprobs[:-1])
-        return super()._response(request, answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        if completion.stop_reason == "stop" and len(completion.ids) > 1:
+            completion = replace(completion, ids=completion.ids[:-1], logprobs=completion.logprobs[:-1])
+        return super()._response(request, completion)
 
 
-class KnowsNoEos(ReferenceRolloutEngine):
+class KnowsNoEos(ReferenceRolloutBackend):
     """The EOS of the model's config is never read."""
 
-    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        limits = super()._build(addresses, ft_spec)
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        limits = super().build(context, addresses, ft_spec)
         self._eos_token_ids = ()
         return limits
 
@@ -115,20 +115,22 @@ class IgnoresStopTokens(Sampling):
         return replace(sampling, stop_token_ids=())
 
 
-class CutsLongAnswers(ReferenceRolloutEngine):
+class CutsLongAnswers(ReferenceRolloutBackend):
     """A default of the server ends answers after 16 tokens, as if they were finished."""
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        if len(answer.ids) > 16:
-            answer = Answer(ids=answer.ids[:16], logprobs=answer.logprobs[:16], stop_reason="stop")
-        return super()._response(request, answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        if len(completion.ids) > 16:
+            completion = Completion(
+                ids=completion.ids[:16], logprobs=completion.logprobs[:16], stop_reason="stop"
+            )
+        return super()._response(request, completion)
 
 
-class PadsTheVocabulary(ReferenceRolloutEngine):
+class PadsTheVocabulary(ReferenceRolloutBackend):
     """The vocabulary is that of the padded embedding."""
 
-    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        limits = super()._build(addresses, ft_spec)
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        limits = super().build(context, addresses, ft_spec)
         return replace(limits, vocab_size=-(-limits.vocab_size // 64) * 64)
 
 

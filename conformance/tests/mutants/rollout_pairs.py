@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from core_rl.backend.meta import FinetuneSpec, TensorKind
-from core_rl.backend.named_tensors import NamedTensors
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import NamedTensors
 from core_rl.distributed.process_group import RankAddress
 from core_rl.reference.train import ReferenceEngine
 from mutants.outputs import WithTemperature

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
-from core_rl.engine.inference import TopLogprobs
-from core_rl.reference.rollout import ReferenceRolloutEngine
-from core_rl.reference.sampling import Answer, generate
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.sampling import Completion, generate
 from mutants.zoo import Mutant
 
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
@@ -24,17 +24,17 @@ Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
 # ----------------------------------------------------------- what is reported
 
 
-class Rescored(ReferenceRolloutEngine):
+class Rescored(ReferenceRolloutBackend):
     """Log-probs come from a pass of their own."""
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        ids = torch.tensor([[*request.input_ids, *answer.ids]])
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        ids = torch.tensor([[*request.input_ids, *completion.ids]])
         with torch.inference_mode():
             logits = self._model(input_ids=ids, use_cache=False).logits[0].float()
         rows = logits[len(request.input_ids) - 1 : -1]
         log_p = torch.log_softmax(self._reported(rows, request.sampling), -1)
-        chosen = log_p.gather(1, torch.tensor(answer.ids)[:, None]).squeeze(1)
-        return super()._response(request, replace(answer, logprobs=tuple(chosen.tolist())))
+        chosen = log_p.gather(1, torch.tensor(completion.ids)[:, None]).squeeze(1)
+        return super()._response(request, replace(completion, logprobs=tuple(chosen.tolist())))
 
     def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
         """The logits ``[n, V]`` whose softmax is reported."""
@@ -69,24 +69,24 @@ class ReportsAfterTheCut(Rescored):
         return logits.clamp(min=-1e4)
 
 
-class ReportsOneTokenLate(ReferenceRolloutEngine):
+class ReportsOneTokenLate(ReferenceRolloutBackend):
     """The log-prob of each token is that of the token before it."""
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        late = (-1.0, *answer.logprobs[:-1])
-        return super()._response(request, replace(answer, logprobs=late))
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        late = (-1.0, *completion.logprobs[:-1])
+        return super()._response(request, replace(completion, logprobs=late))
 
 
 # ----------------------------------------------------------- what goes in
 
 
-class Feeding(ReferenceRolloutEngine):
+class Feeding(ReferenceRolloutBackend):
     """The model sees something else than the prompt."""
 
     def _fed(self, ids: tuple[int, ...], longest: int) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def _answer(self, entries: Entries) -> None:
+    def _complete(self, entries: Entries) -> None:
         requests = [request for request, _ in entries]
         longest = max(len(request.input_ids) for request in requests)
         fed = [self._fed(request.input_ids, longest) for request in requests]
@@ -121,35 +121,35 @@ class StripsBos(Feeding):
 # ----------------------------------------------------------- scores
 
 
-class ScoresWithoutTemperature(ReferenceRolloutEngine):
+class ScoresWithoutTemperature(ReferenceRolloutBackend):
     """Scores are those at temperature 1."""
 
-    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
-        return super()._score(batch, 1.0)
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        return super().score(batch, 1.0)
 
 
-class ScoresOneTokenEarly(ReferenceRolloutEngine):
+class ScoresOneTokenEarly(ReferenceRolloutBackend):
     """Each sequence's scores begin at its first token."""
 
-    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
-        rows = super()._score(batch, temperature).split(batch.lengths)
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        rows = super().score(batch, temperature).split(batch.lengths)
         early = torch.cat([F.pad(row[1:], (0, 1)) for row in rows])
         early[batch.cu_seqlens[:-1].long()] = 0.0
         return early
 
 
-class TopWithoutTemperature(ReferenceRolloutEngine):
+class TopWithoutTemperature(ReferenceRolloutBackend):
     """The most likely tokens come with their log-probs at temperature 1."""
 
-    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        return super()._top_logprobs(batch, k, 1.0)
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        return super().top_logprobs(batch, k, 1.0)
 
 
-class TopInOrderOfIds(ReferenceRolloutEngine):
+class TopInOrderOfIds(ReferenceRolloutBackend):
     """The most likely tokens come in the order of their ids, log-probs in that of their size."""
 
-    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        top = super()._top_logprobs(batch, k, temperature)
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        top = super().top_logprobs(batch, k, temperature)
         return replace(top, ids=top.ids.sort(-1).values)
 
 

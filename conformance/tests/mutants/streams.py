@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import TensorKind, WeightUpdateMeta
-from core_rl.backend.named_tensors import NamedTensors
+from core_rl.backend.tensors import NamedTensors
 from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.receiving import taking
-from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutEngine
+from core_rl.reference.receiving import receiving_buckets
+from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceEngine
 from core_rl.weight_sync.sender import send_tensors
 from mutants.zoo import Mutant
@@ -98,7 +98,7 @@ class SendsTheTieTwice(SendsItself):
                 yield "lm_head.weight", tensor.clone()
 
 
-class TakesFirstBuckets(ReferenceRolloutEngine):
+class TakesFirstBuckets(ReferenceRolloutBackend):
     """The last tensors of an update do not arrive."""
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -110,7 +110,7 @@ class TakesFirstBuckets(ReferenceRolloutEngine):
         )
 
 
-class KeepsTheVersion(ReferenceRolloutEngine):
+class KeepsTheVersion(ReferenceRolloutBackend):
     """New weights draw under the label of the old ones."""
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -119,20 +119,20 @@ class KeepsTheVersion(ReferenceRolloutEngine):
         self._served_version = before
 
 
-class LabelsAsItReceives(ReferenceRolloutEngine):
+class LabelsAsItReceives(ReferenceRolloutBackend):
     """The version changes when the first tensors arrive."""
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         if meta.method != "disk":
             self._served_version = meta.version
-        super()._update_weights(meta)
+        super().update_weights(meta)
 
 
-class InstallsAsItComes(ReferenceRolloutEngine):
+class InstallsAsItComes(ReferenceRolloutBackend):
     """Each bucket is copied into the weights that serve."""
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
-        with taking(meta, RECEIVE_TIMEOUT_S) as received:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as received:
             held = dict(self._model.named_parameters())
             whole = {}
             for bucket in received:
@@ -141,7 +141,7 @@ class InstallsAsItComes(ReferenceRolloutEngine):
                         whole[name] = tensor
                         if tensor.shape == held[name].shape:
                             held[name].copy_(tensor)
-            self._worker.submit(self._install_tensors, whole, meta.version).result()
+            self._on_worker(self._install_tensors, whole, meta.version)
 
 
 class MissesTheLastBroadcasts(TakesFirstBuckets):

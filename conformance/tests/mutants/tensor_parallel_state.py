@@ -14,7 +14,7 @@ from toy_tp.collectives import enter
 from toy_tp.engine import TensorParallelEngine
 
 from core_rl.backend.meta import FinetuneSpec, TensorKind
-from core_rl.backend.named_tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.checkpoint import shards
 from core_rl.distributed.process_group import RankAddress
 from core_rl.state.gather import LocalPart

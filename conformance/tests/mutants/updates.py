@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
-from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.engine.inference import InferenceComponents
+from core_rl.engine.request_gate import RequestGate
 from core_rl.errors import CoreRLError, WeightsError
-from core_rl.reference.rollout import ReferenceRolloutEngine
-from core_rl.reference.sampling import Answer
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.sampling import Completion
+from core_rl.registry.spec import EngineSpec
 from mutants.zoo import C, Mutant
 
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
@@ -25,7 +28,7 @@ Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
 # ----------------------------------------------------------- weights that arrive
 
 
-class Partial(ReferenceRolloutEngine):
+class Partial(ReferenceRolloutBackend):
     """Of the new weights, only some are taken."""
 
     def _takes(self, name: str, value: Tensor) -> bool:
@@ -54,7 +57,7 @@ class TakesNothing(Partial):
         return False
 
 
-class ReloadUntiesTheHead(ReferenceRolloutEngine):
+class ReloadUntiesTheHead(ReferenceRolloutBackend):
     """After a reload the head keeps the old embedding."""
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
@@ -63,66 +66,66 @@ class ReloadUntiesTheHead(ReferenceRolloutEngine):
         self._model.get_output_embeddings().weight = torch.nn.Parameter(head)
 
 
-class KeepsPrefixes(ReferenceRolloutEngine):
+class KeepsPrefixes(ReferenceRolloutBackend):
     """What has been computed for the beginning of a prompt is used again, whatever the weights are by now."""
 
-    def _answer(self, entries: Entries) -> None:
+    def _complete(self, entries: Entries) -> None:
         cache = self.__dict__.setdefault("_prefixes", {})
         current = self._model
         for request, future in entries:
             prefix = request.input_ids[:8]
             self._model = cache.setdefault(prefix, current) if len(prefix) == 8 else current
-            super()._answer([(request, future)])
+            super()._complete([(request, future)])
         self._model = current
 
 
-class LabelsBeforeWeights(ReferenceRolloutEngine):
+class LabelsBeforeWeights(ReferenceRolloutBackend):
     """The version changes when an update begins, and what is in flight carries it."""
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         before, self._served_version = self._served_version, meta.version
         try:
-            super()._update_weights(meta)
+            super().update_weights(meta)
         except CoreRLError:
             self._served_version = before
             raise
 
 
-class ThrowsAwayWhatIsInFlight(ReferenceRolloutEngine):
+class ThrowsAwayWhatIsInFlight(ReferenceRolloutBackend):
     """An update aborts the requests that run."""
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         self._updating = True
-        super()._update_weights(meta)
+        super().update_weights(meta)
         self._updating = False
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        response = super()._response(request, answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        response = super()._response(request, completion)
         return replace(response, stop_reason="abort") if getattr(self, "_updating", False) else response
 
 
 # ----------------------------------------------------------- updates that fail
 
 
-class LabelsAFailedUpdate(ReferenceRolloutEngine):
+class LabelsAFailedUpdate(ReferenceRolloutBackend):
     """Tokens carry the new version although the update has failed."""
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         self._served_version = meta.version
-        super()._update_weights(meta)
+        super().update_weights(meta)
 
 
-class SwallowsFailures(ReferenceRolloutEngine):
+class SwallowsFailures(ReferenceRolloutBackend):
     """A failed update is logged and forgotten."""
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         try:
-            super()._update_weights(meta)
+            super().update_weights(meta)
         except CoreRLError:
-            self._set_version(meta.version)
+            self.set_version(meta.version)
 
 
-class LeavesAMixture(ReferenceRolloutEngine):
+class LeavesAMixture(ReferenceRolloutBackend):
     """Weights are copied one after the other, until one does not fit."""
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
@@ -146,34 +149,34 @@ class LeavesAMixture(ReferenceRolloutEngine):
 # ----------------------------------------------------------- versions and requests
 
 
-class VersionStuckAtZero(ReferenceRolloutEngine):
+class VersionStuckAtZero(ReferenceRolloutBackend):
     """Tokens carry version 0 for ever."""
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        response = super()._response(request, answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        response = super()._response(request, completion)
         return replace(response, versions=(0,) * len(response.versions))
 
 
-class LabelAbortsRequests(ReferenceRolloutEngine):
+class LabelAbortsRequests(ReferenceRolloutBackend):
     """A new version label aborts all requests in flight."""
 
-    def _set_version(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         self._labelling = True
-        super()._set_version(version)
+        super().set_version(version)
         self._labelling = False
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
-        response = super()._response(request, answer)
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        response = super()._response(request, completion)
         return replace(response, stop_reason="abort") if getattr(self, "_labelling", False) else response
 
 
-class CancelAbortsAll(ReferenceRolloutEngine):
+class CancelAbortsAll(ReferenceRolloutBackend):
     """A cancelled request tells the server to abort everything."""
 
-    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
         before = getattr(self, "_cancelled", 0)
         try:
-            response = await super()._agenerate(request)
+            response = await super().agenerate(request)
         except asyncio.CancelledError:
             self._cancelled = getattr(self, "_cancelled", 0) + 1
             raise
@@ -182,19 +185,28 @@ class CancelAbortsAll(ReferenceRolloutEngine):
         )
 
 
-class PauseIsForgotten(ReferenceRolloutEngine):
-    """Requests are answered while the engine is paused."""
+class NeverCloses(RequestGate):
+    """A pause lets requests pass."""
 
-    def pause(self) -> None:
+    def close(self) -> bool:
         """Nothing."""
+        return False
 
 
-class ScoresWithoutDeclaring(ReferenceRolloutEngine):
-    """``score`` is overridden and works, although the spec does not list it."""
+class PauseIsForgotten(ReferenceRolloutBackend):
+    """Requests are completed while the engine is paused."""
 
-    def score(self, batch: SequenceBatch, temperature: float = 1.0) -> Tensor:
-        """The scores."""
-        return self._score(batch, temperature)
+    components = InferenceComponents(gate=NeverCloses)
+
+
+def never_refuse(spec: EngineSpec, capability: Capability, what: str) -> None:
+    """Let what is not declared pass."""
+
+
+class ScoresWithoutDeclaring(ReferenceRolloutBackend):
+    """``score`` works, although the spec does not list it."""
+
+    components = InferenceComponents(require_capability=never_refuse)
 
 
 ARRIVE, FAILED, VERSIONS = "I12.receive-disk", "I12.failed-update", "contract.rollout-versions"

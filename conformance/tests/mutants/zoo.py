@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
+from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.train import TrainEngine
+from core_rl.engine.loading import load_backend, load_engine
 from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference.config import ReferenceRolloutConfig
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
@@ -37,6 +40,7 @@ CAPABILITIES = frozenset(
         C.SYNC_LORA,
     }
 )
+Context = InferenceContext[ReferenceRolloutConfig]
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
 TP2 = ParallelLayout(tp=2)
@@ -51,7 +55,7 @@ DP2EP2 = ParallelLayout(dp=2, ep=2)
 class Mutant:
     """An engine with one planted bug."""
 
-    engine: type[TrainEngine | InferenceEngine]
+    engine: type[TrainBackend[Any] | InferenceBackend[Any]]
     killed_by: str
     """The check that is meant for this bug."""
     issue: str
@@ -93,7 +97,7 @@ def name_of(engine: type) -> str:
 
 
 def spec_of(
-    engine: type[TrainEngine | InferenceEngine],
+    engine: type[TrainBackend[Any] | InferenceBackend[Any]],
     undeclared: frozenset[Capability] = frozenset(),
     declared: frozenset[Capability] = frozenset(),
 ) -> EngineSpec:
@@ -101,7 +105,7 @@ def spec_of(
 
     ``undeclared`` and ``declared`` tell where its capabilities differ from those of the zoo's engines.
     """
-    if issubclass(engine, InferenceEngine):
+    if issubclass(engine, InferenceBackend):
         return replace(
             ROLLOUT_SPEC,
             name=name_of(engine),
@@ -111,11 +115,16 @@ def spec_of(
     return EngineSpec(
         name=name_of(engine),
         kind="train",
-        protocol=(0, 1),
+        protocol=(0, 2),
         factory=f"{engine.__module__}:{engine.__name__}",
         config="core_rl.reference.config:ReferenceConfig",
         capabilities=(CAPABILITIES | declared) - undeclared,
     )
+
+
+def make_engine(spec: EngineSpec, config: Any) -> Any:
+    """The engine of ``spec``, over the core's components or those that its backend class names as ``components``."""
+    return load_engine(spec, config, getattr(load_backend(spec), "components", None))
 
 
 def run_check(

@@ -19,9 +19,11 @@ __all__ = [
     "WeightUpdateMeta",
 ]
 
-TensorKind = Literal["params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers", "adapter"]
+TensorKind = str
+"""``params`` (compute dtype), ``master`` (float32), ``grads`` (float32, normalised, before clipping), ``buffers``,
+``adapter`` (float32 factors under the names of ``peft``), or a kind of the optimizer, such as ``exp_avg``."""
 StatePart = Literal["model", "optimizer"]
-"""What can be offloaded by itself: weights with their gradients, and moments."""
+"""Parts that are offloaded separately: weights with their gradients, and moments."""
 CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
 SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
 

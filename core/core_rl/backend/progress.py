@@ -1,4 +1,4 @@
-"""The few numbers and flags that the core keeps for an engine."""
+"""Progress of a training run, as an engine counts it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["EngineProgress", "Pending"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineProgress:
-    """How far the training is; part of every checkpoint."""
+    """Counters of one engine; part of every checkpoint."""
 
     lr_steps: int = 0
     """Calls of ``lr_scheduler_step()``: the learning rate is a pure function of it."""
@@ -21,9 +21,11 @@ class EngineProgress:
 
 @dataclass
 class Pending:
-    """What has accumulated since the last optimizer step."""
+    """Accumulation since the last optimizer step."""
 
     passes: int = 0
     weight: float = 0.0
     finite: bool = True
     reduced: bool = False
+    failed: bool = False
+    """A pass raised, so that the gradients are of a part of the batch."""

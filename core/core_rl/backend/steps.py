@@ -1,4 +1,4 @@
-"""What the core does with each micro-batch's output: a loss to run backward on, or values to keep."""
+"""Steps of the core on each micro-batch's output: a loss to run backward on, or values to keep."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ PostHook = Callable[[ModelOutput, SequenceBatch], Tensor]
 
 
 class MicroBatchStep(Protocol):
-    """The callback that ``_run`` receives. An engine calls it once for each micro-batch, where the
-    outputs live, and runs backward on the scalar that it returns unless the pass is forward-only.
+    """The callback of `TrainBackend.run`, called once for each micro-batch, on the ranks where outputs appear.
+
+    The backend runs backward on the scalar that it returns, unless the mode is ``"forward"``. It never raises: after
+    an error it returns a zero that is connected to the graph, so that ranks stay in step; the core raises the error on
+    all ranks after the pass.
     """
 
     @property
@@ -59,7 +62,7 @@ class MicroBatches:
         number = self._index.pop(id(micro_batch), None)
         if number is None:
             raise EngineContractError(
-                "_run called step() with a micro-batch that it was not given, or twice with the same; "
+                "run() called step() with a micro-batch that it was not given, or twice with the same; "
                 "call it once for each, with the very object"
             )
         return number
@@ -67,13 +70,45 @@ class MicroBatches:
     def check_finished(self) -> None:
         """Raise `EngineContractError` when a micro-batch was left out."""
         if self._index:
-            raise EngineContractError(f"_run left out the micro-batches {sorted(self._index.values())}")
+            raise EngineContractError(f"run() left out the micro-batches {sorted(self._index.values())}")
 
 
-class LossStep:
+class _Step:
+    """Errors of a pass, kept until all ranks can raise them together."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self._micro_batches = micro_batches
+        self._failure: Exception | None = None
+
+    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
+        # Connected to the graph in any case: collectives in the backward pass must run on every rank.
+        connected = output.zero_loss()
+        try:
+            return self._handle(output, micro_batch, connected)
+        except Exception as error:  # noqa: BLE001  # of a user's loss: the other ranks are in the middle of the pass
+            self._failure = self._failure or error
+            return connected
+
+    def _handle(self, output: ModelOutput, micro_batch: SequenceBatch, connected: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def require_all(self) -> None:
+        """Keep an `EngineContractError` for micro-batches that the backend left out."""
+        try:
+            self._micro_batches.check_finished()
+        except EngineContractError as error:
+            self._failure = self._failure or error
+
+    def raise_failure(self) -> None:
+        """Raise the first error of the pass."""
+        if self._failure is not None:
+            raise self._failure
+
+
+class LossStep(_Step):
     """Computes the loss, scaled so that the sum over micro-batches and ranks is the whole loss.
 
-    So is the routers' balance, with a scale of its own; 0 leaves it out.
+    The routers' load-balancing loss has a scale of its own; 0 leaves it out.
     """
 
     trained_only = True
@@ -81,7 +116,7 @@ class LossStep:
     def __init__(
         self, micro_batches: MicroBatches, loss: LossSpec, scale: float, aux_scale: float = 0.0
     ) -> None:
-        self._micro_batches = micro_batches
+        super().__init__(micro_batches)
         self._loss = loss
         self._scale = scale
         self._aux_scale = aux_scale
@@ -96,11 +131,9 @@ class LossStep:
     def temperature(self) -> float:
         return self._loss.temperature
 
-    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
+    def _handle(self, output: ModelOutput, micro_batch: SequenceBatch, connected: Tensor) -> Tensor:
         number = self._micro_batches.claim(micro_batch)
         output.check(self.outputs, micro_batch.num_tokens, micro_batch.num_sequences)
-        # Connected to the graph in any case: collectives in the backward pass must run on every rank.
-        connected = output.zero_loss()
         if not self._micro_batches.plan[number]:
             return connected
         total, metrics = self._loss.total(output.masked(micro_batch.loss_mask), micro_batch)
@@ -118,8 +151,8 @@ class LossStep:
         return float(torch.stack([total.double() for total in self.totals]).sum()) if self.totals else 0.0
 
 
-class CollectStep:
-    """Keeps the outputs of a forward-only pass, or what ``post_hook`` makes of them."""
+class CollectStep(_Step):
+    """Keeps the outputs of a forward pass, or the results of ``post_hook``."""
 
     trained_only = False
 
@@ -130,16 +163,16 @@ class CollectStep:
         temperature: float,
         post_hook: PostHook | None = None,
     ) -> None:
-        self._micro_batches = micro_batches
+        super().__init__(micro_batches)
         self.outputs = outputs
         self.temperature = temperature
         self._post_hook = post_hook
         self.collected: dict[int, Any] = {}
 
-    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
+    def _handle(self, output: ModelOutput, micro_batch: SequenceBatch, connected: Tensor) -> Tensor:
         number = self._micro_batches.claim(micro_batch)
         output.check(self.outputs, micro_batch.num_tokens, micro_batch.num_sequences)
         if self._micro_batches.plan[number]:
             kept = output.detached() if self._post_hook is None else self._post_hook(output, micro_batch)
             self.collected[number] = kept
-        return torch.zeros(())
+        return connected

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.named_tensors import TensorSource
+from core_rl.backend.protocols import SupportsLora
+from core_rl.backend.tensors import TensorSource
 from core_rl.checkpoint.background import BackgroundSave
+from core_rl.checkpoint.contents import Contents, load_parts, publish_save
 from core_rl.checkpoint.directory import opened
-from core_rl.checkpoint.formats import fingerprint, load_parts, publish_save
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.config.engine import LoraConfig
-from core_rl.engine import guards
 from core_rl.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, raise_all
-
-if TYPE_CHECKING:
-    from core_rl.engine.state import EngineState
 
 __all__ = ["load_adapter", "save_adapter"]
 
@@ -39,48 +36,45 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
 """Fields of ``peft``'s config, and the values with which an adapter is ``scaling * B @ A`` and nothing else."""
 
 
-def save_adapter(engine: EngineState, meta: SaveLoadMeta) -> BackgroundSave | None:
-    """``adapter_model.safetensors`` and ``adapter_config.json``, which ``peft`` and servers load; collective.
-
-    Raises `EngineStateError` for an engine without an adapter.
-    """
-    guards.require_adapter(engine.config, "save(format='adapter')")
+def save_adapter(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
+    """``adapter_model.safetensors`` and ``adapter_config.json``, which ``peft`` and servers load; collective."""
+    backend = contents.backend
+    assert isinstance(backend, SupportsLora)  # required by the engine
 
     def write(directory: Path) -> None:
-        stream = engine.named_tensors("adapter")
+        stream = contents.tensors.stream("adapter")
         # One file, whatever its size: peft reads no index.
-        write_tensors(directory, TENSOR_FILE, stream, writes=engine.is_writer, max_file_bytes=1 << 62)
-        if engine.is_writer:
-            text = json.dumps(engine._adapter_config(), indent=2, sort_keys=True)
+        write_tensors(directory, TENSOR_FILE, stream, writes=contents.is_writer, max_file_bytes=1 << 62)
+        if contents.is_writer:
+            text = json.dumps(backend.adapter_config(), indent=2, sort_keys=True)
             (directory / CONFIG_FILE).write_text(text + "\n")
 
     state = {
-        "model": fingerprint(engine),
-        "base": engine._base_digest(),
-        "version": engine.progress.version,
+        "model": contents.fingerprint(),
+        "base": contents.tensors.base_digest(),
+        "version": contents.progress.version,
     }
     # An adapter is small: its files are written at once, also for a save in the background.
-    return publish_save(engine, meta, write, state, lambda: None)
+    return publish_save(contents, meta, write, state, lambda: None)
 
 
-def load_adapter(engine: EngineState, meta: SaveLoadMeta) -> None:
+def load_adapter(contents: Contents, meta: SaveLoadMeta) -> None:
     """The adapter alone: the base, progress and moments stay as they are; collective.
 
-    Also takes what ``peft`` itself has saved, which does not tell the base weights: then only names and
-    shapes can be checked. Raises `CheckpointMismatch` that lists what differs.
+    Also takes the files of ``peft`` itself, which do not identify the base weights: then only names and
+    shapes are checked. Raises `CheckpointMismatch` that lists what differs.
     """
-    guards.require_adapter(engine.config, "load(format='adapter')")
-    own = {"model": fingerprint(engine), "base": engine._base_digest()}
-    lora = engine.config.model.lora
-    assert lora is not None  # required above
-    with opened(meta.path, engine.world, kind="adapter", require_manifest=False) as directory:
+    own = {"model": contents.fingerprint(), "base": contents.tensors.base_digest()}
+    lora = contents.config.model.lora
+    assert lora is not None  # required by the engine
+    with opened(meta.path, contents.world, kind="adapter", require_manifest=False) as directory:
 
         def parts() -> dict[TensorKind, TensorSource]:
             problems = [*_config_problems(lora, directory), *_base_problems(own, directory)]
             raise_all(CheckpointMismatch, "the adapter does not fit this engine", problems)
             return {"adapter": TensorFiles(directory, TENSOR_FILE)}
 
-        load_parts(engine, parts, f"cannot load {meta.path!r}")
+        load_parts(contents, parts, f"cannot load {meta.path!r}")
 
 
 def _config_problems(lora: LoraConfig, directory: Path) -> Iterator[str]:

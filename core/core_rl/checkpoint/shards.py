@@ -1,10 +1,10 @@
-"""A parallel format for engines without one: each rank writes the pieces that it holds, anyone reads any slice."""
+"""The sharded format: each rank writes its slices, and any rank of any layout reads any region."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +12,12 @@ import torch
 from torch import Tensor
 
 from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
-from core_rl.errors import CheckpointDamaged, CheckpointNotFound, EngineContractError, WeightsError, raise_all
+from core_rl.errors import CheckpointDamaged, CheckpointNotFound, WeightsError
+from core_rl.state.snapshot import Shard, copy_shards
 
-__all__ = ["Shard", "ShardFiles", "copy_shards", "write_copies", "write_shards"]
+__all__ = ["ShardFiles", "write_copies", "write_shards"]
 
 HEADER = "core_rl_shards"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A rectangular piece of a tensor that the ranks hold together."""
-
-    name: str
-    tensor: Tensor
-    """The piece itself; it may have no elements."""
-    global_shape: tuple[int, ...]
-    """The shape of the whole."""
-    offsets: tuple[int, ...]
-    """Where the piece begins, one for each dimension."""
-
-    def problem(self) -> str | None:
-        """Why the piece does not lie in the whole, if so."""
-        shape = tuple(self.tensor.shape)
-        fits = len(shape) == len(self.global_shape) == len(self.offsets) and all(
-            offset >= 0 and offset + size <= whole
-            for offset, size, whole in zip(self.offsets, shape, self.global_shape, strict=True)
-        )
-        if fits:
-            return None
-        return f"{self.name!r}: a piece of {list(shape)} at {list(self.offsets)} is not in {list(self.global_shape)}"
 
 
 def write_shards(directory: Path, rank: int, shards: Iterable[Shard], world_size: int) -> None:
@@ -50,17 +27,6 @@ def write_shards(directory: Path, rank: int, shards: Iterable[Shard], world_size
     if the file cannot be written.
     """
     write_copies(directory, rank, copy_shards(rank, shards), world_size)
-
-
-def copy_shards(rank: int, shards: Iterable[Shard]) -> list[Shard]:
-    """True copies in host memory of all pieces of this rank: a snapshot for `write_copies`.
-
-    Raises `EngineContractError` for a piece that does not lie in its tensor.
-    """
-    listed = list(shards)
-    problems = [problem for shard in listed if (problem := shard.problem()) is not None]
-    raise_all(EngineContractError, f"the shards of rank {rank}", problems)
-    return [replace(shard, tensor=_unshared(shard.tensor)) for shard in listed]
 
 
 def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size: int) -> None:
@@ -81,11 +47,6 @@ def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-def _unshared(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, contiguous, in memory that no other shard shares: safetensors refuses views."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 @dataclass(frozen=True)

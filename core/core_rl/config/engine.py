@@ -39,7 +39,8 @@ class ModelConfig(Config):
     """Which model, and with which head."""
 
     path: str | None = None
-    """A local directory in Hugging Face format; weights and config are read from it."""
+    """A directory in Hugging Face format, or a model of the Hub as ``organization/name[@revision]``: its
+    weights, config and tokenizer."""
     config: dict[str, Any] | None = None
     """A transformers config as a dictionary with ``model_type``; weights are drawn from the seed."""
     head: Head = "lm"

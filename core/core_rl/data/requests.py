@@ -1,6 +1,6 @@
-"""What goes into an inference engine and what comes out of it: token ids, never text.
+"""Requests to inference engines and their responses: token ids, never text.
 
-**What a log-prob means.** ``log_softmax(logits / temperature)[token]`` in float32, of the full
+**The meaning of a log-prob.** ``log_softmax(logits / temperature)[token]`` in float32, of the full
 distribution: before top-k and top-p cut it. Greedy decoding (temperature 0) reports it untempered,
 as at temperature 1. A trainer that recomputes log-probs at `SamplingParams.logprob_temperature`
 therefore gets the same numbers.
@@ -16,7 +16,7 @@ from typing import Literal
 
 from core_rl.errors import ConfigError, EngineContractError, raise_all
 
-__all__ = ["LLMRequest", "LLMResponse", "SamplingParams", "StopReason"]
+__all__ = ["LLMRequest", "LLMResponse", "PartialResponse", "SamplingParams", "StopReason"]
 
 StopReason = Literal["stop", "length", "abort"]
 STOP_REASONS: tuple[StopReason, ...] = ("stop", "length", "abort")
@@ -29,10 +29,10 @@ def _new_rid() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The same fields for every engine; raises `ConfigError` for values out of range."""
+    """Parameters of sampling, the same for every engine; raises `ConfigError` for values out of range."""
 
     max_new_tokens: int = 16
-    """The most tokens of the answer, the stop token included."""
+    """The most tokens of the response, the stop token included."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_p: float = 1.0
@@ -40,9 +40,9 @@ class SamplingParams:
     top_k: int | None = None
     """Draw from the ``top_k`` most likely tokens; None keeps all. Applied before ``top_p``."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer, besides the end-of-sequence tokens of the model."""
+    """Tokens that end the response, besides the end-of-sequence tokens of the model."""
     ignore_eos: bool = False
-    """Go on after the model's own end-of-sequence tokens; ``stop_token_ids`` still stop."""
+    """Continue after the model's own end-of-sequence tokens; ``stop_token_ids`` still stop."""
     seed: int | None = None
     """With a seed, an engine that can draws the same tokens again from the same weights."""
 
@@ -90,8 +90,18 @@ class LLMRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartialResponse:
+    """Tokens of a response that is still generated."""
+
+    output_ids: tuple[int, ...]
+    """The tokens drawn since the part before."""
+    logprobs: tuple[float, ...]
+    """One for each of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LLMResponse:
-    """The answer to one request. Raises `EngineContractError` when its parts do not agree."""
+    """The response to one request. Raises `EngineContractError` when its parts do not agree."""
 
     rid: str
     """The request's."""
@@ -104,10 +114,10 @@ class LLMResponse:
     versions: tuple[int, ...]
     """The version of the weights that drew each output token."""
     stop_reason: StopReason
-    """``stop``: the last token ends the answer, also where it is the last one allowed; ``length``: the limit was
-    reached without one; ``abort``: the engine gave up."""
+    """``stop``: the last token ends the response, also where it is the last one allowed; ``length``: the limit was
+    reached without one; ``abort``: the engine ended it early."""
     latency_s: float = 0.0
-    """From the call to the answer, in seconds; the core fills it in."""
+    """From the call to the response, in seconds; the core fills it in."""
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "output_ids", "logprobs", "versions"):

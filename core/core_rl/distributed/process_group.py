@@ -108,7 +108,7 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
             f"this engine is to be rank {address.rank} of {address.world_size} on {device}, and torch.distributed is "
             f"already initialised in this process, as rank {present.address.rank} of {present.address.world_size} on "
             f"{present.device}; engines share a process only in the same world: destroy the other engine first, or "
-            "give this one processes of its own (EngineGroup without beside)"
+            "give this one processes of its own (EngineGroup without colocate_with)"
         )
     return Membership(present, device)
 

@@ -1,4 +1,4 @@
-"""The checks that public methods make once, so that no hook has to."""
+"""Checks that public methods make once, so that no backend has to."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ from core_rl.registry.spec import EngineSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+HINTS = {
+    "new": "call initialize() first",
+    "ready": "destroy() it and build another",
+    "destroyed": "build another",
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 HEAD_CAPABILITY = {"value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD}
 HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
     "lm": frozenset({"logprobs", "entropy", "logits", "routing"}),
@@ -102,12 +108,7 @@ def require_capability(spec: EngineSpec, capability: Capability, what: str) -> N
 def require_state(state: str, needed: str, method: str) -> None:
     """Raise `EngineStateError` unless the engine is in the state that ``method`` needs."""
     if state != needed:
-        hints = {
-            "new": "call initialize() first",
-            "ready": "destroy() it and build another",
-            "destroyed": "build another",
-        }
-        raise EngineStateError(f"{method} on an engine that is {state!r}; {hints[state]}")
+        raise EngineStateError(f"{method} on an engine that is {state!r}; {HINTS[state]}")
 
 
 def require_optimizer(config: TrainEngineConfig) -> OptimizerConfig:
@@ -129,21 +130,26 @@ def require_trainable(
         raise EngineStateError(
             "forward_backward() inside eval_mode(); leave the context, or pass forward_only=True"
         )
+    if pending.failed:
+        raise EngineStateError(
+            "forward_backward() after a pass that raised: the gradients are of a part of the batch; call "
+            "optimizer_zero_grad() first"
+        )
     if pending.reduced:
         raise EngineStateError(
             "the gradients were already reduced by an export; call optimizer_step() or optimizer_zero_grad() first"
         )
 
 
-def require_kind(config: TrainEngineConfig, kind: TensorKind) -> None:
+def require_kind(config: TrainEngineConfig, kind: TensorKind, optimizer_kinds: Sequence[str]) -> None:
     """Raise for kinds that a forward-only engine lacks, and for unknown ones."""
-    known = ("params", "master", "grads", "exp_avg", "exp_avg_sq", "buffers", "adapter")
-    if kind not in known:
-        raise WeightsError(f"unknown kind {kind!r}; known kinds: {', '.join(known)}")
-    if kind in ("grads", "exp_avg", "exp_avg_sq"):
+    if kind == "grads" or (kind in MOMENTS and not optimizer_kinds):
         require_optimizer(config)
     if kind == "adapter":
         require_adapter(config, "the kind 'adapter'")
+    known = ("params", "master", "grads", "buffers", "adapter", *optimizer_kinds)
+    if kind not in known:
+        raise WeightsError(f"unknown kind {kind!r}; known kinds: {', '.join(known)}")
 
 
 def require_adapter(config: EngineConfig, what: str) -> None:
@@ -155,11 +161,11 @@ def require_adapter(config: EngineConfig, what: str) -> None:
 
 
 def require_sendable_adapter(config: TrainEngineConfig) -> None:
-    """Raise `EngineStateError` for an engine without an adapter, and `ConfigError` for one with a head beside it."""
+    """Raise `EngineStateError` for an engine without an adapter, and `ConfigError` for one with a head as well."""
     require_adapter(config, "weight sync by 'lora'")
     if config.model.head != "lm":
         raise ConfigError(
-            f"weight sync by 'lora' from an engine with head {config.model.head!r}: its head is trained beside the "
+            f"weight sync by 'lora' from an engine with head {config.model.head!r}: its head is trained with the "
             "adapter, and an inference engine has none; it is for models with head 'lm'"
         )
 
@@ -173,16 +179,16 @@ def require_adapter_on(adapter_off: bool, what: str) -> None:
 
 
 def part_of(kind: TensorKind) -> StatePart:
-    """What must be on the device to read or set tensors of ``kind``."""
-    return "optimizer" if kind in ("exp_avg", "exp_avg_sq") else "model"
+    """The part that must be on the device to read or set tensors of ``kind``."""
+    return "model" if kind in ("params", "master", "grads", "buffers", "adapter") else "optimizer"
 
 
-def require_present(offloaded: frozenset[StatePart], kind: TensorKind) -> None:
+def require_present(offloaded: frozenset[StatePart], kind: TensorKind, part: StatePart) -> None:
     """Raise `EngineStateError` for tensors that are offloaded."""
-    if part_of(kind) in offloaded:
-        inside = ", or call it inside train_mode() or eval_mode()" if part_of(kind) == "model" else ""
+    if part in offloaded:
+        inside = ", or call it inside train_mode() or eval_mode()" if part == "model" else ""
         raise EngineStateError(
-            f"named_tensors({kind!r}): the {part_of(kind)} state is offloaded; call onload() first{inside}"
+            f"named_tensors({kind!r}): the {part} state is offloaded; call onload() first{inside}"
         )
 
 
@@ -222,7 +228,7 @@ def check_outputs(spec: EngineSpec, config: TrainEngineConfig, outputs: Sequence
 
 
 def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfig) -> None:
-    """Raise for a token field ``routing`` that cannot be replayed: none may go by without a word.
+    """Raise for a token field ``routing`` that cannot be replayed.
 
     `UnsupportedCapability` where the engine does not declare it, `BatchError` for what is no choice of
     experts of this model.

@@ -1,58 +1,88 @@
-"""`InferenceEngine`: the public methods, the same for all engines, over the hooks of a plugin."""
+"""`InferenceEngine`: the public methods of inference, the same for all engines, over the backend of a plugin."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, cast, final
 
 from torch import Tensor
 
-from core_rl.backend.inference_hooks import InferenceHooks, ModelLimits, TopLogprobs
+from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
+from core_rl.backend.inference_protocols import (
+    SupportsLaunchServer,
+    SupportsPause,
+    SupportsReleaseMemory,
+    SupportsScore,
+    SupportsStreaming,
+    SupportsTopLogprobs,
+    SupportsWeightUpdate,
+)
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.hub import with_local_model
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
-from core_rl.errors import EngineContractError, EngineStateError, RolloutError
+from core_rl.engine.request_gate import RequestGate
+from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.executor import WorkflowExecutor
 from core_rl.rollout.staleness import StalenessLimit
 from core_rl.rollout.workflow import RolloutWorkflow
 
-__all__ = ["InferenceEngine", "ModelLimits", "TopLogprobs"]
+__all__ = ["InferenceComponents", "InferenceEngine"]
 
 
-class InferenceEngine(InferenceHooks):
-    """A model that generates: in this process, or on servers that this object talks to.
+@dataclass(frozen=True, kw_only=True)
+class InferenceComponents:
+    """Parts of `InferenceEngine` that no backend can change; the suite's own tests plant bugs in them."""
 
-    One object serves the whole run. Its methods may be called from several threads and event loops.
-    Rollouts (`submit`, `wait`, `rollout`, `prepare_batch`) are the core's; a plugin subclasses this and fills
-    in the hooks of `InferenceHooks`, and overrides no public method.
+    gate: Callable[[], RequestGate] = RequestGate
+    require_capability: Callable[[EngineSpec, Capability, str], None] = guards.require_capability
+
+
+@final
+class InferenceEngine:
+    """A model that generates: in this process, or on servers that the backend talks to.
+
+    One object serves the whole run. Its methods may be called from several threads and event loops. Constructing it
+    raises `LayoutError`, `UnsupportedCapability` or `ConfigError` for a config that ``spec`` does not declare.
     """
 
-    def __init__(self, spec: EngineSpec, config: InferenceEngineConfig) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        config: InferenceEngineConfig,
+        backend: InferenceBackend[Any],
+        components: InferenceComponents = InferenceComponents(),
+    ) -> None:
         inference_guards.check_config(spec, config)
         self.spec = spec
         self.config = config
+        self._backend = backend
+        self._context = InferenceContext(name=spec.name, config=config)
+        self._require_capability = components.require_capability
+        self._gate = components.gate()
         self._state = "new"
         self._lock = threading.Lock()
         self._version = 0
         self._incoming: int | None = None
         """The version of an update that is under way: tokens may carry it already."""
-        self._gate: Future[None] | None = None
-        """While paused, what new requests wait for."""
-        self._in_flight = 0
-        self._released = False
         self._launched = False
         self._rollouts: WorkflowExecutor | None = None
+
+    def __init_subclass__(cls) -> None:
+        raise EngineContractError(
+            f"{cls.__module__}.{cls.__qualname__} is a subclass of InferenceEngine, which is final; write an "
+            "InferenceBackend instead, see docs/engine-migration.md"
+        )
 
     # ------------------------------------------------------------- life cycle
 
@@ -61,46 +91,58 @@ class InferenceEngine(InferenceHooks):
     ) -> None:
         """Load the model, or connect to the servers at ``addr`` (``host:port``, one or several).
 
-        Raises `ConfigError` when the model cannot be built, `EngineStateError` when called twice.
+        Raises `ConfigError` when the model cannot be built, `EngineStateError` when called twice. After an error
+        the engine is destroyed.
         """
         guards.require_state(self._state, "new", "initialize()")
+        self._fetch_model()
         addresses = (addr,) if isinstance(addr, str) else tuple(addr or ())
-        self._limits: ModelLimits = self._build(addresses, ft_spec or FinetuneSpec())
-        if not isinstance(self._limits, ModelLimits):
-            raise EngineContractError(
-                f"_build returned {self._limits!r}; it returns the ModelLimits of the model"
-            )
+        try:
+            limits = self._backend.build(self._context, addresses, ft_spec or FinetuneSpec())
+            if not isinstance(limits, ModelLimits):
+                raise EngineContractError(f"build() returned {limits!r}; it returns the model's ModelLimits")
+        except BaseException:
+            self._state = "destroyed"
+            self._backend.teardown()
+            raise
+        self._limits = limits
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="core-rl-weights")
         self._state = "ready"
 
     def destroy(self) -> None:
         """Cancel what is in flight, free the model and stop launched servers; the engine cannot be used again."""
-        if self._state == "new" and self._launched:
-            self._teardown()
-        if self._state == "ready":
-            self._state = "destroyed"
+        state, self._state = self._state, "destroyed"
+        if state == "new" and self._launched:
+            self._backend.teardown()
+        if state == "ready":
             self._updates.shutdown()
             try:
                 if self._rollouts is not None:
                     self._rollouts.close()
             finally:
-                self._open_gate()
-                self._teardown()
-        self._state = "destroyed"
+                self._gate.open()
+                self._backend.teardown()
 
     def launch_server(self, count: int | None = None) -> tuple[str, ...]:
         """Start ``count`` servers (by default ``layout.dp``) before `initialize`, which takes the addresses.
 
-        They are this engine's, also where another one is initialized with their addresses, and end with `destroy`.
+        They belong to this engine, also where another one is initialized with their addresses, and end with `destroy`.
         """
         guards.require_state(self._state, "new", "launch_server()")
-        guards.require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
+        self._require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
+        self._fetch_model()
         self._launched = True
-        return self._launch_server(self.config.layout.dp if count is None else count)
+        backend = cast("SupportsLaunchServer", self._backend)
+        return backend.launch_server(self._context, self.config.layout.dp if count is None else count)
+
+    def _fetch_model(self) -> None:
+        """Download a model that is named by a Hub id."""
+        self.config = with_local_model(self.config)
+        self._context = InferenceContext(name=self.spec.name, config=self.config)
 
     def get_scheduling_config(self) -> Scheduling:
         """Resources that one server needs."""
-        return self._scheduling()
+        return self._backend.scheduling(self.config)
 
     @property
     def limits(self) -> ModelLimits:
@@ -113,72 +155,87 @@ class InferenceEngine(InferenceHooks):
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """Continue one prompt; waits while the engine is paused.
 
-        Raises `RolloutError` for a request that the model cannot take (it never reaches the engine),
-        `EngineContractError` for an answer that breaks the contract of `LLMResponse`.
+        Raises `RolloutError` for a request that the model cannot take (it never reaches the backend),
+        `EngineContractError` for a response that breaks the contract of `LLMResponse`.
         """
-        self._require_serving("agenerate()")
-        inference_guards.check_request(request, self._limits)
         started = time.perf_counter()
-        while (gate := self._gate) is not None:
-            # Shielded: one cancelled request must not open the gate of the others.
-            await asyncio.shield(asyncio.wrap_future(gate))
-        with self._counted():
+        await self._admit("agenerate()", request)
+        with self._gate.counted("agenerate()"):
             oldest = self._version
-            response = await self._agenerate(request)
+            response = await self._backend.agenerate(request)
+        self._check_response(request, response, oldest)
+        return replace(response, latency_s=time.perf_counter() - started)
+
+    async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
+        """Parts of a response as they are drawn, and last the whole response; only its tokens count.
+
+        Closing the generator before its end aborts the request. Raises as `agenerate` does, and
+        `UnsupportedCapability` for a backend that does not stream.
+        """
+        if not isinstance(self._backend, SupportsStreaming):
+            raise UnsupportedCapability(
+                f"astream(): the backend of {self.spec.name!r} does not implement SupportsStreaming; call agenerate()"
+            )
+        await self._admit("astream()", request)
+        with self._gate.counted("astream()"):
+            oldest = self._version
+            async with aclosing(self._backend.astream(request)) as parts:
+                async for part in parts:
+                    if not isinstance(part, PartialResponse):
+                        self._check_response(request, part, oldest)
+                    yield part
+
+    async def _admit(self, method: str, request: LLMRequest) -> None:
+        self._require_serving(method)
+        inference_guards.check_request(request, self._limits)
+        await self._gate.wait()
+        self._require_serving(method)
+
+    def _check_response(self, request: LLMRequest, response: LLMResponse, oldest: int) -> None:
         incoming = self._incoming
         newest = max(self._version, -1 if incoming is None else incoming)
         inference_guards.check_response(request, response, self._limits, oldest=oldest, newest=newest)
-        return replace(response, latency_s=time.perf_counter() - started)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._lock:
-            self._require_serving("agenerate()")
-            self._in_flight += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight -= 1
 
     def _require_serving(self, method: str) -> None:
         guards.require_state(self._state, "ready", method)
-        if self._released:
-            raise EngineStateError(f"{method} while the memory is released; call resume_memory() first")
+        self._gate.require_memory(method)
 
     def score(self, batch: SequenceBatch, temperature: float = 1.0) -> Tensor:
         """Log-probs of the given tokens at ``temperature``, float32 ``[T]``, 0 at first tokens.
 
         Raises `UnsupportedCapability` without ``score``, `BatchError` for ids or lengths that the model cannot take.
         """
-        self._require_serving("score()")
-        guards.require_capability(self.spec, Capability.SCORE, "score()")
-        guards.check_temperature(temperature)
-        inference_guards.check_batch(batch, self._limits)
-        values = self._score(batch, temperature)
-        return inference_guards.check_scores("_score", values, [batch.num_tokens], batch)
+        self._check_scoring(Capability.SCORE, "score()", batch, temperature)
+        values = cast("SupportsScore", self._backend).score(batch, temperature)
+        return inference_guards.check_scores("score()", values, [batch.num_tokens], batch)
 
     def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float = 1.0) -> TopLogprobs:
-        """The ``k`` most likely tokens at the place of each token; see `score`."""
-        self._require_serving("top_logprobs()")
-        guards.require_capability(self.spec, Capability.TOP_LOGPROBS, "top_logprobs()")
-        guards.check_temperature(temperature)
-        inference_guards.check_batch(batch, self._limits)
+        """The ``k`` most likely tokens at the position of each token; see `score`."""
+        self._check_scoring(Capability.TOP_LOGPROBS, "top_logprobs()", batch, temperature)
         if not 1 <= k <= self._limits.vocab_size:
             raise RolloutError(
                 f"top_logprobs(k={k}); k is between 1 and the vocabulary's {self._limits.vocab_size}"
             )
-        return inference_guards.check_top(self._top_logprobs(batch, k, temperature), k, batch)
+        top = cast("SupportsTopLogprobs", self._backend).top_logprobs(batch, k, temperature)
+        return inference_guards.check_top(top, k, batch)
+
+    def _check_scoring(
+        self, capability: Capability, method: str, batch: SequenceBatch, temperature: float
+    ) -> None:
+        self._require_serving(method)
+        self._require_capability(self.spec, capability, method)
+        guards.check_temperature(temperature)
+        inference_guards.check_batch(batch, self._limits)
 
     # --------------------------------------------------------------- weights
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Take the weights that a train engine uploads; the engine has ``meta.version`` when the future is done.
+        """Receive the weights that a train engine uploads; the engine has ``meta.version`` when the future is done.
 
         Updates run one after another. A failed one leaves the old weights and their version, and its
         error is the future's. Raises `UnsupportedCapability` for a method that is not declared, and
-        `EngineStateError` for a version older than the current one. An engine with ``model.lora`` takes adapters over
-        its model, by ``lora``; one without takes whole weights, by any other method.
+        `EngineStateError` for a version older than the current one. An engine with ``model.lora`` receives adapters
+        over its model, by ``lora``; one without receives whole weights, by any other method.
         """
         guards.require_state(self._state, "ready", "update_weights()")
         guards.require_sync(self.spec, meta.method)
@@ -186,25 +243,25 @@ class InferenceEngine(InferenceHooks):
         if meta.version < self._version:
             raise EngineStateError(
                 f"update_weights() to version {meta.version}, and the engine has {self._version}; versions rise. "
-                "To go back, call set_version() first"
+                "To return to an older one, call set_version() first"
             )
         return self._updates.submit(self._install, meta)
 
     def _install(self, meta: WeightUpdateMeta) -> None:
         self._incoming = meta.version
         try:
-            self._update_weights(meta)
+            cast("SupportsWeightUpdate", self._backend).update_weights(meta)
             self._version = meta.version
         finally:
             self._incoming = None
         self._version_changed()
 
     def set_version(self, version: int) -> None:
-        """Give the weights that are there another version, as after a resume."""
+        """Give the present weights another version, as after a resume."""
         guards.require_state(self._state, "ready", "set_version()")
         if version < 0:
             raise EngineStateError(f"set_version({version}); versions are not negative")
-        self._set_version(version)
+        self._backend.set_version(version)
         self._version = version
         self._version_changed()
 
@@ -224,50 +281,35 @@ class InferenceEngine(InferenceHooks):
         Requests in flight are interrupted by an engine that declares ``pause``; others finish them.
         """
         guards.require_state(self._state, "ready", "pause()")
-        with self._lock:
-            if self._gate is not None:
-                return
-            self._gate = Future()
-        if self.spec.supports(Capability.PAUSE):
-            self._pause()
+        if self._gate.close() and self.spec.supports(Capability.PAUSE):
+            cast("SupportsPause", self._backend).pause()
 
     def resume(self) -> None:
-        """Let requests go on; nothing happens to an engine that is not paused."""
+        """Let requests continue; an engine that is not paused ignores it."""
         guards.require_state(self._state, "ready", "resume()")
-        if self._gate is not None and self.spec.supports(Capability.PAUSE):
-            self._resume()
-        self._open_gate()
-
-    def _open_gate(self) -> None:
-        with self._lock:
-            gate, self._gate = self._gate, None
-        if gate is not None:
-            gate.set_result(None)
+        if not self._gate.is_open and self.spec.supports(Capability.PAUSE):
+            cast("SupportsPause", self._backend).resume()
+        self._gate.open()
 
     def release_memory(self) -> None:
         """Give the accelerator's memory to the trainer. Raises `EngineStateError` while requests are in flight."""
         guards.require_state(self._state, "ready", "release_memory()")
-        guards.require_capability(self.spec, Capability.RELEASE_MEMORY, "release_memory()")
-        with self._lock:
-            if self._in_flight:
-                raise EngineStateError(
-                    f"release_memory() with {self._in_flight} requests in flight; wait for them"
-                )
-            self._released = True
-        self._release_memory()
+        self._require_capability(self.spec, Capability.RELEASE_MEMORY, "release_memory()")
+        self._gate.release_memory()
+        cast("SupportsReleaseMemory", self._backend).release_memory()
 
     def resume_memory(self) -> None:
-        """Take the memory back; the same weights answer as before."""
+        """Take the memory back; the same weights serve as before."""
         guards.require_state(self._state, "ready", "resume_memory()")
-        guards.require_capability(self.spec, Capability.RELEASE_MEMORY, "resume_memory()")
-        self._resume_memory()
-        self._released = False
+        self._require_capability(self.spec, Capability.RELEASE_MEMORY, "resume_memory()")
+        cast("SupportsReleaseMemory", self._backend).resume_memory()
+        self._gate.resume_memory()
 
     # -------------------------------------------------------------- rollouts
 
     @property
     def rollouts(self) -> WorkflowExecutor:
-        """What runs the episodes: their counters, and their state for a run checkpoint."""
+        """The executor of episodes, with their counters and their state for a run checkpoint."""
         guards.require_state(self._state, "ready", "rollouts")
         with self._lock:
             if self._rollouts is None:
@@ -291,7 +333,7 @@ class InferenceEngine(InferenceHooks):
     def wait(self, count: int, timeout: float | None = None) -> SequenceBatch:
         """The sequences of ``count`` accepted episodes in the order of submission.
 
-        Raises `RolloutError` when an episode failed, or after ``timeout`` seconds; what else is done stays.
+        Raises `RolloutError` when an episode failed, or after ``timeout`` seconds; other finished episodes stay.
         """
         return SequenceBatch.concat(self.rollouts.wait(count, timeout))
 
@@ -305,11 +347,11 @@ class InferenceEngine(InferenceHooks):
         """Run all samples now, without a bound on staleness; sequences of those accepted in the order of ``data``.
 
         Raises `RolloutError` for the first episode that fails, after ``timeout`` seconds, and when
-        there is no accepted sample.
+        no sample is accepted.
         """
         batches = self.rollouts.rollout(data, workflow, timeout, should_accept)
         if not batches:
-            raise RolloutError(f"none of {len(data)} samples was accepted; there is nothing to return")
+            raise RolloutError(f"none of {len(data)} samples was accepted")
         return SequenceBatch.concat(batches)
 
     def prepare_batch(

@@ -1,4 +1,4 @@
-"""The checks that the public methods of an inference engine make, so that no hook has to."""
+"""Checks of the public methods of `InferenceEngine`, so that no backend needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from core_rl.backend.inference_hooks import ModelLimits, TopLogprobs
+from core_rl.backend.inference_backend import ModelLimits, TopLogprobs
 from core_rl.backend.meta import SyncMethod
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
@@ -103,7 +103,7 @@ def check_response(
     """Raise `EngineContractError` unless ``response`` answers ``request`` with weights of these versions."""
     if not isinstance(response, LLMResponse):
         raise EngineContractError(
-            f"_agenerate returned a {type(response).__name__}; it returns an LLMResponse"
+            f"agenerate() returned a {type(response).__name__}; it returns an LLMResponse"
         )
     violations = _response_violations(request, response, limits, oldest, newest)
     raise_all(EngineContractError, f"response to request {request.rid}", violations)
@@ -132,7 +132,7 @@ def _response_violations(
     if any(not (isinstance(v, int) and oldest <= v <= newest) for v in versions):
         yield f"versions {sorted(set(response.versions))}; the weights had {oldest} to {newest} meanwhile"
     elif any(later < earlier for earlier, later in pairwise(response.versions)):
-        yield f"versions fall along the answer: {response.versions}"
+        yield f"versions fall along the response: {response.versions}"
 
 
 def check_batch(batch: SequenceBatch, limits: ModelLimits) -> None:
@@ -169,9 +169,9 @@ def check_scores(name: str, values: object, shape: Sequence[int], batch: Sequenc
 def check_top(top: TopLogprobs, k: int, batch: SequenceBatch) -> TopLogprobs:
     """``top`` on the CPU, or `EngineContractError` unless both are ``[T, k]`` and ids are int64."""
     shape = [batch.num_tokens, k]
-    logprobs = check_scores("_top_logprobs", top.logprobs, shape, batch)
+    logprobs = check_scores("top_logprobs()", top.logprobs, shape, batch)
     if top.ids.dtype != torch.long or list(top.ids.shape) != shape:
         raise EngineContractError(
-            f"_top_logprobs returned ids {top.ids.dtype} {list(top.ids.shape)}, not {shape}"
+            f"top_logprobs() returned ids {top.ids.dtype} {list(top.ids.shape)}, not {shape}"
         )
     return TopLogprobs(ids=top.ids.cpu(), logprobs=logprobs)

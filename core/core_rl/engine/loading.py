@@ -1,35 +1,128 @@
-"""Loading the engine class of a spec."""
+"""Loading the backend of a spec, and making an engine of it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, overload
 
-from core_rl.engine.inference import InferenceEngine
+from core_rl.backend.inference_backend import InferenceBackend
+from core_rl.backend.inference_protocols import INFERENCE_PROTOCOLS
+from core_rl.backend.protocols import TRAIN_PROTOCOLS
+from core_rl.backend.train_backend import AnyTrainBackend, TrainBackend
+from core_rl.config.capability import Capability
+from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.inference import InferenceComponents, InferenceEngine
 from core_rl.engine.train import TrainEngine
-from core_rl.errors import EngineBroken
-from core_rl.registry.engines import load_class
+from core_rl.errors import EngineBroken, EngineContractError, raise_all
+from core_rl.registry.discovery import MIGRATION_PAGE
+from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["load_engine"]
+__all__ = ["check_backend", "load_backend", "load_engine"]
+
+TOOLKIT = "core_rl.toolkit."
+Backend = AnyTrainBackend | InferenceBackend[Any]
+Components = TrainComponents | InferenceComponents
 
 
-def load_engine(spec: EngineSpec) -> type[TrainEngine | InferenceEngine]:
-    """Import the engine class that ``spec.factory`` names. This imports the backend.
+def load_backend(spec: EngineSpec) -> type[Backend]:
+    """Import the class that ``spec.factory`` names, and compare it with what ``spec`` declares.
 
     Raises:
-        EngineBroken: it cannot be imported, is no subclass of `TrainEngine` or `InferenceEngine`, or has a
+        EngineBroken: it cannot be imported, is no subclass of `TrainBackend` or `InferenceBackend`, or has a
             coroutine where the core calls a function.
+        EngineContractError: declared and implemented differ; see `check_backend`.
         EngineIncompatible: before anything is imported.
     """
-    base: type[TrainEngine | InferenceEngine] = TrainEngine if spec.kind == "train" else InferenceEngine
-    engine = load_class(spec, "factory", base)
+    base: type[Any] = TrainBackend if spec.kind == "train" else InferenceBackend
+    found: type[Any] = load_class(spec, "factory", base)
     wrong = [
         f"{name}() must {'' if inspect.iscoroutinefunction(expected) else 'not '}be an 'async def'"
         for name, expected in inspect.getmembers(base, inspect.isfunction)
-        if inspect.iscoroutinefunction(getattr(engine, name)) != inspect.iscoroutinefunction(expected)
+        if inspect.iscoroutinefunction(getattr(found, name)) != inspect.iscoroutinefunction(expected)
     ]
     if wrong:
         raise EngineBroken(
             f"engine {spec.name!r}: factory {spec.factory!r}: {'; '.join(wrong)}, as in {base.__name__}"
         )
-    return engine
+    check_backend(spec, found)
+    return found
+
+
+def check_backend(spec: EngineSpec, backend: type[Any]) -> None:
+    """Raise one `EngineContractError` where ``backend`` and the capabilities of ``spec`` differ.
+
+    A declared capability that has protocols is implemented by one of them. A protocol's method that is defined outside
+    of the toolkit belongs to a declared capability; what is inherited from the toolkit need not be declared.
+    """
+    table = TRAIN_PROTOCOLS if spec.kind == "train" else INFERENCE_PROTOCOLS
+    problems = [*_unimplemented(spec, backend, table), *_undeclared(spec, backend, table)]
+    subject = f"engine {spec.name!r}: {backend.__module__}.{backend.__qualname__} ({MIGRATION_PAGE})"
+    raise_all(EngineContractError, subject, problems)
+
+
+def _unimplemented(
+    spec: EngineSpec, backend: type[Any], table: Mapping[Capability, tuple[type, ...]]
+) -> Iterator[str]:
+    for capability in sorted(spec.capabilities & table.keys()):
+        protocols = table[capability]
+        if not any(_implements(backend, protocol) for protocol in protocols):
+            names = " or ".join(
+                f"{protocol.__name__} ({', '.join(f'{m}()' for m in _members(protocol))})"
+                for protocol in protocols
+            )
+            yield f"it declares {capability.value!r} and lacks {names}"
+
+
+def _undeclared(
+    spec: EngineSpec, backend: type[Any], table: Mapping[Capability, tuple[type, ...]]
+) -> Iterator[str]:
+    serving: dict[type, list[Capability]] = {}
+    for capability, protocols in table.items():
+        for protocol in protocols:
+            serving.setdefault(protocol, []).append(capability)
+    for protocol, capabilities in serving.items():
+        own = [name for name in _members(protocol) if _defined_outside_toolkit(backend, name)]
+        if own and not spec.capabilities.intersection(capabilities):
+            names = " or ".join(repr(capability.value) for capability in capabilities)
+            yield f"it has {', '.join(f'{name}()' for name in own)} of {protocol.__name__} and does not declare {names}"
+
+
+def _members(protocol: type) -> list[str]:
+    return sorted(name for name in protocol.__dict__ if not name.startswith("_"))
+
+
+def _implements(backend: type[Any], protocol: type) -> bool:
+    return all(callable(getattr(backend, name, None)) for name in _members(protocol))
+
+
+def _defined_outside_toolkit(backend: type[Any], name: str) -> bool:
+    owner = next((kind for kind in backend.__mro__ if name in kind.__dict__), None)
+    return owner is not None and not owner.__module__.startswith(TOOLKIT)
+
+
+@overload
+def load_engine(
+    spec: EngineSpec | str, config: InferenceEngineConfig, components: Components | None = None
+) -> InferenceEngine: ...
+@overload
+def load_engine(
+    spec: EngineSpec | str, config: TrainEngineConfig, components: Components | None = None
+) -> TrainEngine: ...
+@overload
+def load_engine(
+    spec: EngineSpec | str, config: EngineConfig, components: Components | None = None
+) -> TrainEngine | InferenceEngine: ...
+def load_engine(spec: EngineSpec | str, config: Any, components: Any = None) -> TrainEngine | InferenceEngine:
+    """Make the engine of ``spec``, or of the engine with this name, for ``config``; not initialized yet.
+
+    Only the suite's own tests pass ``components``. Raises as `load_backend` does, and what the engine raises for a
+    config that it does not declare.
+    """
+    spec = get_spec(spec) if isinstance(spec, str) else spec
+    backend: Any = load_backend(spec)
+    if spec.kind == "train":
+        return TrainEngine(spec, config, backend(), components)
+    return InferenceEngine(spec, config, backend(), components or InferenceComponents())

@@ -29,34 +29,34 @@ def sync_weights(
     receiver: InferenceEngine,
     meta: WeightUpdateMeta,
     timeout_s: float | None = None,
-    taking: AbstractContextManager[None] | None = None,
+    receiving: AbstractContextManager[None] | None = None,
 ) -> None:
     """Give ``receiver`` the weights of ``sender`` as ``meta.version``; returns when it has them.
 
-    It takes them inside ``taking``, such as a pause of its requests. Files are written before that; by other methods
-    both sides work at the same time, inside it.
+    It receives them inside the context ``receiving``, such as a pause of its requests. Files are written before that;
+    by other methods both sides work at the same time, inside it.
 
     Raises what either side raises; then the receiver has the weights and the version that it had. Where both fail,
     it is the sender's error, with the receiver's as its context. `TimeoutError` after ``timeout_s`` seconds.
     """
     if meta.method == "disk":
         sender.upload_weights(meta)
-        with taking or nullcontext():
+        with receiving or nullcontext():
             receiver.update_weights(meta).result(timeout_s)
         return
-    with taking or nullcontext():
+    with receiving or nullcontext():
         _send_to(sender, receiver, meta, timeout_s)
 
 
 def _send_to(
     sender: WeightSender, receiver: InferenceEngine, meta: WeightUpdateMeta, timeout_s: float | None
 ) -> None:
-    """Both sides at the same time, where they meet each other."""
+    """Run both sides at the same time, where they find each other."""
     arrival = receiver.update_weights(meta)
     try:
         sender.upload_weights(meta)
     except BaseException:
-        # It may have failed before it met the receiver, which would go on waiting.
+        # It may have failed before it connected to the receiver, which would keep waiting.
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not arrival.done() and time.monotonic() < deadline:
             abandon(meta)

@@ -1,31 +1,85 @@
-"""`TrainEngine`: the public methods, the same for all engines, over the hooks of a plugin."""
+"""`TrainEngine`: the public face of every train engine, over a `TrainBackend`."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
 
-from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
+import torch
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
+from core_rl.backend.progress import EngineProgress
 from core_rl.backend.schedule import schedule_length
-from core_rl.distributed.comm import RankGroups
+from core_rl.backend.steps import PostHook
+from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.backend.train_backend import AnyTrainBackend, BuildContext, PassMode
+from core_rl.config.capability import Capability
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.hub import with_local_model
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.data.shard import shard, shard_plan, unshard_output
+from core_rl.distributed.agreement import first_on_each_machine
+from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import Membership, RankAddress, join, pick_device
 from core_rl.engine import guards
-from core_rl.engine.modes import parts_of
-from core_rl.engine.state import EngineState
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.modes import Modes, parts_of
+from core_rl.engine.passes import Passes
+from core_rl.engine.persistence import Persistence
+from core_rl.engine.post_hook import AggregateFn
+from core_rl.engine.runtime import Runtime, Status
+from core_rl.engine.updates import Updates
+from core_rl.errors import ConfigError, EngineContractError
+from core_rl.registry.spec import EngineSpec
 from core_rl.seeds import derive_seed
-from core_rl.state.rng_state import Draws
+from core_rl.state.rng_state import RngState
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["TrainEngine"]
 
 
-class TrainEngine(EngineState):
+@final
+class TrainEngine:
     """One rank of a sharded model that is trained.
 
     All methods are collective unless they say otherwise: each rank of the engine's world calls them
     in the same order, model-parallel peers with the same data, data-parallel ranks each with its
     own shard. Results are the same on every rank of a model-parallel group.
 
-    A plugin subclasses it and fills in the hooks of `TrainHooks`; it overrides no public method.
+    A plugin implements `TrainBackend` and subclasses nothing of this.
     """
+
+    device: torch.device
+    """Where this rank computes."""
+
+    def __init_subclass__(cls) -> None:
+        raise EngineContractError(
+            f"{cls.__module__}.{cls.__qualname__} subclasses TrainEngine, which is final; implement TrainBackend "
+            "(docs/engine-migration.md)"
+        )
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        config: TrainEngineConfig,
+        backend: AnyTrainBackend,
+        components: TrainComponents | None = None,
+    ) -> None:
+        guards.check_config(spec, config)
+        self.spec = spec
+        self.config = config
+        self.backend = backend
+        """The plugin's object, for tests and debugging."""
+        self._components = components or TrainComponents()
+        self._status = Status()
 
     # ------------------------------------------------------------- life cycle
 
@@ -37,56 +91,376 @@ class TrainEngine(EngineState):
         declares none, `EngineStateError` when called twice, and what `load` raises for
         ``model.lora.path``.
         """
-        guards.require_state(self._state, "new", "initialize()")
+        self._status.require("new", "initialize()")
         self.device = pick_device(self.config.device, addr.local_rank if addr else 0)
         guards.check_device(self.spec, self.device)
         if addr is not None:
             self.layout.check_world(addr.world_size)
-        self._total_steps = self._schedule_length(ft_spec)
+        schedule_steps = self._schedule_steps(ft_spec)
         self._membership: Membership = join(addr, self.device)
         with ExitStack() as undo:
             undo.callback(self._membership.leave)
-            self.layout.check_world(self.world.size)
-            self._rank_groups: RankGroups = self._groups(self.world)
-            # Ranks that see the same sequences draw the same numbers: what they hold in common stays common.
-            self._draws = Draws(derive_seed(self.config.seed, self.data_parallel_rank), self.device)
-            with self._draws.own():
-                self._build(self._membership.address, ft_spec or FinetuneSpec())
-                undo.callback(self._abandon)
-                self._become_ready()
+            self.layout.check_world(self._membership.world.size)
+            self._fetch_model(self._membership.world)
+            undo.callback(self._abandon)
+            self._build(schedule_steps)
+            self._start()
             undo.pop_all()
 
-    def _become_ready(self) -> None:
-        guards.check_experts(self.spec, self.config.model, self._hf_config())
-        self._set_training(False)
-        self._state = "ready"
-        self._start_adapter()
-        self._send_away(parts_of(self.config.offload_params, self.config.offload_optimizer))
+    def _fetch_model(self, world: Comm) -> None:
+        """Download a model that is named by a Hub id, once on each machine."""
+        if self.config.model.path is not None:
+            self.config = first_on_each_machine(
+                world, lambda first: with_local_model(self.config, local_files_only=not first), "the model"
+            )
 
-    def _abandon(self) -> None:
-        self._state = "new"
-        self._teardown()
+    def _build(self, schedule_steps: int | None) -> None:
+        world, address = self._membership.world, self._membership.address
+        groups = self.backend.groups(world, self.config)
+        # Ranks that see the same sequences draw the same numbers: replicas stay equal.
+        rng = RngState(derive_seed(self.config.seed, groups.data_parallel.rank), self.device)
+        context = BuildContext(
+            config=self.config,
+            world=world,
+            groups=groups,
+            device=self.device,
+            timeout_s=address.timeout_s,
+            check_model=lambda model: guards.check_experts(self.spec, self.config.model, model),
+        )
+        with rng.own():
+            self.backend.build(context)
+        writes = groups.is_output_rank and groups.data_parallel.rank == 0
+        tensors = self._components.tensors(
+            self.backend,
+            world,
+            world.gather(writes).index(True),
+            half=self.config.dtype == "bfloat16",
+            lora=self.config.model.lora is not None,
+        )
+        self._runtime = Runtime(
+            spec=self.spec,
+            config=self.config,
+            backend=self.backend,
+            status=self._status,
+            world=world,
+            groups=groups,
+            device=self.device,
+            timeout_s=address.timeout_s,
+            rng=rng,
+            schedule_steps=schedule_steps,
+            tensors=tensors,
+        )
 
-    def _start_adapter(self) -> None:
-        """Load the adapter that the config names."""
+    def _start(self) -> None:
+        run, made = self._runtime, self._components
+        guards.check_experts(self.spec, self.config.model, self.backend.hf_config())
+        run.tensors.check()
+        self.backend.set_training(False)
+        self._modes: Modes = made.modes(run)
+        self._passes: Passes = made.passes(run, self._modes)
+        self._updates: Updates = made.updates(run, self._modes)
+        self._persistence: Persistence = made.persistence(run, self._modes, self._updates)
+        self._status.name = "ready"
         lora = self.config.model.lora
         if lora is not None and lora.path is not None:
             self.load(SaveLoadMeta(path=lora.path, format="adapter"))
+        self._modes.offload(parts_of(self.config.offload_params, self.config.offload_optimizer))
+
+    def _abandon(self) -> None:
+        self._status.name = "new"
+        self.backend.teardown()
 
     def destroy(self) -> None:
         """Free the model and leave the process group; the engine cannot be used again.
 
         Waits for a save in the background, and raises its `CheckpointError` after all is freed.
         """
-        ready, self._state = self._state == "ready", "destroyed"
-        if ready:
-            try:
-                self._finish_saving()
-            finally:
-                self._teardown()
-                self._membership.leave()
+        before, self._status.name = self._status.name, "destroyed"
+        if before not in ("ready", "failed"):
+            return
+        try:
+            if before == "ready":
+                self._persistence.wait_for_saves()
+        finally:
+            self.backend.teardown()
+            self._membership.leave()
 
-    def _schedule_length(self, ft_spec: FinetuneSpec | None) -> int | None:
+    def _schedule_steps(self, ft_spec: FinetuneSpec | None) -> int | None:
         if self.config.optimizer is None:
             return None
         return schedule_length(self.config.optimizer, ft_spec.total_train_steps if ft_spec else None)
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The parallel degrees."""
+        return self.config.layout
+
+    @property
+    def world(self) -> Comm:
+        """All ranks of this engine."""
+        return self._runtime.world
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's number among those that see other sequences."""
+        return self._runtime.groups.data_parallel.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of parts that a batch is split into."""
+        return self._runtime.groups.data_parallel.size
+
+    @property
+    def data_parallel_group(self) -> Comm:
+        """The ranks with the same part of the model that see other sequences."""
+        return self._runtime.groups.data_parallel
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether outputs appear on this rank: one rank of each model-parallel group."""
+        return self._runtime.groups.is_output_rank
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes what exists once, and receives exported tensors."""
+        return self._runtime.is_writer
+
+    # ----------------------------------------------------------------- modes
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Training mode (dropout on) inside the context; offloaded weights are on the device there."""
+        self._status.require("ready", "train_mode()")
+        with self._modes.inside("train"):
+            yield
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Evaluation mode (dropout off) inside the context; offloaded weights are on the device there."""
+        self._status.require("ready", "eval_mode()")
+        with self._modes.inside("eval"):
+            yield
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The base model inside the context: adapters off in `forward` and `eval_batch`.
+
+        Training and exports of merged weights are refused inside. Raises `EngineStateError` where
+        ``model.lora`` is not set.
+        """
+        was_on = self.switch_adapter(on=False)
+        try:
+            yield
+        finally:
+            self.switch_adapter(on=was_on)
+
+    def switch_adapter(self, on: bool) -> bool:
+        """Either half of `disable_adapter`, for a driver in another process; returns whether the adapter was on."""
+        guards.require_capability(self.spec, Capability.LORA, "disable_adapter()")
+        self._status.require("ready", "disable_adapter()")
+        guards.require_adapter(self.config, "disable_adapter()")
+        return self._modes.switch_adapter(on)
+
+    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True) -> None:
+        """Weights and gradients (``model``) and moments (``optimizer``): back to the engine's device, or to the host.
+
+        On an engine whose device is the CPU, ``to("cpu")`` brings back what `offload` took away. Raises
+        `ConfigError` for a third device. No collective.
+        """
+        target = torch.device(device)
+        self._status.require("ready", "to()")
+        if target.type not in ("cpu", self.device.type):
+            raise ConfigError(f"to({str(device)!r}): this engine runs on {self.device}; name that, or 'cpu'")
+        self._modes.move(parts_of(model, optimizer), "to()", away=target.type != self.device.type)
+
+    def onload(self) -> None:
+        """Bring everything back to the engine's device. No collective."""
+        self._status.require("ready", "onload()")
+        self._modes.move(parts_of(True, True), "onload()", away=False)
+
+    def offload(self) -> None:
+        """Keep everything in host memory until `onload`; modes and calls that need it bring it back meanwhile.
+
+        Offloaded tensors are not on the device, also where that is the CPU: reading them raises
+        `EngineStateError`. No collective.
+        """
+        self._status.require("ready", "offload()")
+        self._modes.move(parts_of(True, True), "offload()", away=True)
+
+    # ----------------------------------------------------------------- passes
+
+    def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
+        """One optimizer step on this rank's ``batch``.
+
+        Returns the loss's metrics, ``loss``, the pre-clip ``grad_norm``, ``lr`` and
+        ``update_successful`` (0 when the step was skipped: nothing to count, or a non-finite loss or
+        gradient on any rank). Does not advance the learning rate.
+        """
+        self._status.require("ready", "train_batch()")
+        with self._modes.inside("train"):
+            self._modes.zero_grad()
+            metrics = self._passes.forward_backward(batch, loss, mb_spec, "last")
+            return metrics | self._updates.optimizer_step()
+
+    def forward_backward(
+        self,
+        batch: SequenceBatch,
+        loss: LossSpec,
+        mb_spec: MicroBatchSpec,
+        forward_only: bool = False,
+        total_weight: float | None = None,
+        total_tokens: int | None = None,
+    ) -> dict[str, float]:
+        """Accumulate the gradient of (sum of totals) / (sum of weights); returns reduced metrics.
+
+        ``total_weight`` replaces the sum of weights for a caller that spreads one step over several
+        calls: it is the sum over all of them and over all data-parallel ranks (this rank's own for
+        ``normalize_scope="dp"``), and the result equals one call. ``total_tokens``, their number of all
+        tokens, does the same for the load-balancing loss of ``model.router_aux_coef``.
+
+        An error of the loss is raised on all ranks; then `optimizer_zero_grad` comes before the next pass.
+        """
+        self._status.require("ready", "forward_backward()")
+        mode: PassMode = "forward" if forward_only else "accumulate"
+        return self._passes.forward_backward(batch, loss, mb_spec, mode, total_weight, total_tokens)
+
+    def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
+        """The loss and its metrics without gradients, dropout off."""
+        return self.forward_backward(batch, loss, mb_spec, forward_only=True)
+
+    def forward(
+        self,
+        batch: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        outputs: tuple[OutputName, ...] = ("logprobs",),
+        temperature: float = 1.0,
+        output_seqlens: Sequence[int] | None = None,
+        post_hook: PostHook | None = None,
+        aggregate_fn: AggregateFn | None = None,
+    ) -> Any:
+        """Outputs for every token (masks are ignored), without gradients, dropout off.
+
+        Returns a `ModelOutput` on the CPU in the order of ``batch``. With ``post_hook(output,
+        micro_batch)``, which returns one row for each token, or for each sequence, or
+        ``output_seqlens[b]`` rows for sequence ``b``, the rows are put back in the order of the
+        sequences and joined by ``aggregate_fn(list of one tensor for each sequence)``, by default
+        ``torch.cat``.
+        """
+        self._status.require("ready", "forward()")
+        return self._passes.forward(
+            batch, mb_spec, outputs, temperature, output_seqlens, post_hook, aggregate_fn
+        )
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop what has accumulated."""
+        self._status.require("ready", "optimizer_zero_grad()")
+        self._modes.zero_grad()
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, update the weights and drop the gradients; or skip, if anything is not finite or nothing counted.
+
+        A skipped step leaves weights and moments untouched and reports ``update_successful`` 0.
+        """
+        self._status.require("ready", "optimizer_step()")
+        return self._updates.optimizer_step()
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one and return the learning rate of the next step. No collective."""
+        self._status.require("ready", "lr_scheduler_step()")
+        return self._updates.lr_scheduler_step()
+
+    def shard_data(self, batch: SequenceBatch) -> SequenceBatch:
+        """This rank's part of a batch that every rank holds in full. No collective."""
+        return shard(batch, self.data_parallel_size)[self.data_parallel_rank]
+
+    def unshard_data(self, output: ModelOutput, batch: SequenceBatch) -> ModelOutput:
+        """The inverse for outputs: those of all ranks in the order of the full ``batch``."""
+        parts = self.data_parallel_group.gather(output)
+        return unshard_output(parts, batch, shard_plan(batch, self.data_parallel_size))
+
+    # ------------------------------------------------------------------ state
+
+    def hf_config(self) -> PretrainedConfig:
+        """The transformers config of the model with its head. No collective."""
+        return self.backend.hf_config()
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        """Stream parameter-shaped quantities in the Hugging Face layout; see `NamedTensors`.
+
+        ``grads`` are there between ``forward_backward`` and ``optimizer_step``: reduced, normalised,
+        not clipped. With an adapter (``model.lora``), ``params`` are the weights with the adapter merged
+        into them, ``adapter`` is the adapter (and a value or reward head) under the names of ``peft``
+        in float32, and ``master`` has the base weights and the adapter separately.
+        """
+        self._status.require("ready", "named_tensors()")
+        return self._persistence.named_tensors(kind)
+
+    def tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
+        """Names and full shapes of the tensors that `named_tensors` streams. No collective."""
+        return self._runtime.tensors.shapes(kind)
+
+    def load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        """Set parameters, moments or buffers; `WeightsError` lists every name or shape that is off."""
+        self._status.require("ready", "load_named_tensors()")
+        self._persistence.load_named_tensors(kind, source)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched.
+
+        With ``meta.asynchronous`` it returns when what is saved can no longer change: each rank has copied
+        its slices to host memory (a backend with a format of its own has written its files by then).
+        Files, digests, flushing and the renaming into place follow while training continues.
+        `wait_for_saves` waits for that, and so do the next ``save``, ``load`` and ``destroy``; whichever
+        comes first raises what went wrong.
+        """
+        self._status.require("ready", "save()")
+        self._persistence.save(meta)
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is in progress in the background.
+
+        Raises one `CheckpointError` on all ranks if one failed on any of them; the checkpoint that was there
+        before is untouched.
+        """
+        self._status.require("ready", "wait_for_saves()")
+        self._persistence.wait_for_saves()
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Read a checkpoint; a damaged or foreign one is refused before anything changes."""
+        self._status.require("ready", "load()")
+        self._persistence.load(meta)
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the weights to inference engines, which take them by ``update_weights(meta)``.
+
+        ``lora`` sends the adapter alone (``model.lora``), and all others the weights with the adapter merged into
+        them. By ``disk`` this comes first. By any other method the two run at one time: call ``update_weights``
+        first, which returns at once, and this returns when the weights are installed. `sync_weights` does both.
+        """
+        self._status.require("ready", "upload_weights()")
+        self._persistence.upload_weights(meta)
+
+    # --------------------------------------------------------------- progress
+
+    @property
+    def progress(self) -> EngineProgress:
+        """Scheduler steps, updates and version."""
+        return self._runtime.progress
+
+    def restore_progress(self, progress: EngineProgress) -> None:
+        """Continue from ``progress``, as a checkpoint does. No collective."""
+        self._runtime.progress = replace(progress)
+
+    def set_version(self, version: int) -> None:
+        """Record the version that the driver gave to the weights. No collective."""
+        self._runtime.progress = replace(self._runtime.progress, version=version)
+
+    def get_version(self) -> int:
+        """The version that the driver gave to the weights. No collective."""
+        return self._runtime.progress.version
+
+    def get_scheduling_config(self) -> Scheduling:
+        """Resources that one rank needs. No collective."""
+        return self.backend.scheduling(self.config)

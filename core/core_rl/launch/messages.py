@@ -1,4 +1,4 @@
-"""What the driver and a rank say to each other, and the socket that carries it."""
+"""Messages between the driver and its ranks, as bytes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Failure:
 Reply = Done | Failure
 
 
-def pack_call(name: str, seat: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call ``name`` of the group at ``seat`` as bytes; raises `GroupError` if a part of it cannot be pickled."""
+def pack_call(name: str, engine_id: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call ``name`` of engine ``engine_id`` as bytes; raises `GroupError` if a part of it cannot be pickled."""
     try:
-        return pickle.dumps((seat, fn, args), protocol=pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((engine_id, fn, args), protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise GroupError(
             f"{name} or its arguments cannot be sent to the ranks: {error}. Use functions and "
@@ -66,19 +66,19 @@ def pack_call(name: str, seat: int, fn: Callable[..., Any], args: tuple[Any, ...
 
 
 def unpack_call(payload: bytearray) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
-    """The seat, the function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
+    """The engine id, the function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
     try:
-        seat, fn, args = pickle.loads(payload)  # noqa: S301 - our own driver sent it
+        engine_id, fn, args = pickle.loads(payload)  # noqa: S301 - our own driver sent it
     except Exception as error:
         raise GroupError(
             f"the function or its arguments cannot be restored in the rank: {error}. Define them in a module "
             "that the ranks can import, not in a notebook or on the command line"
         ) from error
-    return seat, fn, args
+    return engine_id, fn, args
 
 
 def pack_reply(reply: Reply) -> bytes:
-    """A reply as bytes; a value that cannot be pickled becomes a `Failure` that says so."""
+    """A reply as bytes; a value that cannot be pickled becomes a `Failure`."""
     try:
         return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # noqa: BLE001 - `__reduce__` of a user's object may raise anything

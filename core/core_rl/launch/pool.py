@@ -57,7 +57,7 @@ class RankPool:
 
     @property
     def caller(self) -> int | None:
-        """The seat of the group whose call is running."""
+        """The engine id of the running call."""
         return self._caller
 
     def check(self) -> None:
@@ -77,7 +77,7 @@ class RankPool:
 
     def call(
         self,
-        seat: int,
+        engine_id: int,
         name: str,
         fn: Callable[..., Any],
         per_rank: Sequence[tuple[Any, ...]],
@@ -85,15 +85,15 @@ class RankPool:
     ) -> list[Any]:
         """``fn(state, *per_rank[i])`` on the first ``len(per_rank)`` ranks; the results in rank order.
 
-        ``state`` is what the ranks keep for the group at ``seat``, and ``name`` stands for the call in messages.
+        ``state`` is the `RankState` of engine ``engine_id``, and ``name`` stands for the call in messages.
 
-        Raises the error of the first rank that failed. When every rank has answered, the ranks go on
-        serving; else they are ended, and every further call says why.
+        Raises the error of the first rank that failed. When every rank has answered, the ranks can be
+        called again; else they are ended, and every further call says why.
         """
         # Ranks that are given the same tuple share its bytes.
         different = {id(args): args for args in per_rank}
-        payloads = {key: pack_call(name, seat, fn, args) for key, args in different.items()}
-        with self._exchange(name, seat):
+        payloads = {key: pack_call(name, engine_id, fn, args) for key, args in different.items()}
+        with self._exchange(name, engine_id):
             ranks = self._ranks[: len(per_rank)]
             deadline = time.monotonic() + timeout_s
             for rank, args in zip(ranks, per_rank, strict=True):

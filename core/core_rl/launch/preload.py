@@ -1,6 +1,6 @@
-"""What the fork server imports once, so that a rank starts with it in memory.
+"""Imports of the fork server, which every rank inherits in memory.
 
-The fork server imports this module by name; nothing else should. None of these imports runs a
+The fork server imports this module by name, and nothing else does. None of these imports runs a
 kernel, starts an OpenMP thread or touches CUDA: a forked process could not use either afterwards.
 """
 

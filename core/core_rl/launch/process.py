@@ -69,7 +69,7 @@ class RankProcess:
         self.channel = Channel(ours)
         streams = {number: _Duplicate(number) for number in (1, 2) if _is_open(number)}
         stacks = _Duplicate(self._stacks.fileno())
-        arguments = (rank, theirs, streams, stacks, dict(os.environ))
+        arguments = (theirs, streams, stacks, dict(os.environ))
         try:
             self._process = start_process(rank_main, arguments, f"core-rl rank {rank}")
         except (EOFError, OSError) as error:
@@ -97,7 +97,7 @@ class RankProcess:
         return self._process.exitcode is not None
 
     def exit_reason(self) -> str:
-        """How the process ended."""
+        """A phrase about the end of the process."""
         code = self._process.exitcode
         if code is None:
             return "closed its connection"

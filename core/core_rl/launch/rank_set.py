@@ -1,102 +1,111 @@
-"""`RankSet`: the rank processes of one group of engines, or of several groups that share them."""
+"""`RankSet`: the rank processes of one group of engines, or of several colocated groups."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from weakref import WeakSet
 
 from core_rl.errors import EngineStateError, GroupError
 from core_rl.launch.pool import EXIT_WAIT_S, RankPool
-from core_rl.launch.remote import Place
+from core_rl.launch.remote import RankInfo
 
 __all__ = ["RankSet"]
 
 
 class RankSet:
-    """Rank processes, the groups whose engines live in them, and the one world that these engines are in.
+    """Rank processes, the groups that use them, and the one world of the groups' engines.
 
-    Each group has a seat: a number under which the processes keep its engine.
+    Each group has an engine id, under which the processes keep its engine.
     """
 
     def __init__(self, threads_per_rank: int | None, devices: Sequence[int] | None) -> None:
         self.devices = devices
         self.pool = RankPool()
         self._threads_per_rank = threads_per_rank
-        self._groups: WeakSet[object] = WeakSet()
-        self._seats = itertools.count()
-        self._places: dict[int, list[Place]] = {}
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+        self._engine_ids = itertools.count()
+        self._engines: dict[int, list[RankInfo]] = {}
+        """For each registered group the ranks of its engine, none while it has no engine."""
+        self._store_directory: tempfile.TemporaryDirectory[str] | None = None
 
     def threads(self, size: int) -> int:
-        """How many threads one of ``size`` ranks computes with."""
+        """The number of threads with which one of ``size`` ranks computes."""
         return self._threads_per_rank or max(1, _cores() // size)
 
-    # ---------------------------------------------------------------- groups
+    def new_engine_id(self, group: object) -> int:
+        """An engine id, which is released with ``group`` at the latest."""
+        engine_id = next(self._engine_ids)
+        weakref.finalize(group, self._engines.pop, engine_id, None).atexit = False
+        return engine_id
 
-    def enter(self, group: object) -> int:
-        """A seat for ``group``, which has the processes until it `leave`s them or is forgotten."""
-        self._groups.add(group)
-        return next(self._seats)
+    def register(self, engine_id: int) -> None:
+        """Keep the processes until `release`."""
+        self._engines.setdefault(engine_id, [])
 
-    def check_free(self, seat: int) -> None:
-        """Raise `GroupError` while another group of several is in a call: its ranks cannot be left then."""
-        if len(self._groups) > 1 and self.pool.caller not in (None, seat):
+    def release(self, engine_id: int, wait_s: float = EXIT_WAIT_S) -> None:
+        """End the processes if no other group is registered, or if the group of ``engine_id`` is in a call.
+
+        Raises `GroupError` while another group is in a call. Further calls do nothing.
+        """
+        if engine_id not in self._engines:
+            return
+        caller = self.pool.caller
+        if len(self._engines) > 1 and caller not in (None, engine_id):
             raise GroupError(
-                "a group that shares the processes of this one is in a call; close this one afterwards"
+                "a group that is colocated with this one is in a call; close this one afterwards"
             )
-
-    def leave(self, group: object, seat: int, wait_s: float = EXIT_WAIT_S) -> None:
-        """Give the seat up; the processes end with the last group, or now if ``group`` is in a call."""
-        self.forget(seat)
-        self._groups.discard(group)
-        if not self._groups or self.pool.caller == seat:
+        self.set_engine(engine_id, [])
+        self._engines.pop(engine_id, None)
+        if not self._engines or caller == engine_id:
             self.pool.close(wait_s)
 
     def restart(self) -> None:
-        """Replace the processes by new ones. No group has an engine then."""
+        """Replace the processes by new ones, without engines."""
         self.pool.close(wait_s=0.0)
         self.pool = RankPool()
-        for seat in list(self._places):
-            self.forget(seat)
+        for engine_id in self._engines:
+            self.set_engine(engine_id, [])
 
-    # ----------------------------------------------------------------- world
+    def check_open(self, engine_id: int) -> None:
+        """Raise `GroupError` if the processes are gone, or the group was closed."""
+        self.pool.check()
+        if engine_id not in self._engines:
+            raise GroupError("this group has ended: it was closed. Start a new one, or call restart()")
 
-    def places(self, seat: int) -> list[Place]:
-        """Where the ranks of the engine at ``seat`` stand; empty while it has none."""
-        return self._places.get(seat, [])
+    # --------------------------------------------------------------- engines
 
-    def settle(self, seat: int, places: list[Place]) -> None:
-        """The engine at ``seat`` has joined the world, and stands there."""
-        self._places[seat] = places
+    def engine(self, engine_id: int) -> list[RankInfo]:
+        """The ranks of an engine; empty unless it is initialized."""
+        return self._engines.get(engine_id, [])
 
-    def forget(self, seat: int) -> None:
-        """The engine at ``seat`` is gone; with the last one, so is the world."""
-        self._places.pop(seat, None)
-        if not self._places and self._meeting is not None:
-            self._meeting.cleanup()
-            self._meeting = None
+    def set_engine(self, engine_id: int, ranks: list[RankInfo]) -> None:
+        """Record the ranks of an engine that has joined the world; an empty list for one that left it."""
+        if engine_id in self._engines:
+            self._engines[engine_id] = ranks
+        if not any(self._engines.values()) and self._store_directory is not None:
+            self._store_directory.cleanup()
+            self._store_directory = None
 
-    def check_world(self, seat: int, size: int) -> None:
-        """Raise `EngineStateError` unless the engine at ``seat`` can have a world of ``size`` ranks."""
-        others = {len(places) for other, places in self._places.items() if other != seat}
+    def check_world(self, engine_id: int, size: int) -> None:
+        """Raise `EngineStateError` unless the engine can have a world of ``size`` ranks."""
+        others = {len(ranks) for other, ranks in self._engines.items() if ranks and other != engine_id}
         if others - {size}:
             raise EngineStateError(
-                f"this engine wants {size} ranks, and the one that shares its processes has {others.pop()}; destroy() "
-                "that one first, or start this group without beside"
+                f"this engine needs {size} ranks, and the one that is colocated with it has {others.pop()}; destroy() "
+                "that one first, or start this group without colocate_with"
             )
 
     def store(self) -> str:
-        """The file through which the ranks meet: that of the world that is there, or of a new one."""
-        if self._meeting is None:
+        """The rendezvous file of the present world, or of a new one."""
+        if self._store_directory is None:
             # A new file for each world: a store serves one process group.
-            self._meeting = tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True)
-        return str(Path(self._meeting.name) / "store")
+            self._store_directory = tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True)
+        return str(Path(self._store_directory.name) / "store")
 
 
 def _cores() -> int:
-    """The CPU cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

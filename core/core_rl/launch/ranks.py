@@ -1,67 +1,84 @@
-"""`EngineRanks`: the life of the processes behind an `EngineGroup`, and calls on all of them."""
+"""`EngineRanks`: life cycle of the processes behind an `EngineGroup`, and calls on all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, TypeVarTuple
+from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 
 from core_rl.backend.meta import FinetuneSpec
-from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.base import parse_config
+from core_rl.config.engine import DType, ModelConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.config.hub import with_local_model
 from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
-from core_rl.errors import ConfigError, EngineStateError, GroupError, LayoutError
+from core_rl.errors import ConfigError, EngineStateError, LayoutError
 from core_rl.launch import remote
 from core_rl.launch.rank_set import RankSet
-from core_rl.registry.engines import get_spec
+from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.spec import EngineSpec
 
 __all__ = ["EngineRanks"]
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
+Section = Mapping[str, object]
+"""Fields of a part of a config, as in a YAML file."""
 
 DESTROY_TIMEOUT_S = 60.0
-"""How long `EngineRanks.close` waits for the engine before it ends its processes."""
+"""Seconds that `EngineRanks.close` waits for the engine before it ends the processes."""
 
 
 class EngineRanks:
     """Processes that each hold one rank of a train engine. Users take `EngineGroup`, which adds its methods."""
 
-    _seat: int
-    _closed: bool
-
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the fields of a config, by name)
         self,
-        spec: EngineSpec | str,
-        config: TrainEngineConfig,
+        engine: EngineSpec | str,
+        config: TrainEngineConfig | None = None,
         *,
+        model: ModelConfig | Section | None = None,
+        layout: ParallelLayout | Section | None = None,
+        optimizer: OptimizerConfig | Section | Literal["default"] | None = "default",
+        dtype: DType | None = None,
+        device: Literal["auto", "cpu", "cuda"] | None = None,
+        seed: int | None = None,
+        options: Section | None = None,
+        ft_spec: FinetuneSpec | None = None,
         timeout_s: float = 600.0,
         threads_per_rank: int | None = None,
         devices: Sequence[int] | None = None,
-        beside: EngineRanks | None = None,
+        colocate_with: EngineRanks | None = None,
+        make_engine: remote.MakeEngine = load_engine,
     ) -> None:
-        self.spec = get_spec(spec) if isinstance(spec, str) else spec
-        if self.spec.kind != "train":
-            raise ConfigError(
-                f"engine {self.spec.name!r} is for {self.spec.kind}; a group drives train engines"
-            )
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s = {timeout_s}; it must be positive")
-        if threads_per_rank is not None and threads_per_rank < 1:
-            raise ConfigError(
-                f"threads_per_rank = {threads_per_rank}; it must be positive, or None to share the cores"
-            )
-        self.config = config
+        self.spec = get_spec(engine) if isinstance(engine, str) else engine
+        _check(self.spec, timeout_s, threads_per_rank)
+        sections: dict[str, object] = {"model": model, "layout": layout, "options": options}
+        scalars: dict[str, object] = {"dtype": dtype, "device": device, "seed": seed}
+        fields = {name: value for name, value in (sections | scalars).items() if value is not None}
+        if optimizer != "default":
+            fields["optimizer"] = optimizer
+        self.config = _config(self.spec, config, fields)
         self.timeout_s = timeout_s
-        if beside is None:
+        self._ft_spec = ft_spec
+        self._make_engine = make_engine
+        if colocate_with is None:
             self._ranks = RankSet(threads_per_rank, devices)
         else:
-            self._ranks = _ranks_of(beside, config, threads_per_rank, devices)
-        self._take_seat()
+            self._ranks = colocate_with._shared_ranks(self.config, threads_per_rank, devices)
+        self._engine_id = self._ranks.new_engine_id(self)
+        self._start()
 
     def __enter__(self) -> Self:
+        if not self._ranks.engine(self._engine_id):
+            try:
+                self.initialize()
+            except BaseException:
+                self.close()
+                raise
         return self
 
     def __exit__(
@@ -74,90 +91,97 @@ class EngineRanks:
     def initialize(
         self, ft_spec: FinetuneSpec | None = None, config: TrainEngineConfig | None = None
     ) -> None:
-        """Build the engine on every rank; one that was there before is destroyed.
+        """Build the engine on every rank; an engine that exists is destroyed before.
 
-        With another ``config``, perhaps of another layout, the processes stay: a smaller world uses
-        the first ranks, and a larger one starts the missing ones. A config that the engine refuses
-        changes nothing.
+        Entering the group's context does so, with the ``ft_spec`` of the constructor. With another
+        ``config``, also of another layout, the processes stay: a smaller world uses the first ranks, and a
+        larger one starts the missing ones. A config that the engine refuses changes nothing.
         """
-        config = config or self.config
-        self._prepare(config)
+        config = self._prepare(config or self.config)
         self.destroy()
         self.config = config
-        size, store = self.world_size, self._ranks.store()
+        size, store, timeout_s = self.world_size, self._ranks.store(), self.timeout_s
         addresses = [
-            RankAddress(
-                rank=rank, world_size=size, store_path=store, local_rank=device, timeout_s=self.timeout_s
-            )
+            RankAddress(rank=rank, world_size=size, store_path=store, local_rank=device, timeout_s=timeout_s)
             for rank, device in enumerate(self._ranks.devices or range(size))
         ]
+        arguments = [(address, ft_spec or self._ft_spec) for address in addresses]
         try:
-            places = self._call("initialize", remote.initialize, [(addr, ft_spec) for addr in addresses])
+            infos = self._call("initialize", remote.initialize, arguments)
         except BaseException:
-            self._destroy_engine(size)  # on the ranks, if there are any, on which it did not fail
-            self._ranks.forget(self._seat)
+            self._destroy_if_idle(size)  # it may have failed on some ranks only
+            self._ranks.set_engine(self._engine_id, [])
             raise
-        self._ranks.settle(self._seat, places)
+        self._ranks.set_engine(self._engine_id, infos)
 
     def destroy(self) -> None:
         """Free the engine and keep the processes; `initialize` builds a new one."""
-        if places := self._ranks.places(self._seat):
-            self._call("destroy", remote.destroy, [()] * len(places))
-        self._ranks.forget(self._seat)
+        if infos := self._ranks.engine(self._engine_id):
+            self._call("destroy", remote.destroy, [()] * len(infos))
+        self._ranks.set_engine(self._engine_id, [])
 
     def close(self) -> None:
-        """Free the engine, and end the processes unless a group beside this one has them. Further calls do nothing."""
-        if self._closed:
-            return
-        self._ranks.check_free(self._seat)
+        """Free the engine; the last of colocated groups ends the processes. Further calls do nothing."""
         try:
-            self._destroy_engine(len(self._ranks.places(self._seat)))
+            self._destroy_if_idle(len(self._ranks.engine(self._engine_id)))
         finally:
-            self._closed = True
-            self._ranks.leave(self, self._seat)
+            self._ranks.release(self._engine_id)
 
     def restart(self) -> None:
         """Replace the processes, alive or not, by new ones; `initialize` is next.
 
-        Groups that share the processes lose their engines as well, and need `initialize` too.
+        Colocated groups lose their engines as well, and need `initialize` too.
         """
         self._ranks.restart()
-        self._take_seat()
+        self._start()
 
-    def _take_seat(self) -> None:
-        self._seat = self._ranks.enter(self)
-        self._closed = False
+    def _start(self) -> None:
+        self._ranks.register(self._engine_id)
         try:
-            self._prepare(self.config)
+            self.config = self._prepare(self.config)
         except BaseException:
-            self._closed = True
-            self._ranks.leave(self, self._seat, wait_s=0.0)
+            self._ranks.release(self._engine_id, wait_s=0.0)
             raise
 
-    def _prepare(self, config: TrainEngineConfig) -> None:
+    def _prepare(self, config: TrainEngineConfig) -> TrainEngineConfig:
+        """Start missing ranks and have all check ``config``; returns it with the directory of its model."""
         size, ranks = config.layout.world_size, self._ranks
         if ranks.devices is not None and len(set(ranks.devices)) != size:
             raise ConfigError(
                 f"devices = {list(ranks.devices)} for {size} ranks; name a different one for each rank"
             )
-        self._check_open()
-        ranks.check_world(self._seat, size)
+        self._ranks.check_open(self._engine_id)
+        ranks.check_world(self._engine_id, size)
+        config = with_local_model(config)
         ranks.pool.grow(size)
-        arguments = (self.spec, config, ranks.threads(size))
+        arguments = (self._make_engine, self.spec, config, ranks.threads(size))
         self._call("the check of the config", remote.prepare, [arguments] * size)
+        return config
 
-    def _destroy_engine(self, ranks: int) -> None:
-        """Free what the first ``ranks`` ranks have of the engine, if they can be asked."""
-        if ranks and self._ranks.pool.is_idle:
+    def _shared_ranks(
+        self, config: TrainEngineConfig, threads: int | None, devices: Sequence[int] | None
+    ) -> RankSet:
+        """The processes, for a colocated group with ``config``."""
+        if threads is not None or devices is not None:
+            raise ConfigError(
+                "threads_per_rank and devices belong to the processes, which colocated groups share; give them to the "
+                "group that starts the processes"
+            )
+        if config.layout.world_size != self.world_size:
+            raise LayoutError(
+                f"layout {config.layout} has {config.layout.world_size} ranks, and the colocated group has "
+                f"{self.world_size}; groups share processes only where each has all of them"
+            )
+        self._ranks.check_open(self._engine_id)
+        return self._ranks
+
+    def _destroy_if_idle(self, size: int) -> None:
+        """Free the engine on the first ``size`` ranks, if they wait for a call."""
+        if size and self._ranks.pool.is_idle:
             timeout_s = min(self.timeout_s, DESTROY_TIMEOUT_S)
-            self._ranks.pool.call(self._seat, "destroy", remote.destroy, [()] * ranks, timeout_s)
+            self._ranks.pool.call(self._engine_id, "destroy", remote.destroy, [()] * size, timeout_s)
 
-    def _check_open(self) -> None:
-        self._ranks.pool.check()
-        if self._closed:
-            raise GroupError("this group has ended: it was closed. Start a new one, or call restart()")
-
-    # ---------------------------------------------------------------- places
+    # ----------------------------------------------------------------- ranks
 
     @property
     def layout(self) -> ParallelLayout:
@@ -171,8 +195,8 @@ class EngineRanks:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many parts a batch is split into."""
-        return self._ready()[0].data_parallel_size
+        """Number of parts that a batch is split into."""
+        return self._engine()[0].data_parallel_size
 
     @property
     def pids(self) -> list[int]:
@@ -181,59 +205,69 @@ class EngineRanks:
 
     @property
     def starting_s(self) -> float:
-        """Seconds that went into starting the processes that are there."""
+        """Seconds that the start of the present processes took."""
         return self._ranks.pool.starting_s
 
-    def _ready(self) -> list[remote.Place]:
-        """The places of all ranks; raises `EngineStateError` before `initialize`."""
-        self._check_open()
-        places = self._ranks.places(self._seat)
-        if not places:
+    def _engine(self) -> list[remote.RankInfo]:
+        """Coordinates of all ranks; raises `EngineStateError` before `initialize`."""
+        self._ranks.check_open(self._engine_id)
+        infos = self._ranks.engine(self._engine_id)
+        if not infos:
             raise EngineStateError(f"the group of {self.spec.name!r} has no engine; call initialize() first")
-        return places
+        return infos
 
-    # -------------------------------------------------------------- any call
+    # ----------------------------------------------------------------- calls
 
     def run(self, fn: Callable[[TrainEngine, *ArgTs], ResultT], *args: *ArgTs) -> list[ResultT]:
         """``fn(engine, *args)`` on every rank at once; the results in rank order.
 
         ``fn``, ``args`` and the results are pickled by value (the view of a tensor with all of its
-        storage). Contexts and generators of an engine are used inside ``fn``. Results on an
-        accelerator are to be moved to the CPU in ``fn``.
+        storage). Contexts and generators of an engine are used inside ``fn``, which moves results on an
+        accelerator to the CPU.
         """
-        return self._call(_name(fn), remote.call_with_engine, [(fn, args)] * len(self._ready()))
+        return self.run_each(fn, [args] * len(self._engine()))
 
     def run_each(
         self, fn: Callable[[TrainEngine, *ArgTs], ResultT], per_rank_args: Sequence[tuple[*ArgTs]]
     ) -> list[ResultT]:
         """``fn(engine, *per_rank_args[rank])`` on every rank at once; the results in rank order."""
-        if len(per_rank_args) != len(self._ready()):
+        if len(per_rank_args) != len(self._engine()):
             raise ConfigError(
                 f"run_each got arguments for {len(per_rank_args)} ranks; the group has {self.world_size}"
             )
-        return self._call(_name(fn), remote.call_with_engine, [(fn, args) for args in per_rank_args])
+        return self._call_engine(getattr(fn, "__qualname__", None) or repr(fn), fn, per_rank_args)
+
+    def _call_engine(
+        self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[object, ...]]
+    ) -> list[Any]:
+        """``fn(engine, *per_rank[rank])`` on every rank; ``name`` stands for the call in messages."""
+        return self._call(name, partial(remote.call_engine, fn), per_rank)
 
     def _call(self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._ranks.pool.call(self._seat, name, fn, per_rank, self.timeout_s)
+        """``fn(state, *per_rank[rank])`` on every rank, with the rank's state of this group."""
+        return self._ranks.pool.call(self._engine_id, name, fn, per_rank, self.timeout_s)
 
 
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
-
-
-def _ranks_of(
-    beside: EngineRanks, config: TrainEngineConfig, threads: int | None, devices: Sequence[int] | None
-) -> RankSet:
-    """The processes of ``beside``, for a group with ``config``."""
-    if threads is not None or devices is not None:
+def _config(
+    spec: EngineSpec, config: TrainEngineConfig | None, fields: Mapping[str, object]
+) -> TrainEngineConfig:
+    """``config``, or one of the engine's own class with ``fields``."""
+    if config is not None and fields:
         raise ConfigError(
-            "threads_per_rank and devices are those of the processes, which a group beside another one shares; give "
-            "them to the group that starts the processes"
+            f"a config and its fields ({', '.join(fields)}) for {spec.name!r}; give either, or put the fields into "
+            "the config"
         )
-    if config.layout.world_size != beside.world_size:
-        raise LayoutError(
-            f"layout {config.layout} has {config.layout.world_size} ranks, and the group beside has "
-            f"{beside.world_size}; groups share processes only where each has all of them"
+    return config or parse_config(
+        load_class(spec, "config", TrainEngineConfig), fields, f"the config of {spec.name!r}"
+    )
+
+
+def _check(spec: EngineSpec, timeout_s: float, threads_per_rank: int | None) -> None:
+    if spec.kind != "train":
+        raise ConfigError(f"engine {spec.name!r} is for {spec.kind}; a group drives train engines")
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s = {timeout_s}; it must be positive")
+    if threads_per_rank is not None and threads_per_rank < 1:
+        raise ConfigError(
+            f"threads_per_rank = {threads_per_rank}; it must be positive, or None to share the cores"
         )
-    beside._check_open()
-    return beside._ranks

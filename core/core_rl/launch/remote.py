@@ -1,10 +1,10 @@
-"""What a group runs inside its ranks; each function takes the rank's state first."""
+"""Functions that a group runs inside its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +17,15 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
-from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
 from core_rl.launch.worker import RankState
 from core_rl.registry.spec import EngineSpec
 
 __all__ = [
-    "Place",
+    "RankInfo",
+    "call_engine",
     "call_method",
-    "call_with_engine",
     "destroy",
     "forward",
     "gather_tensors",
@@ -37,27 +36,34 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a rank stands in the layout, as its engine says."""
+class RankInfo:
+    """Coordinates of a rank in the layout, as its engine reports them."""
 
     data_parallel_rank: int
     data_parallel_size: int
     is_output_rank: bool
 
 
-def prepare(state: RankState, spec: EngineSpec, config: TrainEngineConfig, threads: int) -> None:
+# ------------------------------------------------------ functions of a rank's state
+
+
+MakeEngine = Callable[[EngineSpec, TrainEngineConfig], TrainEngine]
+
+
+def prepare(
+    state: RankState, make_engine: MakeEngine, spec: EngineSpec, config: TrainEngineConfig, threads: int
+) -> None:
     """Construct the next engine, which checks the config; the present one stays."""
     torch.set_num_threads(threads)
-    kind = cast("type[TrainEngine]", load_engine(spec))
-    state.next_engine = kind(spec, config)
+    state.next_engine = make_engine(spec, config)
 
 
-def initialize(state: RankState, addr: RankAddress, ft_spec: FinetuneSpec | None) -> Place:
-    """Put the prepared engine in place and initialize it."""
+def initialize(state: RankState, addr: RankAddress, ft_spec: FinetuneSpec | None) -> RankInfo:
+    """Initialize the prepared engine, which becomes the present one."""
     engine: TrainEngine = state.next_engine
     engine.initialize(addr, ft_spec)
     state.engine, state.next_engine = engine, None
-    return Place(
+    return RankInfo(
         data_parallel_rank=engine.data_parallel_rank,
         data_parallel_size=engine.data_parallel_size,
         is_output_rank=engine.is_output_rank,
@@ -71,23 +77,33 @@ def destroy(state: RankState) -> None:
         engine.destroy()
 
 
-def call_with_engine(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def call_engine(fn: Callable[..., Any], state: RankState, *args: Any) -> Any:
     """``fn(engine, *args)``."""
     return fn(_engine(state), *args)
 
 
-def call_method(state: RankState, name: str, *args: Any) -> Any:
+def _engine(state: RankState) -> TrainEngine:
+    if state.engine is None:
+        raise EngineStateError("the ranks have no engine; call initialize() first")
+    engine: TrainEngine = state.engine
+    return engine
+
+
+# ------------------------------------------------------ functions of an engine
+
+
+def call_method(name: str, engine: TrainEngine, *args: Any) -> Any:
     """``engine.name(*args)``."""
-    return getattr(_engine(state), name)(*args)
+    return getattr(engine, name)(*args)
 
 
-def progress(state: RankState) -> EngineProgress:
-    """The engine's ``progress``, which is no method."""
-    return _engine(state).progress
+def progress(engine: TrainEngine) -> EngineProgress:
+    """The engine's ``progress``."""
+    return engine.progress
 
 
 def forward(
-    state: RankState,
+    engine: TrainEngine,
     batch: SequenceBatch,
     mb_spec: MicroBatchSpec,
     outputs: tuple[OutputName, ...],
@@ -95,17 +111,15 @@ def forward(
     output_seqlens: Sequence[int] | None,
     post_hook: PostHook | None,
 ) -> ModelOutput | list[Tensor] | None:
-    """The engine's ``forward``; with ``post_hook``, the rows of each sequence. None beside output ranks."""
-    engine = _engine(state)
+    """The engine's ``forward``, or with ``post_hook`` the rows of each sequence; None except on output ranks."""
     keep_rows = None if post_hook is None else _own_rows
     result: ModelOutput | list[Tensor]
     result = engine.forward(batch, mb_spec, outputs, temperature, output_seqlens, post_hook, keep_rows)
     return result if engine.is_output_rank else None
 
 
-def gather_tensors(state: RankState, kind: TensorKind) -> dict[str, Tensor] | None:
-    """The whole stream of ``named_tensors`` on the CPU; None on ranks that do not write."""
-    engine = _engine(state)
+def gather_tensors(engine: TrainEngine, kind: TensorKind) -> dict[str, Tensor] | None:
+    """All of ``named_tensors`` on the CPU; None on ranks that do not write."""
     gathered = {}
     for name, tensor in engine.named_tensors(kind):
         if engine.is_writer and tensor is not None:
@@ -116,10 +130,3 @@ def gather_tensors(state: RankState, kind: TensorKind) -> dict[str, Tensor] | No
 def _own_rows(rows: list[Tensor]) -> list[Tensor]:
     # A view is pickled with the whole storage behind it.
     return [row.clone() for row in rows]
-
-
-def _engine(state: RankState) -> TrainEngine:
-    if state.engine is None:
-        raise EngineStateError("the ranks hold no engine; call initialize() first")
-    engine: TrainEngine = state.engine
-    return engine

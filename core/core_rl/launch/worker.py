@@ -29,15 +29,14 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 @dataclass(kw_only=True)
 class RankState:
-    """What a rank keeps between the calls of one group; each group that shares the rank has its own."""
+    """State of a rank between the calls of one group; each colocated group has its own."""
 
-    rank: int
     engine: Any = None
     next_engine: Any = None
 
 
 def rank_main(
-    rank: int, sock: socket.socket, streams: Mapping[int, int], stacks: int, environ: Mapping[str, str]
+    sock: socket.socket, streams: Mapping[int, int], stacks: int, environ: Mapping[str, str]
 ) -> None:
     """Answer calls until the driver closes its end of ``sock``.
 
@@ -48,7 +47,7 @@ def rank_main(
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
     channel = Channel(sock)
-    states: dict[int, RankState] = defaultdict(lambda: RankState(rank=rank))
+    states: dict[int, RankState] = defaultdict(RankState)
     try:
         channel.send(pack_reply(Done(value=None)))
         while True:
@@ -59,8 +58,8 @@ def rank_main(
 
 def _answer(payload: bytearray, states: Mapping[int, RankState]) -> bytes:
     try:
-        seat, fn, args = unpack_call(payload)
-        return pack_reply(Done(value=fn(states[seat], *args)))
+        engine_id, fn, args = unpack_call(payload)
+        return pack_reply(Done(value=fn(states[engine_id], *args)))
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it

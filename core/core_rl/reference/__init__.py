@@ -10,8 +10,8 @@ __all__ = ["ROLLOUT_SPEC", "SPEC"]
 SPEC = EngineSpec(
     name="reference",
     kind="train",
-    protocol=(0, 1),
-    factory="core_rl.reference.train:ReferenceEngine",
+    protocol=(0, 2),
+    factory="core_rl.reference.train:ReferenceBackend",
     config="core_rl.reference.config:ReferenceConfig",
     capabilities=frozenset(
         {
@@ -38,8 +38,8 @@ SPEC = EngineSpec(
 ROLLOUT_SPEC = EngineSpec(
     name="reference-rollout",
     kind="inference",
-    protocol=(0, 1),
-    factory="core_rl.reference.rollout:ReferenceRolloutEngine",
+    protocol=(0, 2),
+    factory="core_rl.reference.rollout:ReferenceRolloutBackend",
     config="core_rl.reference.config:ReferenceRolloutConfig",
     capabilities=frozenset(
         {

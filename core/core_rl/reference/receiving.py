@@ -1,4 +1,4 @@
-"""Receiving weights in one process: from memory, and from a process group in which this process has the only seat."""
+"""Receiving weights in one process: from shared memory, or as the only receiver in a process group."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.weight_sync.group import Seats, WeightGroup
+from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
 from core_rl.weight_sync.stream import Bucket, ReceivedWeights, receiving
 
-__all__ = ["taking"]
+__all__ = ["receiving_buckets"]
 
 
 @contextmanager
-def taking(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Iterator[Bucket]]:
+def receiving_buckets(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Iterator[Bucket]]:
     """The buckets of one update, as copies that may be kept; the context is that of `receiving`."""
-    with receiving(meta, timeout_s, lambda: Seats(count=1)) as received:
+    with receiving(meta, timeout_s, lambda: ReceiverRanks(count=1)) as received:
         if received.group is None:
             yield ([(name, tensor.clone()) for name, tensor in bucket] for bucket in received)
             return
@@ -30,5 +30,5 @@ def taking(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Iterator[Bucket
 
 def _broadcast(received: ReceivedWeights, group: WeightGroup) -> Iterator[Bucket]:
     for bucket in received:
-        received.go()
+        received.allow_broadcast()
         yield [(name, group.broadcast(torch.empty_like(tensor))) for name, tensor in bucket]

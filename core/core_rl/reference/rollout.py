@@ -11,52 +11,60 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
-from core_rl.backend.named_tensors import TensorDict, check_source
+from core_rl.backend.tensors import TensorDict, check_source
 from core_rl.checkpoint.directory import opened
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import pick_device
-from core_rl.engine.inference import InferenceEngine, ModelLimits, TopLogprobs
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.reference.config import ReferenceRolloutConfig
-from core_rl.reference.receiving import taking
-from core_rl.reference.sampling import Answer, generate
+from core_rl.reference.receiving import receiving_buckets
+from core_rl.reference.sampling import Completion, generate
 from core_rl.seeds import derive_seed
 from core_rl.state.digest import digest_of_parts
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.lora import ADAPTER_PREFIX, written_name
+from core_rl.toolkit.hf_state import HFShardedState
+from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
 from core_rl.weight_sync.stream import receiving
 
-__all__ = ["ReferenceRolloutEngine"]
+__all__ = ["ReferenceRolloutBackend"]
 
 _Row = TypeVar("_Row")
+_Result = TypeVar("_Result")
 
 RECEIVE_TIMEOUT_S = 300.0
-"""How long an update by any method but ``disk`` waits for its sender."""
+"""The longest wait of an update, by any method but ``disk``, for its sender."""
 
 
-class ReferenceRolloutEngine(InferenceEngine):
+class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     """One process, float32, eager. Concurrent requests with equal sampling parameters share a batch.
 
-    What a request with a seed draws depends on nothing but the weights; one without takes the next
-    seed of ``config.seed``.
+    The draws of a request with a seed depend on nothing but the weights; a request without one takes the
+    next seed of ``config.seed``.
     """
 
-    config: ReferenceRolloutConfig
+    _worker: ThreadPoolExecutor | None = None
 
-    def _build(self, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+    def build(
+        self,
+        context: InferenceContext[ReferenceRolloutConfig],
+        addresses: tuple[str, ...],
+        ft_spec: FinetuneSpec,
+    ) -> ModelLimits:
         if addresses:
             raise ConfigError(f"the reference engine has no server; remove the addresses {addresses}")
+        self.config = context.config
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reference-rollout")
         self._queue: deque[tuple[LLMRequest, Future[LLMResponse]]] = deque()
         self._unseeded = 0
@@ -73,14 +81,21 @@ class ReferenceRolloutEngine(InferenceEngine):
         return build_model(model, seed=self.config.seed, attn_implementation="eager")
 
     def _adopt(self, model: PreTrainedModel) -> None:
-        # A published generation config may hold penalties and forced tokens; a request says all there is.
+        # A published generation config may hold penalties and forced tokens; a request has all parameters.
         model.generation_config = GenerationConfig()
         torch.nn.Module.to(model, pick_device(self.config.device, 0))
         self._model = model
 
-    def _teardown(self) -> None:
-        self._worker.submit(self._refuse_queued).result()
-        self._worker.shutdown()
+    def teardown(self) -> None:
+        if self._worker is not None:
+            self._on_worker(self._refuse_queued)
+            self._worker.shutdown()
+            self._worker = None
+
+    def _on_worker(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        """The result of ``work(*arguments)`` on the worker thread, after all that was submitted before."""
+        assert self._worker is not None
+        return self._worker.submit(work, *arguments).result()
 
     def _refuse_queued(self) -> None:
         for _, future in self._queue:
@@ -91,20 +106,21 @@ class ReferenceRolloutEngine(InferenceEngine):
 
     # ------------------------------------------------------------- generation
 
-    async def _agenerate(self, request: LLMRequest) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
         future: Future[LLMResponse] = Future()
         self._queue.append((request, future))
         try:
             # Whatever else is ready to run queues its requests first, so that they share a batch.
             await asyncio.sleep(0)
             if not future.done():
+                assert self._worker is not None
                 self._worker.submit(self._drain)
             return await asyncio.wrap_future(future)
         finally:
             future.cancel()
 
     def _drain(self) -> None:
-        """On the worker: answer all that is queued."""
+        """On the worker: complete all queued requests."""
         groups: dict[SamplingParams, list[tuple[LLMRequest, Future[LLMResponse]]]] = {}
         for _ in range(len(self._queue)):
             request, future = self._queue.popleft()
@@ -113,33 +129,33 @@ class ReferenceRolloutEngine(InferenceEngine):
         size = self.config.max_batch_size
         for entries in groups.values():
             for start in range(0, len(entries), size):
-                self._answer(entries[start : start + size])
+                self._complete(entries[start : start + size])
 
-    def _answer(self, entries: Sequence[tuple[LLMRequest, Future[LLMResponse]]]) -> None:
+    def _complete(self, entries: Sequence[tuple[LLMRequest, Future[LLMResponse]]]) -> None:
         requests = [request for request, _ in entries]
         try:
-            answers = generate(
+            completions = generate(
                 self._model,
                 [request.input_ids for request in requests],
                 requests[0].sampling,
                 [self._seed(request.sampling) for request in requests],
                 self._eos_token_ids,
             )
-        except Exception as error:  # noqa: BLE001  (the thread's boundary: whoever awaits the answer raises it)
+        except Exception as error:  # noqa: BLE001  (the thread's boundary: the caller of agenerate raises it)
             for _, future in entries:
                 future.set_exception(error)
             return
-        for (request, future), answer in zip(entries, answers, strict=True):
-            future.set_result(self._response(request, answer))
+        for (request, future), completion in zip(entries, completions, strict=True):
+            future.set_result(self._response(request, completion))
 
-    def _response(self, request: LLMRequest, answer: Answer) -> LLMResponse:
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
         return LLMResponse(
             rid=request.rid,
             input_ids=request.input_ids,
-            output_ids=answer.ids,
-            logprobs=answer.logprobs,
-            versions=(self._served_version,) * len(answer.ids),
-            stop_reason=answer.stop_reason,
+            output_ids=completion.ids,
+            logprobs=completion.logprobs,
+            versions=(self._served_version,) * len(completion.ids),
+            stop_reason=completion.stop_reason,
         )
 
     def _seed(self, sampling: SamplingParams) -> int:
@@ -150,17 +166,17 @@ class ReferenceRolloutEngine(InferenceEngine):
 
     # ---------------------------------------------------------------- weights
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         if meta.method == "disk":
-            self._worker.submit(self._install_from_disk, meta).result()
+            self._on_worker(self._install_from_disk, meta)
             return
         if meta.method == "lora":
             self._receive_adapter(meta)
             return
-        with taking(meta, RECEIVE_TIMEOUT_S) as buckets:
-            # Requests go on under the old weights until all of the new ones are here.
+        with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as buckets:
+            # Requests use the old weights until all of the new ones have arrived.
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-            self._worker.submit(self._install_tensors, tensors, meta.version).result()
+            self._on_worker(self._install_tensors, tensors, meta.version)
 
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
         lora = self.config.model.lora
@@ -169,29 +185,28 @@ class ReferenceRolloutEngine(InferenceEngine):
             assert received.adapter is not None
             received.adapter.require_fit(lora, self._base_digest)
             factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
-            self._worker.submit(self._install_adapter, factors, meta.version).result()
+            self._on_worker(self._install_adapter, factors, meta.version)
 
     def _base_digest(self) -> str:
-        held = {written_name(name): value for name, value in self._model.named_parameters()}
-        base = ((name, value) for name, value in held.items() if not name.startswith(ADAPTER_PREFIX))
-        return digest_of_parts(Comm(), base)
+        state = HFShardedState(self._model, None, {}, Comm())
+        return digest_of_parts(Comm(), ((part.name, part.tensor) for part in state.local("params")))
 
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
-        written = {written_name(name): value for name, value in self._model.named_parameters()}
-        held = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
-        expected = {name: tuple(value.shape) for name, value in held.items()}
+        written = {checkpoint_name(name): value for name, value in self._model.named_parameters()}
+        own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
+        expected = {name: tuple(value.shape) for name, value in own.items()}
         check_source(TensorDict(factors), expected, "the adapter that was sent")
         with torch.no_grad():
-            for name, value in held.items():
+            for name, value in own.items():
                 value.copy_(factors[name])
         self._served_version = version
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        held = dict(self._model.named_parameters())
-        expected = {name: tuple(value.shape) for name, value in held.items()}
+        own = dict(self._model.named_parameters())
+        expected = {name: tuple(value.shape) for name, value in own.items()}
         check_source(TensorDict(tensors), expected, "the weights that were sent")
         with torch.no_grad():
-            for name, value in held.items():
+            for name, value in own.items():
                 value.copy_(tensors[name])
         self._served_version = version
 
@@ -207,33 +222,30 @@ class ReferenceRolloutEngine(InferenceEngine):
         self._adopt(model)
         self._served_version = meta.version
 
-    def _release_memory(self) -> None:
-        self._worker.submit(torch.nn.Module.to, self._model, torch.device("cpu")).result()
+    def release_memory(self) -> None:
+        self._on_worker(torch.nn.Module.to, self._model, torch.device("cpu"))
 
-    def _resume_memory(self) -> None:
-        device = pick_device(self.config.device, 0)
-        self._worker.submit(torch.nn.Module.to, self._model, device).result()
+    def resume_memory(self) -> None:
+        self._on_worker(torch.nn.Module.to, self._model, pick_device(self.config.device, 0))
 
-    def _set_version(self, version: int) -> None:
-        def set_it() -> None:
-            self._served_version = version
-
-        self._worker.submit(set_it).result()
+    def set_version(self, version: int) -> None:
+        # On the worker, since a batch has one version.
+        self._on_worker(setattr, self, "_served_version", version)
 
     # ----------------------------------------------------------------- scores
 
-    def _score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         def chosen(ids: Tensor, log_p: Tensor) -> Tensor:
             return F.pad(log_p.gather(1, ids[1:, None]).squeeze(1), (1, 0))
 
-        return torch.cat(self._worker.submit(self._for_each, batch, temperature, chosen).result())
+        return torch.cat(self._on_worker(self._for_each, batch, temperature, chosen))
 
-    def _top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
         def top(_ids: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
             values, indices = log_p.topk(k, dim=-1)
             return F.pad(indices, (0, 0, 1, 0)), F.pad(values, (0, 0, 1, 0))
 
-        rows = self._worker.submit(self._for_each, batch, temperature, top).result()
+        rows = self._on_worker(self._for_each, batch, temperature, top)
         return TopLogprobs(ids=torch.cat([i for i, _ in rows]), logprobs=torch.cat([v for _, v in rows]))
 
     def _for_each(

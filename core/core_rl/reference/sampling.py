@@ -1,4 +1,4 @@
-"""Sampling with Hugging Face's ``generate``, so that each request draws what it would draw alone."""
+"""Sampling with Hugging Face's ``generate``; the draws of a request do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from transformers import (
 
 from core_rl.data.requests import SamplingParams, StopReason
 
-__all__ = ["Answer", "generate"]
+__all__ = ["Completion", "generate"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What one request drew."""
+class Completion:
+    """The tokens that one request drew."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -64,7 +64,7 @@ def generate(
     sampling: SamplingParams,
     seeds: Sequence[int],
     eos_token_ids: Sequence[int],
-) -> list[Answer]:
+) -> list[Completion]:
     """Continue all ``prompts`` at once with the same ``sampling``, each with its own seed."""
     ids, mask = _left_pad(prompts)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
@@ -108,8 +108,8 @@ def _left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _cut(ids: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Answer:
-    """What was drawn up to the first stop token, which is kept."""
-    end = next((place + 1 for place, token in enumerate(ids) if token in stops), None)
+def _cut(ids: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Completion:
+    """The drawn tokens up to the first stop token, which is kept."""
+    end = next((index + 1 for index, token in enumerate(ids) if token in stops), None)
     reason: StopReason = "length" if end is None else "stop"
-    return Answer(ids=tuple(ids[:end]), logprobs=tuple(logprobs[:end]), stop_reason=reason)
+    return Completion(ids=tuple(ids[:end]), logprobs=tuple(logprobs[:end]), stop_reason=reason)

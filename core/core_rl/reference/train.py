@@ -6,68 +6,59 @@ both: no packing, no chunked kernels, eager attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import BuildContext
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.process_group import RankAddress
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_engine import HFTrainEngine
+from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.routers import Routers
 
-__all__ = ["ReferenceEngine"]
+__all__ = ["ReferenceBackend"]
 
 
-class ReferenceEngine(HFTrainEngine):
+class ReferenceBackend(HFBackend[TrainEngineConfig]):
     """One process, float32, eager."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        model = build_model(self.config.model, seed=self.config.seed, attn_implementation="eager")
-        torch.nn.Module.to(model, self.device)
-        self._routers = Routers(model)
-        self._adopt(model)
+    def build(self, context: BuildContext[TrainEngineConfig]) -> None:
+        model = build_model(context.config.model, seed=context.seed, attn_implementation="eager")
+        torch.nn.Module.to(model, context.device)
+        self.routers = Routers(model)
+        self.adopt(model, context)
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        for micro_batch in micro_batches:
-            loss = step(self._forward(micro_batch, step), micro_batch)
-            if not forward_only:
-                loss.backward()
-
-    def _reduce_grads(self) -> None:
-        """One rank: its sum is the sum."""
-
-    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        rows = [self._routed(batch.select([number]), step) for number in range(batch.num_sequences)]
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        rows = [
+            self.routed(micro_batch.select([number]), step) for number in range(micro_batch.num_sequences)
+        ]
         found = {name: [row[name] for row in rows] for name in rows[0]}
         sums = {name: torch.stack(found.pop(name)).sum() for name in ("aux_loss",) if name in found}
         return ModelOutput(**{name: torch.cat(values) for name, values in found.items()}, **sums)
 
-    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
-        """The outputs of one sequence, and what its routing gives where that is asked for."""
-        with self._routers.watch(row.tokens.get("routing")) as routings:
-            found = self._sequence(row.input_ids, step)
-        return {**found, **self._routers.outputs(routings, row.cu_seqlens, step.outputs)}
+    def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+        """The outputs of one sequence, with those of its routers where asked."""
+        with self.routers.watch(row.tokens.get("routing")) as routings:
+            found = self.sequence(row.input_ids, step)
+        return {**found, **self.routers.outputs(routings, row.cu_seqlens, step.outputs)}
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         """The outputs of one sequence ``[L]``."""
-        if self.config.model.head == "lm":
+        if self.context.config.model.head == "lm":
             logits = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
-            return self._language_model(ids, logits / step.temperature, step)
+            return self.language_model(ids, logits / step.temperature, step)
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         states = F.linear(hidden.float(), self.model.score.weight).squeeze(-1)  # type: ignore[union-attr, arg-type]
-        if self.config.model.head == "reward":
+        if self.context.config.model.head == "reward":
             return {"scores": states[-1:]}
         return {"values": F.pad(states[:-1], (1, 0)), "bootstrap": states[-1:]}
 
     @staticmethod
-    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        """``logits [L, V]`` stand at the token that they follow; the outputs, at the token that they predict."""
+    def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        """Outputs at the tokens that ``logits [L, V]``, each at the token before, predict."""
         predicting = logits[:-1]
         log_p = F.log_softmax(predicting, dim=-1)
         outputs = {

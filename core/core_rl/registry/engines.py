@@ -14,8 +14,8 @@ from core_rl.registry.discovery import (
     check_spec,
     declared_engines,
     installable_engines,
-    load_object,
 )
+from core_rl.registry.objects import load_object
 from core_rl.registry.spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ __all__ = [
     "register_engine",
 ]
 
-# The one state of core-rl that belongs to the whole process: what `register_engine` was told.
+# The one state of core-rl that belongs to the whole process: the calls of `register_engine`.
 _registered: list[Registration] = []
 
 _Class = TypeVar("_Class")
@@ -71,15 +71,17 @@ def get_spec(name: str) -> EngineSpec:
     return entry.spec
 
 
-def load_config(spec: EngineSpec) -> type[EngineConfig]:
-    """Import the config class that ``spec.config`` names.
+def load_config(engine: EngineSpec | str) -> type[EngineConfig]:
+    """Import the config class of an engine, given by its spec or by its name.
 
     Raises:
-        EngineBroken: it cannot be imported, or is no `TrainEngineConfig` or `InferenceEngineConfig`.
+        EngineNotFound, EngineAmbiguous: no engine has the name, or several; see `get_spec`.
+        EngineBroken: the class cannot be imported, or is no `TrainEngineConfig` or `InferenceEngineConfig`.
         EngineIncompatible: before anything is imported.
     """
     from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig  # pydantic
 
+    spec = get_spec(engine) if isinstance(engine, str) else engine
     base = TrainEngineConfig if spec.kind == "train" else InferenceEngineConfig
     return load_class(spec, "config", base)
 
@@ -160,7 +162,7 @@ def _claims() -> list[EngineEntry]:
 
 
 class _Origin:
-    """Who declares ``spec``, looked up when a message says so: all that is installed is read for it."""
+    """The distribution that declares ``spec``, looked up by `str`: it reads all that is installed."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._name = spec.name

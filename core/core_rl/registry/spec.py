@@ -1,4 +1,4 @@
-"""What a plugin says about an engine before anything heavy is imported."""
+"""`EngineSpec`: the declaration of an engine, light to import."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from core_rl.config.capability import Capability
 
 EngineKind = Literal["train", "inference"]
 
-PROTOCOL_VERSION: tuple[int, int] = (0, 1)
-"""The version of the interface that this core speaks: an engine works if its major number is equal
-and its minor number is not larger."""
+PROTOCOL_VERSION: tuple[int, int] = (0, 2)
+"""The version of the interface that this core speaks. The major number of an engine is equal; below 1.0 its minor
+number is equal as well, and from 1.0 on it is not larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class EngineSpec:
     protocol: tuple[int, int]
     """The interface version that the plugin was written for; see `PROTOCOL_VERSION`."""
     factory: str
-    """The engine class, a `TrainEngine` or an `InferenceEngine`."""
+    """The backend class, a `TrainBackend` or an `InferenceBackend`."""
     config: str
     """Its config class, a `TrainEngineConfig` or an `InferenceEngineConfig`."""
     capabilities: frozenset[Capability] = frozenset()

@@ -1,130 +1,144 @@
-"""Full tensors out of the parts that ranks hold, several of them with each collective."""
+"""Full tensors out of the slices of all ranks, a bucket of them at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.distributed.comm import Comm
-from core_rl.errors import EngineContractError, raise_all
+from core_rl.state.slices import Box, Placements
 
-__all__ = ["BUCKET_BYTES", "LocalPart", "ShardGather"]
+__all__ = ["BUCKET_BYTES", "Gather"]
 
 BUCKET_BYTES = 32 * 2**20
-"""Full tensors are gathered together up to this size, in bytes; a larger tensor goes alone."""
+"""Full tensors are gathered together up to this size, in bytes; a larger tensor is gathered alone."""
+ALIGNMENT = 16
 
 
-@dataclass(frozen=True)
-class LocalPart:
-    """The part of a tensor that this rank holds, and where it begins in the full one."""
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Gathers tensors on rank ``writer`` of ``world``, or on all ranks.
 
-    tensor: Tensor
-    offsets: tuple[int, ...]
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        """The part as slices of the full tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
-
-
-class ShardGather:
-    """Gathers tensors over the ranks of ``world``, which hold one copy of each between them.
-
-    ``parts`` are this rank's, by name, of any kind: all kinds of a name lie in the same places. Their
-    full shapes are ``shapes``. Making one is collective: the ranks tell each other what they hold.
-
-    Raises `EngineContractError` where the parts of all ranks do not make up a tensor.
+    Every rank sends its slices of a bucket to the writer as one message, so the writer's memory is bounded by
+    the bucket and no other rank needs any.
     """
 
-    def __init__(
-        self, world: Comm, parts: Mapping[str, LocalPart], shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        self._world = world
-        self._shapes = dict(shapes)
-        self._regions = world.gather({name: part.region for name, part in parts.items()})
-        problems = [problem for name in shapes if (problem := self._problem(name)) is not None]
-        raise_all(EngineContractError, "the parts that the ranks hold", problems)
-
-    def _problem(self, name: str) -> str | None:
-        distinct = {
-            tuple((s.start, s.stop) for s in regions[name]): regions[name] for regions in self._regions
-        }
-        held, whole = sum(map(_count, distinct.values())), math.prod(self._shapes[name])
-        inside = all(
-            part.stop <= size
-            for region in distinct.values()
-            for part, size in zip(region, self._shapes[name], strict=True)
-        )
-        if held == whole and inside:
-            return None
-        return f"{name!r} {list(self._shapes[name])}: {held} of {whole} elements, at {sorted(distinct)}"
+    world: Comm
+    writer: int
+    convert: Callable[[LocalSlice], Tensor] = lambda part: part.tensor
+    """Gives the values to send for a slice."""
+    dtype_of: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype
+    """The dtype after ``convert``, from a tensor's name and its dtype."""
+    on_all_ranks: bool = False
+    bucket_bytes: int = BUCKET_BYTES
 
     def stream(
-        self,
-        parts: Iterable[tuple[str, Tensor]],
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, in the order of ``parts``, on every rank; collective, in that same order.
+        self, placements: Placements, slices: Iterable[LocalSlice]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Names in the order of ``placements`` with full tensors, or None where this rank receives none.
 
-        Args:
-            parts: names and what this rank holds of them, on the device of ``world``.
-            bucket_bytes: how much is gathered at once.
+        Collective: all ranks iterate to the end. A tensor is valid until the next item.
         """
-        bucket: list[tuple[str, Tensor]] = []
+        own: dict[str, list[LocalSlice]] = {}
+        for part in slices:
+            if part.replica == 0:
+                own.setdefault(part.name, []).append(part)
+        for names in self._buckets(placements):
+            yield from self._gathered(names, placements, own)
+
+    def _buckets(self, placements: Placements) -> Iterator[list[str]]:
+        bucket: list[str] = []
         filled = 0
-        room = _Room()
-        for name, part in parts:
-            size = math.prod(self._shapes[name]) * part.element_size()
-            if bucket and (filled + size > bucket_bytes or part.dtype != bucket[0][1].dtype):
-                yield from self._gathered(bucket, room)
+        for name, shape in placements.shapes.items():
+            size = math.prod(shape) * self._dtype(placements, name).itemsize
+            if bucket and filled + size > self.bucket_bytes:
+                yield bucket
                 bucket, filled = [], 0
-            bucket.append((name, part))
+            bucket.append(name)
             filled += size
         if bucket:
-            yield from self._gathered(bucket, room)
+            yield bucket
 
-    def _gathered(self, bucket: list[tuple[str, Tensor]], room: _Room) -> Iterator[tuple[str, Tensor]]:
-        names = [name for name, _ in bucket]
-        sizes = [sum(_count(regions[name]) for name in names) for regions in self._regions]
-        length = max(sizes)
-        received = room.take(self._world.size * length, bucket[0][1]).view(self._world.size, length)
-        own, used = received[self._world.rank], 0
-        for _, part in bucket:
-            own[used : used + part.numel()] = part.detach().reshape(-1)
-            used += part.numel()
-        dist.all_gather(list(received), own, group=self._world.group)
-        filled = [0] * self._world.size
-        # Its own part comes last: a rank must export what it holds, should copies differ.
-        order = sorted(range(self._world.size), key=lambda rank: rank == self._world.rank)
+    def _dtype(self, placements: Placements, name: str) -> torch.dtype:
+        boxes = placements.boxes[name]
+        return self.dtype_of(name, boxes[0].dtype if boxes else torch.float32)
+
+    def _gathered(
+        self, names: list[str], placements: Placements, own: dict[str, list[LocalSlice]]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        parts = {name: [self.convert(part).detach() for part in own.get(name, ())] for name in names}
+        received = self._exchange(names, placements, parts)
         for name in names:
-            full = own.new_empty(self._shapes[name])
-            for rank in order:
-                region = self._regions[rank][name]
-                piece = received[rank, filled[rank] : filled[rank] + _count(region)]
-                full[region] = piece.view([part.stop - part.start for part in region])
-                filled[rank] += len(piece)
+            full: Tensor | None = None
+            if received is not None:
+                full = self._assembled(name, placements, parts[name], received)
+            if self.on_all_ranks and self.world.size > 1:
+                full = self._broadcast(full, placements, name)
+            parts.pop(name)
             yield name, full
             del full  # before the next one takes memory
 
+    def _assembled(
+        self, name: str, placements: Placements, own: list[Tensor], received: dict[int, Iterator[Tensor]]
+    ) -> Tensor:
+        boxes, whole = placements.boxes[name], placements.shapes[name]
+        if len(boxes) == 1 and boxes[0].rank == self.world.rank:
+            return own[0]
+        mine = iter(own)
+        full = torch.empty(whole, dtype=self._dtype(placements, name), device=self.world.device)
+        for box in boxes:
+            full[box.region] = next(mine if box.rank == self.world.rank else received[box.rank])
+        return full
 
-class _Room:
-    """Memory that one bucket after the other uses: freed and taken anew each time, it would lie about in pieces."""
+    def _exchange(
+        self, names: list[str], placements: Placements, parts: dict[str, list[Tensor]]
+    ) -> dict[int, Iterator[Tensor]] | None:
+        """On the writer, the slices of each other rank in order; None on all other ranks."""
+        if self.world.rank != self.writer:
+            packed = [_bytes(part) for name in names for part in parts[name]]
+            if sum(map(len, packed)):
+                message = torch.cat(packed).to(self.world.device)
+                dist.send(message, group=self.world.group, group_dst=self.writer)
+            return None
+        wanted: dict[int, list[tuple[Box, torch.dtype]]] = {}
+        for name in names:
+            for box in placements.boxes[name]:
+                if box.rank != self.world.rank:
+                    wanted.setdefault(box.rank, []).append((box, self._dtype(placements, name)))
+        return {rank: iter(self._receive(rank, boxes)) for rank, boxes in wanted.items()}
 
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
+    def _receive(self, rank: int, boxes: list[tuple[Box, torch.dtype]]) -> list[Tensor]:
+        sizes = [math.prod(box.shape) * dtype.itemsize for box, dtype in boxes]
+        message = torch.empty(sum(map(_aligned, sizes)), dtype=torch.uint8, device=self.world.device)
+        if len(message):
+            dist.recv(message, group=self.world.group, group_src=rank)
+        found, start = [], 0
+        for (box, dtype), size in zip(boxes, sizes, strict=True):
+            found.append(message[start : start + size].view(dtype).view(box.shape))
+            start += _aligned(size)
+        return found
 
-    def take(self, count: int, like: Tensor) -> Tensor:
-        """``count`` elements of the dtype and on the device of ``like``."""
-        buffer = self._buffer
-        if buffer is None or buffer.dtype != like.dtype or len(buffer) < count:
-            self._buffer = None
-            buffer = self._buffer = like.new_empty(count)
-        return buffer[:count]
+    def _broadcast(self, full: Tensor | None, placements: Placements, name: str) -> Tensor:
+        if full is None:
+            dtype = self._dtype(placements, name)
+            full = torch.empty(placements.shapes[name], dtype=dtype, device=self.world.device)
+        full = full.contiguous()
+        dist.broadcast(full, group=self.world.group, group_src=self.writer)
+        return full
 
 
-def _count(region: tuple[slice, ...]) -> int:
-    return math.prod(part.stop - part.start for part in region)
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """The bytes of ``part``, padded so that the next part begins aligned."""
+    data = part.contiguous().reshape(-1).view(torch.uint8)
+    padding = _aligned(len(data)) - len(data)
+    return torch.cat([data, data.new_zeros(padding)]) if padding else data

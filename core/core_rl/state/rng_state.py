@@ -1,33 +1,33 @@
-"""`Draws`: the random numbers of one engine."""
+"""`RngState`: the random number generators of one engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["Draws"]
+__all__ = ["RngState"]
 
 
-class Draws:
-    """The states of torch's own generators, of the CPU and of ``device``, as one engine left them.
+class RngState:
+    """States of torch's own generators, of the CPU and of ``device``, as one engine left them.
 
-    Engines of one process draw from the same generators, and so does the program around them. Each engine finds
-    its own states there while its hooks run, and leaves those of the others as they were: dropout depends on the
-    engine's seed and on what it has computed, and on nothing else.
+    Engines of one process draw from the same generators, and so does the program around them. Each engine swaps its
+    own states in around its passes and leaves the others' as they were: dropout depends on the engine's seed and on
+    what it has computed, and on nothing else.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        places = [torch.device("cpu"), *([device] if self._cuda is not None else [])]
-        self._states = [torch.Generator(place).manual_seed(seed).get_state() for place in places]
+        self._device = device
+        names = {"cpu": torch.device("cpu")} | ({"cuda": device} if device.type == "cuda" else {})
+        self._states = {n: torch.Generator(d).manual_seed(seed).get_state() for n, d in names.items()}
         self._inside = False
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """The engine's states inside the context; they go on where the last one ended."""
+        """The engine's states inside the context; they continue where the last one ended."""
         if self._inside:
             yield
             return
@@ -41,11 +41,24 @@ class Draws:
             self._states = self._get()
             self._set(others)
 
-    def _get(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        return states if self._cuda is None else [*states, torch.cuda.get_rng_state(self._cuda)]
+    def states(self) -> dict[str, Tensor]:
+        """The states by device type, uint8."""
+        return self._get() if self._inside else dict(self._states)
 
-    def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(states[1], self._cuda)
+    def load(self, states: Mapping[str, Tensor]) -> None:
+        """Set the states of the device types that ``states`` names."""
+        found = {name: states[name] for name in self._states if name in states}
+        self._states |= found
+        if self._inside:
+            self._set(self._states)
+
+    def _get(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def _set(self, states: Mapping[str, Tensor]) -> None:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self._device)

@@ -22,7 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
-from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.experts import ExpertsKernel, use_experts_kernel
 from core_rl.toolkit.lora import add_adapter
 
@@ -125,7 +125,7 @@ def freeze(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
     A pattern matches names as they are held or as they are written. Raises `ConfigError` for a
     pattern that matches nothing, and for patterns that match a part of a fused parameter.
     """
-    written = WrittenForm.of(model)
+    written = CheckpointLayout.of(model)
     parts = {held: written.names(held) for held, _ in model.named_parameters()}
     names = [*parts, *(name for part in parts.values() for name in part)]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]

@@ -1,8 +1,7 @@
-"""How a model's parameters are written: transformers 5 holds fused expert weights and writes each expert.
+"""Checkpoint layout of a model: transformers 5 has fused expert weights in memory and writes each expert.
 
-The written form is the contract's: names and shapes of ``save_pretrained``. It is taken from
-transformers' own conversion, which is run on tensors without memory, so that no table of model
-families is kept here.
+Checkpoint names and shapes are those of ``save_pretrained``. They are taken from transformers' own conversion, which
+is run on tensors without memory, so that no table of model families is kept here.
 """
 
 from __future__ import annotations
@@ -20,51 +19,51 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from core_rl.backend.named_tensors import TensorSource
 from core_rl.errors import UnsupportedCapability
+from core_rl.toolkit.dtensor import LocalPart
 
-__all__ = ["Piece", "WrittenForm"]
+__all__ = ["CheckpointLayout", "CheckpointSlice"]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A written tensor: one region of a held one, without the dimensions that ``dropped`` names."""
+class CheckpointSlice:
+    """A checkpoint tensor: one region of a parameter, without the dimensions in ``dropped``."""
 
     name: str
     region: tuple[slice, ...]
-    """Where it lies in the held tensor, one slice for each dimension."""
+    """The region of the parameter, one slice for each dimension."""
     dropped: tuple[int, ...]
-    """Dimensions of the held tensor, of size 1 in the region, that the written one lacks."""
+    """Dimensions of the parameter, of size 1 in the region, that the checkpoint tensor lacks."""
 
     @property
     def shape(self) -> Shape:
-        """Its written shape."""
+        """The shape in the checkpoint."""
         return tuple(s.stop - s.start for d, s in enumerate(self.region) if d not in self.dropped)
 
     def of(self, held: Tensor) -> Tensor:
-        """The piece of the whole ``held`` tensor, a view."""
+        """A view of the whole parameter ``held``."""
         return held[self.region].squeeze(self.dropped)
 
     def common(self, region: Sequence[slice]) -> tuple[slice, ...] | None:
-        """What ``region`` of the held tensor has in common with the piece; None if nothing."""
+        """The overlap of ``region`` of the parameter with this slice; None if there is none."""
         pairs = zip(self.region, region, strict=True)
         found = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return found if all(part.start < part.stop for part in found) else None
 
 
-class WrittenForm:
-    """The written pieces of each held parameter; most parameters are written as they are held."""
+class CheckpointLayout:
+    """Checkpoint slices of each parameter; most parameters are one slice under their own name."""
 
-    def __init__(self, pieces: Mapping[str, tuple[Piece, ...]]) -> None:
+    def __init__(self, pieces: Mapping[str, tuple[CheckpointSlice, ...]]) -> None:
         self._pieces = dict(pieces)
 
     @staticmethod
-    def of(model: PreTrainedModel, shapes: Mapping[str, Shape] | None = None) -> WrittenForm:
-        """The written form of ``model``, whose parameters may be sharded already. No collective.
+    def of(model: PreTrainedModel, shapes: Mapping[str, Shape] | None = None) -> CheckpointLayout:
+        """The checkpoint layout of ``model``, whose parameters may be sharded already. No collective.
 
-        ``shapes`` are names and full shapes of its parameters, where they bear other names by now.
+        ``shapes`` are names and full shapes of its parameters, where these were renamed.
 
         Raises `UnsupportedCapability` where transformers' conversion does more than cut and rename.
         """
@@ -74,7 +73,7 @@ class WrittenForm:
         with torch.no_grad(), _OnlyViews(type(model).__name__):
             written = revert_weight_conversion(model, dict(held))
         names, starts = list(held), [tensor.storage_offset() for tensor in held.values()]
-        pieces: dict[str, list[Piece]] = {name: [] for name in names}
+        pieces: dict[str, list[CheckpointSlice]] = {name: [] for name in names}
         for name, tensor in written.items():
             owner = names[bisect_right(starts, tensor.storage_offset()) - 1]
             pieces[owner].append(_piece(name, tensor, held[owner]))
@@ -83,73 +82,39 @@ class WrittenForm:
             raise UnsupportedCapability(
                 f"{type(model).__name__} writes {incomplete[:3]} in a form that is no cut of what it holds"
             )
-        return WrittenForm({name: tuple(found) for name, found in pieces.items()})
+        return CheckpointLayout({name: tuple(found) for name, found in pieces.items()})
 
     def names(self, held: str) -> list[str]:
-        """The written names of the parameter ``held``."""
+        """The checkpoint names of the parameter ``held``."""
         return [piece.name for piece in self._of(held, ())]
 
     def shapes(self, held: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Written names and shapes of tensors that are held so."""
+        """Checkpoint names and shapes of parameters with these names and shapes."""
         return {piece.name: piece.shape for name, shape in held.items() for piece in self._of(name, shape)}
 
     def cut(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Written names and tensors of the whole held ``tensor``.
 
-        Pieces are copies: a view would keep, and pickle, the whole.
+        CheckpointSlices are copies: a view would keep, and pickle, the whole.
         """
         for piece in self._of(name, tuple(tensor.shape)):
             part = piece.of(tensor)
             yield piece.name, part if part.numel() == tensor.numel() else part.clone()
 
-    def held(self, source: TensorSource) -> TensorSource:
-        """A view of ``source``, which has written names, in held ones; it reads what a region needs."""
-        return _HeldSource(source, self._pieces)
+    def local(self, name: str, part: LocalPart, whole: Shape) -> Iterator[tuple[str, Shape, Tensor]]:
+        """Checkpoint names, offsets and views of the boxes in ``part`` of the parameter ``name`` of shape ``whole``."""
+        for piece in self._of(name, whole):
+            common = piece.common(part.region)
+            if common is None:
+                continue
+            inside = tuple(slice(c.start - o, c.stop - o) for c, o in zip(common, part.offsets, strict=True))
+            kept = [d for d in range(len(whole)) if d not in piece.dropped]
+            offsets = tuple(common[d].start - piece.region[d].start for d in kept)
+            yield piece.name, offsets, part.tensor[inside].squeeze(piece.dropped)
 
-    def _of(self, name: str, shape: Shape) -> tuple[Piece, ...]:
-        """The pieces of ``name``; what is no parameter (a buffer) is written as it is held."""
-        return self._pieces.get(name) or (Piece(name, tuple(slice(0, size) for size in shape), ()),)
-
-
-class _HeldSource:
-    """A `TensorSource` in held names over one in written names."""
-
-    def __init__(self, source: TensorSource, pieces: Mapping[str, tuple[Piece, ...]]) -> None:
-        self._source = source
-        self._pieces = pieces
-
-    def names(self) -> list[str]:
-        return list(self._pieces)
-
-    def shape(self, name: str) -> Shape:
-        ends = [[part.stop for part in piece.region] for piece in self._pieces[name]]
-        return tuple(max(sizes) for sizes in zip(*ends, strict=True))
-
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        pieces = self._pieces.get(name)
-        if pieces is None or (len(pieces) == 1 and not pieces[0].dropped):
-            return self._source.read(name if pieces is None else pieces[0].name, slices)
-        region = slices or tuple(slice(0, size) for size in self.shape(name))
-        parts = [(piece, common) for piece in pieces if (common := piece.common(region)) is not None]
-        shape = [part.stop - part.start for part in region]
-        result: Tensor | None = None
-        for piece, common in parts:
-            part = self._source.read(piece.name, _inside(piece, common))
-            result = part.new_empty(shape) if result is None else result
-            where = tuple(
-                slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, region, strict=True)
-            )
-            result[where] = part.reshape([c.stop - c.start for c in common])
-        return torch.empty(shape) if result is None else result
-
-
-def _inside(piece: Piece, common: Sequence[slice]) -> tuple[slice, ...]:
-    """``common``, a region of the held tensor, as slices of the written ``piece``."""
-    return tuple(
-        slice(part.start - own.start, part.stop - own.start)
-        for d, (part, own) in enumerate(zip(common, piece.region, strict=True))
-        if d not in piece.dropped
-    )
+    def _of(self, name: str, shape: Shape) -> tuple[CheckpointSlice, ...]:
+        """The slices of ``name``; a buffer is one slice under its own name."""
+        return self._pieces.get(name) or (CheckpointSlice(name, tuple(slice(0, size) for size in shape), ()),)
 
 
 def _imaginary(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
@@ -188,7 +153,7 @@ class _OnlyViews(TorchDispatchMode):
         return call(*args, **(kwargs or {}))
 
 
-def _piece(name: str, written: Tensor, held: Tensor) -> Piece:
+def _piece(name: str, written: Tensor, held: Tensor) -> CheckpointSlice:
     """``written``, a view of ``held``, as a region; dimensions are known by their strides."""
     offset = int(written.storage_offset() - held.storage_offset())
     left = list(zip(written.shape, written.stride(), strict=True))
@@ -205,10 +170,10 @@ def _piece(name: str, written: Tensor, held: Tensor) -> Piece:
             f"{name!r} {list(written.shape)} is written in an order of elements that no cut of "
             f"{list(held.shape)} has"
         )
-    return Piece(name, tuple(region), tuple(dropped))
+    return CheckpointSlice(name, tuple(region), tuple(dropped))
 
 
-def _complete(pieces: Sequence[Piece], shape: Shape) -> bool:
+def _complete(pieces: Sequence[CheckpointSlice], shape: Shape) -> bool:
     """Whether the pieces, which are views, hold each element once."""
     starts = {tuple(part.start for part in piece.region) for piece in pieces}
     return len(starts) == len(pieces) and sum(math.prod(p.shape) for p in pieces) == math.prod(shape)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.comm import Comm
 from core_rl.state.digest import digest_of_parts
-from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 
 __all__ = ["digest_of_directory"]
 
 
 def digest_of_directory(directory: Path, config: PretrainedConfig) -> str:
-    """The digest of the language model with ``config`` in ``directory``, as an engine that holds it gives it."""
+    """The digest of the weights in ``directory`` of a model with ``config``, as an engine with these weights has it."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    form, files = WrittenForm.of(model), TensorFiles(directory, "model")
-
-    def parts() -> Iterator[tuple[str, Tensor]]:
-        for held, _ in model.named_parameters():
-            yield held, torch.cat([files.read(name).float().flatten() for name in form.names(held)])
-
-    return digest_of_parts(Comm(), parts())
+    layout, files = CheckpointLayout.of(model), TensorFiles(directory, "model")
+    names = (name for parameter, _ in model.named_parameters() for name in layout.names(parameter))
+    return digest_of_parts(Comm(), ((name, files.read(name)) for name in names))

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,21 +15,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from core_rl.backend.protocols import LowRank
 from core_rl.config.engine import Head, LoraConfig
 from core_rl.errors import ConfigError
-from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 
 __all__ = [
     "ADAPTER_PREFIX",
-    "LowRank",
     "adapter_config",
-    "adapter_disabled",
     "adapter_shapes",
     "add_adapter",
+    "checkpoint_name",
+    "enable_adapter",
     "fresh_adapter",
     "low_rank_products",
-    "merged",
-    "written_name",
 ]
 
 ADAPTER_PREFIX = "base_model.model."
@@ -63,7 +60,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, head: Head, seed: in
     for name, parameter in [*model.named_parameters()]:
         if name.startswith("score."):
             parameter.requires_grad_(name in trained)
-        if (value := fresh.get(written_name(name))) is not None:
+        if (value := fresh.get(checkpoint_name(name))) is not None:
             module, _, last = name.rpartition(".")
             drawn = nn.Parameter(value.to(device), requires_grad=True)
             model.get_submodule(module).register_parameter(last, drawn)
@@ -75,7 +72,7 @@ def fresh_adapter(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
     ``A`` is drawn as ``peft`` draws it and ``B`` is 0; a model without memory has the same.
     """
     generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
-    shapes = {written_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {checkpoint_name(name): parameter.shape for name, parameter in model.named_parameters()}
     fresh = {}
     for product in low_rank_products(model).values():
         fresh[product.a] = torch.empty(shapes[product.a])
@@ -98,7 +95,7 @@ def adapter_config(
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
-def written_name(name: str) -> str:
+def checkpoint_name(name: str) -> str:
     """The name under which the parameter ``name`` of a model with an adapter is written.
 
     A base parameter has the name that it has without the adapter, and a part of the adapter the one that
@@ -117,26 +114,8 @@ def adapter_shapes(config: PretrainedConfig, lora: LoraConfig) -> dict[str, tupl
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     add_adapter(model, lora, "lm", 0)
-    shapes = {written_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {checkpoint_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return {name: shape for name, shape in shapes.items() if name.startswith(ADAPTER_PREFIX)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """What an adapter adds to one weight ``[out, in]``: ``scaling * B @ A``."""
-
-    a: str
-    """The written name of ``A [rank, in]``."""
-    b: str
-    """The written name of ``B [out, rank]``."""
-    scaling: float
-    transposed: bool
-    """The weight is stored as ``[in, out]`` (GPT-2's ``Conv1D``)."""
-
-    def added_to(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """A new tensor, in the dtype of all three."""
-        product = b @ a
-        return torch.add(weight, product.T if self.transposed else product, alpha=self.scaling)
 
 
 def low_rank_products(model: nn.Module) -> dict[str, LowRank]:
@@ -155,38 +134,14 @@ def low_rank_products(model: nn.Module) -> dict[str, LowRank]:
     return found
 
 
-def merged(
-    tensors: Iterable[tuple[str, Tensor]], products: Mapping[str, LowRank]
-) -> Iterator[tuple[str, Tensor]]:
-    """The stream ``tensors`` of full base weights and adapter parts as base weights with the adapter added.
-
-    The factors of a weight come before it, and are kept until then. Nothing is changed in place.
-    """
-    factors: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        product = products.get(name)
-        if name.startswith(ADAPTER_PREFIX):
-            factors[name] = tensor
-        elif product is None:
-            yield name, tensor
-        else:
-            yield name, product.added_to(tensor, factors.pop(product.a), factors.pop(product.b))
-
-
-@contextmanager
-def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside the context, adapter layers give what their base layer gives."""
-    layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
+def enable_adapter(model: nn.Module, enabled: bool) -> None:
+    """Turn adapter layers on, or off: then each computes what its base layer computes."""
+    for module in model.modules():
+        if _is_adapted(module):
+            layer: Any = module
             # peft's enable_adapters() would also turn requires_grad off and on again, and of a sharded
             # module it may find the gathered parameters at one time and the shards at the other.
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer._disable_adapters = value
+            layer._disable_adapters = not enabled
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -249,7 +204,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 def _expert_parts(model: PreTrainedModel) -> set[str]:
     """Last parts of the names of matrices that are fused in memory and written one by one: ``down_proj``."""
-    form = WrittenForm.of(model)
+    form = CheckpointLayout.of(model)
     held = [name for name, _ in model.named_parameters()]
     written = {name for own in held for name in form.names(own)}
     return {name.rsplit(".", 2)[-2] for name in written.difference(held)}

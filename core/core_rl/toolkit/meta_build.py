@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from core_rl.backend.named_tensors import TensorSource
+from core_rl.backend.tensors import TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
 from core_rl.toolkit.build import finished, is_new_head, model_family, read_config, require_fitting
-from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.experts import ExpertsKernel
-from core_rl.toolkit.lora import fresh_adapter, written_name
+from core_rl.toolkit.lora import checkpoint_name, fresh_adapter
 
 __all__ = ["Unloaded", "build_on_meta"]
 
@@ -115,10 +115,10 @@ def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed
 
 def _written_shapes(built: PreTrainedModel, adapter: Collection[str]) -> dict[str, tuple[int, ...]]:
     """The tensors that transformers writes for this model, without its adapter."""
-    held = {written_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    held = {checkpoint_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
     base = {name: shape for name, shape in held.items() if name not in adapter}
     buffers = {name: tuple(b.shape) for name, b in built.named_buffers() if name in built.state_dict()}
-    return WrittenForm.of(built, base).shapes(base) | buffers
+    return CheckpointLayout.of(built, base).shapes(base) | buffers
 
 
 def _find(
@@ -136,7 +136,7 @@ def _tied_names(built: PreTrainedModel) -> dict[str, list[str]]:
     """For each parameter that has several names, the first one and the others."""
     names: dict[int, list[str]] = {}
     for name, parameter in built.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(written_name(name))
+        names.setdefault(id(parameter), []).append(checkpoint_name(name))
     return {first: others for first, *others in names.values() if others}
 
 

@@ -1,9 +1,8 @@
-"""AdamW over named parameters, with the core's rule of what decays."""
+"""AdamW over named parameters, and the state of any torch optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,11 @@ from torch import Tensor, nn
 from core_rl.backend.schedule import decays
 from core_rl.config.engine import OptimizerConfig
 
-__all__ = ["build_adamw", "moment", "set_moment", "set_step_count"]
-
-Moment = Literal["exp_avg", "exp_avg_sq"]
+__all__ = ["build_adamw", "create_moments", "moment_kinds", "set_step_count"]
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable ``parameters``; matrices decay, the rest does not.
+    """AdamW over the trainable ``parameters``, with moments of 0; matrices decay, all others don't.
 
     A parameter may be a part of the full one, with as many dimensions.
     """
@@ -26,42 +23,58 @@ def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> 
         {"params": [p for p in trainable if decays(tuple(p.shape))], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if not decays(tuple(p.shape))], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         foreach=True,
     )
+    create_moments(optimizer)
+    return optimizer
 
 
-def moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: Moment) -> Tensor:
-    """The moment of ``parameter`` (local shards for a DTensor); zeros before its first step."""
-    state = optimizer.state.get(parameter, {})
-    return state[kind] if kind in state else torch.zeros_like(parameter, requires_grad=False)
+@torch.no_grad()
+def create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that ``optimizer`` otherwise makes in its first step: moments of 0, no step counted.
+
+    It takes a step with a learning rate of 0 and gradients of 0, which changes no weight, as torch's own distributed
+    checkpoints do; an optimizer that has state already keeps it.
+    """
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    set_step_count(optimizer, 0)
 
 
-def set_moment(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: Moment, value: Tensor
-) -> None:
-    """Replace the moment of ``parameter``; the rest of its state is made if it is not there yet."""
-    state = _prepared(optimizer, parameter)
-    with torch.no_grad():
-        state[kind].copy_(value)
+def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of the optimizer's tensors that have a parameter's shape."""
+    for parameter, state in optimizer.state.items():
+        return tuple(
+            name
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+        )
+    return ()
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Let the bias correction of all parameters stand at ``count`` steps."""
+    """Set the step count of all parameters, which bias correction uses, to ``count``."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            step = state["step"]
+            state["step"] = step.new_full((), float(count)) if isinstance(step, Tensor) else count
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if count or parameter in optimizer.state:
-                _prepared(optimizer, parameter)["step"] = torch.tensor(float(count))
-
-
-def _prepared(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.tensor(0.0)
-        state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
-    return state
+        if "step" in group:
+            group["step"] = count

@@ -1,8 +1,8 @@
 """A process group for weights (``method="distributed"``): rank 0 sends, the other ranks are those of a rollout engine.
 
-It is made for one update and belongs to nothing else: the groups of the trainer and of the servers are as before.
-Rank 0 keeps the store. The other ranks are threads of an engine in this process (`WeightGroup.join`), or servers that
-are told the `GroupAddress`, wherever they run.
+It is made for one update; the groups of the trainer and of the servers are as before. Rank 0 keeps the store.
+The other ranks are threads of an engine in this process (`WeightGroup.join`), or servers on any machine that get the
+`GroupAddress`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from core_rl.errors import WeightsError
 
-__all__ = ["GroupAddress", "Invitation", "Seats", "WeightGroup"]
+__all__ = ["GroupAddress", "ReceiverRanks", "RendezvousServer", "WeightGroup"]
 
 Backend = Literal["gloo", "nccl"]
 
 JOIN_S = 60.0
-"""How long ranks wait for one another."""
+"""The longest wait for ranks to join."""
 BROADCAST_S = 300.0
-"""How long one broadcast may take."""
+"""The longest time of one broadcast."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seats:
-    """Who is to join, as the receiver of weights says."""
+class ReceiverRanks:
+    """The receiver's ranks in the group."""
 
     count: int
-    """Ranks beside the sender's."""
+    """Ranks other than the sender's."""
     host: str = "127.0.0.1"
-    """The sender's machine, as those ranks reach it."""
+    """The address of the sender's machine, as those ranks reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAddress:
-    """What a rank needs in order to join."""
+    """Address, size and name of a group, for a rank that joins."""
 
     host: str
     port: int
@@ -52,30 +52,30 @@ class GroupAddress:
     backend: Backend
 
 
-class Invitation:
-    """The place where rank 0 waits: an address that others can be told before it blocks."""
+class RendezvousServer:
+    """The listening socket of rank 0, whose address is known before the other ranks join."""
 
-    def __init__(self, seats: Seats, device: torch.device) -> None:
-        """Raises `WeightsError` for a host that this machine is not."""
+    def __init__(self, receivers: ReceiverRanks, device: torch.device) -> None:
+        """Raises `WeightsError` for a host that is not an address of this machine."""
         self._device = device
-        family = socket.AF_INET6 if ":" in seats.host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in receivers.host else socket.AF_INET
         self._listener = socket.socket(family)
         try:
-            self._listener.bind((seats.host, 0))
+            self._listener.bind((receivers.host, 0))
         except OSError as error:
             self._listener.close()
-            raise WeightsError(f"no rank can be met at {seats.host}: {error}") from error
+            raise WeightsError(f"rank 0 cannot listen on {receivers.host}: {error}") from error
         self._listener.listen()
         self.address = GroupAddress(
-            host=seats.host,
+            host=receivers.host,
             port=self._listener.getsockname()[1],
-            world_size=1 + seats.count,
+            world_size=1 + receivers.count,
             name=f"weights-{uuid4().hex[:12]}",
             backend="nccl" if device.type == "cuda" else "gloo",
         )
 
     def wait(self) -> WeightGroup:
-        """The group, when all have come; raises `WeightsError` when they do not within a minute."""
+        """The group, when all ranks have joined; raises `WeightsError` when they do not within a minute."""
         try:
             store = _store(self.address, self._listener.detach())
             return WeightGroup(self.address, store, 0, self._device)
@@ -88,7 +88,7 @@ class Invitation:
 
 
 class WeightGroup:
-    """One rank of the group; `close` it, or let go of it."""
+    """One rank of the group, until it is closed or collected."""
 
     def __init__(self, address: GroupAddress, store: Store, rank: int, device: torch.device) -> None:
         self._device = device
@@ -97,7 +97,7 @@ class WeightGroup:
 
     @staticmethod
     def join(address: GroupAddress, rank: int, device: torch.device) -> WeightGroup:
-        """Join as ``rank``, from 1 on; raises `WeightsError` when the others do not come."""
+        """Join as ``rank``, from 1 on; raises `WeightsError` when the others do not join."""
         try:
             return WeightGroup(address, _store(address, None), rank, device)
         except (RuntimeError, OSError) as error:
@@ -108,22 +108,22 @@ class WeightGroup:
 
         Raises `WeightsError` when a rank is gone.
         """
-        there = tensor.to(self._device)
+        local = tensor.to(self._device)
         try:
-            self._group.broadcast(there, root=0).wait()
+            self._group.broadcast(local, root=0).wait()
         except RuntimeError as error:
             raise WeightsError(f"a rank of the weight update is gone: {error}") from error
-        return there
+        return local
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank gets an error."""
+        """Leave the group; ranks that wait for this one get an error."""
         if self._device.type == "cuda":
             self._group.abort()
         del self._group, self._store
 
 
 def _store(address: GroupAddress, listener: int | None) -> TCPStore:
-    """The store that ranks meet in; rank 0 serves it on the socket ``listener``."""
+    """The store of the rendezvous; rank 0 serves it on the socket ``listener``."""
     return TCPStore(
         address.host,
         address.port,
@@ -140,7 +140,7 @@ def _group(
     """The group under the keys that `torch.distributed` would use for one of that name.
 
     Servers make it through ``_new_process_group_helper`` (SGLang's ``init_custom_process_group``, which OpenRLHF
-    began), and meet this rank there. Made directly it is not registered anywhere, nor does it need a default group.
+    began), and find this rank there. Made directly it is not registered anywhere, nor does it need a default group.
     """
     device = "cuda" if address.backend == "nccl" else "cpu"
     for prefix in (address.name, f"{address.name}/", f"{device}/"):

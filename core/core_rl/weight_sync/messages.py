@@ -1,4 +1,4 @@
-"""What both sides of a stream of weights need: buckets, where they meet, and how messages are written."""
+"""Messages between sender and receiver of weights: kinds, buckets, encoding, and the rendezvous file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,34 @@ from core_rl.distributed.channel import Channel
 from core_rl.errors import ConfigError
 
 __all__ = [
-    "ANSWER_S",
+    "REPLY_TIMEOUT_S",
     "Bucket",
+    "Kind",
     "digest_of",
-    "meeting_point",
     "pickled_by_name",
-    "received",
+    "receive_message",
+    "rendezvous_file",
     "shared_by_name",
 ]
 
 Bucket = list[tuple[str, Tensor]]
 """Tensors with their names, as views of one piece of shared memory."""
-ANSWER_S = 1800.0
-"""How long either side waits for the other one between two messages."""
+REPLY_TIMEOUT_S = 1800.0
+"""The longest wait of either side between two messages."""
+
+
+class Kind(StrEnum):
+    """The first field of each message; the comments name the others."""
+
+    HELLO = "hello"  # sender: version, AdapterMetadata or None
+    READY = "ready"  # receiver: ReceiverRanks or None
+    GROUP = "group"  # sender: GroupAddress
+    BUCKET = "bucket"  # sender: tensors, bytes, digest or None, whether it is broadcast too
+    ALLOW_BROADCAST = "allow broadcast"  # receiver
+    ACK = "ack"  # receiver: the bucket is copied
+    END = "end"  # sender: there are no more buckets
+    INSTALLED = "installed"  # receiver
+    FAILED = "failed"  # either side: the error
 
 
 def pickled_by_name(value: object) -> bytes:
@@ -43,7 +59,7 @@ def pickled_by_name(value: object) -> bytes:
 
 @contextmanager
 def shared_by_name() -> Iterator[None]:
-    """Torch passes file descriptors by default, which only a child of the sender can take."""
+    """Torch passes file descriptors by default, which only a child of the sender can open."""
     before = get_sharing_strategy()
     set_sharing_strategy("file_system")
     try:
@@ -52,16 +68,16 @@ def shared_by_name() -> Iterator[None]:
         set_sharing_strategy(before)
 
 
-def received(channel: Channel) -> Any:
-    """The next message; raises `EOFError`, `TimeoutError` or `ConnectionError` where none comes."""
-    return pickle.loads(channel.receive(time.monotonic() + ANSWER_S))  # noqa: S301  # from a rank of the same run
+def receive_message(channel: Channel) -> Any:
+    """The next message; raises `EOFError`, `TimeoutError` or `ConnectionError` if none arrives."""
+    return pickle.loads(channel.receive(time.monotonic() + REPLY_TIMEOUT_S))  # noqa: S301  # from a rank of the same run
 
 
-def meeting_point(meta: WeightUpdateMeta) -> Path:
-    """The file through which sender and receiver find each other; raises `ConfigError` where ``meta`` names none."""
+def rendezvous_file(meta: WeightUpdateMeta) -> Path:
+    """The file that names the receiver's socket; raises `ConfigError` for a ``meta`` without a path."""
     if not meta.path:
         raise ConfigError(
-            f"WeightUpdateMeta(method={meta.method!r}) needs a path: a file through which sender and receiver meet"
+            f"WeightUpdateMeta(method={meta.method!r}) needs a path: a file through which the sender finds the receiver"
         )
     return Path(meta.path)
 

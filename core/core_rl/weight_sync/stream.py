@@ -1,13 +1,12 @@
-"""Weights on their way from a train engine to an inference engine (``method="tensor"``, ``"distributed"``, ``"lora"``).
+"""The receiving side of a stream of weights (``method="tensor"``, ``"distributed"``, ``"lora"``).
 
-The receiver opens a socket and writes its name to the file `WeightUpdateMeta.path`; the rank that writes exports
-connects to it, and passes the tensors in buckets of shared memory, of which two at most are under way.
-Neither side knows what the other one is.
+The receiver opens a socket and writes its name to the file `WeightUpdateMeta.path`. The rank that writes exports
+connects to it, and sends the tensors in buckets of shared memory; at most two are in flight. Neither side depends on
+what the other one is.
 
-By ``distributed`` the sender also broadcasts each bucket to the ranks of servers, wherever they run, as soon as the
-receiver has looked at it; the receiver is still on the sender's machine. Where that group breaks, the buckets in
-shared memory are what the receiver has to go on with. By ``lora`` the tensors are the adapter's, and go as by
-``tensor``.
+By ``distributed`` the sender also broadcasts each bucket to the ranks of servers on any machine, as soon as the
+receiver has allowed it; the receiver is still on the sender's machine. Where that group breaks, the receiver falls
+back to the buckets in shared memory. By ``lora`` the tensors are the adapter's, and are sent as by ``tensor``.
 """
 
 from __future__ import annotations
@@ -26,44 +25,52 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe
 from core_rl.distributed.channel import Channel
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.adapter import SentAdapter
-from core_rl.weight_sync.group import GroupAddress, Seats
-from core_rl.weight_sync.messages import ANSWER_S, Bucket, digest_of, meeting_point, pickled_by_name, received
+from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.group import GroupAddress, ReceiverRanks
+from core_rl.weight_sync.messages import (
+    REPLY_TIMEOUT_S,
+    Bucket,
+    Kind,
+    digest_of,
+    pickled_by_name,
+    receive_message,
+    rendezvous_file,
+)
 
 __all__ = ["Bucket", "ReceivedWeights", "abandon", "receiving"]
 
 
 class ReceivedWeights:
-    """The buckets of one update, in the order in which they come."""
+    """The buckets of one update, in the sender's order."""
 
     def __init__(self, channel: Channel, meta: WeightUpdateMeta) -> None:
         self._channel = channel
         self._meta = meta
         self.group: GroupAddress | None = None
-        """By ``distributed``: the group that the sender waits for; whoever was promised a seat joins at once."""
+        """By ``distributed``: the group that the sender waits for; the receiver's ranks join at once."""
         self.broadcast = False
-        """Whether the bucket at hand comes by the group too, after `go`. Once it does not, none will."""
-        self.adapter: SentAdapter | None = None
-        """By ``lora``: what the tensors are the factors of."""
+        """Whether the present bucket is broadcast too, after `allow_broadcast`. Once it is not, no later one is."""
+        self.adapter: AdapterMetadata | None = None
+        """By ``lora``: the adapter whose factors the tensors are."""
 
     def __iter__(self) -> Iterator[Bucket]:
-        """The buckets; the next one is asked for when the consumer comes back for it.
+        """The buckets; each one is acknowledged when the consumer asks for the next.
 
-        Raises `WeightsError` when the sender gives up or dies, and for a bucket that is not what was sent.
+        Raises `WeightsError` when the sender fails or dies, and for a bucket whose digest is wrong.
         """
-        while (message := self._next())[0] != "end":
+        while (message := self._next())[0] != Kind.END:
             _, tensors, used, digest, self.broadcast = message
             self._verify(tensors, used, digest)
             yield tensors
-            with suppress(OSError):  # a sender that is gone may have said why, and that is read next
-                self.answer("taken")
+            with suppress(OSError):  # a sender that is gone may have sent its error, which is read next
+                self.reply(Kind.ACK)
 
-    def go(self) -> None:
-        """Let the sender broadcast the bucket at hand, tensor by tensor in its order; it waits for this."""
+    def allow_broadcast(self) -> None:
+        """Let the sender broadcast the present bucket, tensor by tensor in its order; it waits for this."""
         if self.broadcast:
-            self.answer("go")
+            self.reply(Kind.ALLOW_BROADCAST)
 
-    def start(self, seats: Seats | None) -> None:
+    def start(self, ranks: ReceiverRanks | None) -> None:
         """Exchange the first messages; raises `WeightsError` for weights of another version."""
         _, version, self.adapter = self._next()
         if version != self._meta.version:
@@ -71,18 +78,18 @@ class ReceivedWeights:
                 f"the sender has weights of version {version}; {self._meta.version} was expected"
             )
         if self._meta.method == "lora" and self.adapter is None:
-            raise WeightsError("the sender does not say which adapter it sends")
-        self.answer("welcome", seats)
-        if seats is not None:
+            raise WeightsError("the sender sent no metadata of its adapter")
+        self.reply(Kind.READY, ranks)
+        if ranks is not None:
             _, self.group = self._next()
 
     def _next(self) -> Any:
         try:
-            message = received(self._channel)
+            message = receive_message(self._channel)
         except (EOFError, TimeoutError, ConnectionError) as error:
             raise WeightsError(f"the sender of the weights is gone: {describe(error)}") from error
-        if message[0] == "failed":
-            raise WeightsError(f"the sender gave up: {message[1]}")
+        if message[0] == Kind.FAILED:
+            raise WeightsError(f"the sender failed: {message[1]}")
         return message
 
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
@@ -91,70 +98,70 @@ class ReceivedWeights:
                 f"{len(tensors)} tensors from {tensors[0][0]!r} on ({used} bytes) did not arrive as they were sent"
             )
 
-    def answer(self, *message: object) -> None:
-        """Tell the sender."""
-        self._channel.send(pickled_by_name(message), time.monotonic() + ANSWER_S)
+    def reply(self, *message: object) -> None:
+        """Send a message to the sender."""
+        self._channel.send(pickled_by_name(message), time.monotonic() + REPLY_TIMEOUT_S)
 
 
 @contextmanager
 def receiving(
-    meta: WeightUpdateMeta, timeout_s: float, seats: Callable[[], Seats | None] = lambda: None
+    meta: WeightUpdateMeta, timeout_s: float, ranks: Callable[[], ReceiverRanks | None] = lambda: None
 ) -> Iterator[ReceivedWeights]:
-    """What a sender with the same ``meta`` sends. Leaving the context tells it that the weights are installed.
+    """The weights of a sender with the same ``meta``; leaving the context reports them as installed.
 
-    ``seats()`` is asked when the sender is there: for ``distributed``, who is to join its group; with None the weights
-    come in memory alone. An error in the context is told to the sender as well. Raises `WeightsError` when no sender
-    comes within ``timeout_s``.
+    ``ranks()`` is called when the sender has connected: for ``distributed``, the ranks that join its group; with None
+    the weights come through shared memory alone. An error in the context is reported to the sender. Raises
+    `WeightsError` when no sender connects within ``timeout_s``.
     """
-    point = meeting_point(meta)
+    file = rendezvous_file(meta)
     directory = Path(tempfile.mkdtemp(prefix="core-rl-"))  # a socket's name must be short
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(directory / "weights"))
             listener.listen(1)
             listener.settimeout(timeout_s)
-            _announce(point, str(directory / "weights"))
+            _announce(file, str(directory / "weights"))
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
                 raise WeightsError(
-                    f"no train engine sent weights of version {meta.version} to {point} within {timeout_s:g} s; "
+                    f"no train engine sent weights of version {meta.version} to {file} within {timeout_s:g} s; "
                     "call its upload_weights() with the same meta"
                 ) from error
             finally:
-                point.unlink(missing_ok=True)
-        with _answered(Channel(connection), meta, seats) as weights:
+                file.unlink(missing_ok=True)
+        with _reported(Channel(connection), meta, ranks) as weights:
             yield weights
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
-def _answered(
-    channel: Channel, meta: WeightUpdateMeta, seats: Callable[[], Seats | None]
+def _reported(
+    channel: Channel, meta: WeightUpdateMeta, ranks: Callable[[], ReceiverRanks | None]
 ) -> Iterator[ReceivedWeights]:
     weights = ReceivedWeights(channel, meta)
     try:
-        weights.start(seats() if meta.method == "distributed" else None)
+        weights.start(ranks() if meta.method == "distributed" else None)
         yield weights
-        weights.answer("installed")
+        weights.reply(Kind.INSTALLED)
     except BaseException as error:
         with suppress(OSError):
-            weights.answer("failed", describe(error) if isinstance(error, Exception) else repr(error))
+            weights.reply(Kind.FAILED, describe(error) if isinstance(error, Exception) else repr(error))
         raise
     finally:
         channel.close()
 
 
 def abandon(meta: WeightUpdateMeta) -> None:
-    """Tell a receiver that waits with the same ``meta`` that no sender will come."""
+    """Fail a receiver that waits with the same ``meta``: no sender will connect."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(meeting_point(meta).read_text())
+        connection.connect(rendezvous_file(meta).read_text())
 
 
-def _announce(point: Path, name: str) -> None:
-    """Write the socket's name to the file ``point``, at once."""
-    point.parent.mkdir(parents=True, exist_ok=True)
-    draft = point.with_name(f".{point.name}.{os.getpid()}")
+def _announce(file: Path, name: str) -> None:
+    """Write the socket's name to ``file`` atomically."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
     draft.write_text(name)
-    draft.replace(point)
+    draft.replace(file)

@@ -67,7 +67,6 @@ def test_files_hold_what_was_there(group: EngineGroup, tmp_path: Path, layout: P
 def test_the_kill_of_a_rank_leaves_a_whole_checkpoint(tmp_path: Path, seed: int, victim: int) -> None:
     path = str(tmp_path / "a")
     with EngineGroup("fsdp", support.fsdp_config(2), timeout_s=60) as ranks:
-        ranks.initialize()
         ranks.set_version(1)
         ranks.save(SaveLoadMeta(path=path))
         ranks.train_batch(support.make_batch(0), LOSS, BUDGET)

@@ -196,7 +196,6 @@ def test_training_of_an_adapter_moves_to_the_reference_engine(
     losses = train(group, 2, 4)
     config = ReferenceConfig(model=ModelConfig(path=str(base), lora=LORA), optimizer=support.OPTIMIZER)
     with EngineGroup("reference", config) as plain:
-        plain.initialize()
         plain.load(saved)
         assert train(plain, 2, 4) == pytest.approx(losses, rel=1e-4)
         plain.load(meta(tmp_path / "adapter"))  # the digest of the base is the same on two ranks and on one

@@ -34,7 +34,6 @@ def group() -> Iterator[EngineGroup]:
 def expected() -> dict[str, dict[str, torch.Tensor]]:
     """Gradients of one batch from the reference engine."""
     with EngineGroup("reference", support.reference_config()) as plain:
-        plain.initialize()
         plain.forward_backward(support.make_batch(0), LOSS, MicroBatchSpec(count=1))
         found = {"grads": plain.named_tensors("grads")}
         found["norm"] = {"norm": torch.tensor(plain.optimizer_step()["grad_norm"])}
@@ -149,7 +148,6 @@ def test_training_moves_to_the_reference_engine_and_back(group: EngineGroup, tmp
     there, back = (SaveLoadMeta(path=str(tmp_path / name), format="portable") for name in ("there", "back"))
     group.save(there)
     with EngineGroup("reference", support.reference_config()) as plain:
-        plain.initialize()
         plain.load(there)
         assert equal(state(plain), state(group))
         train(plain, 2, 3)

@@ -15,10 +15,10 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.shard import shard
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.procedures.curves import Curve, curve_of
 from core_rl_trainer.algorithms import PPOActorConfig, PPOActorInterface
 from core_rl_trainer.algorithms.estimators import ReinforcePlusPlus
 from core_rl_trainer.algorithms.off_policy import TokenTruncated
+from core_rl_trainer.conformance import Curve, curve_of
 
 OWN_RANK = ["critic.layout={dp: 1}", "placement={actor: [0, 1], critic: [2]}", "colocated=true"]
 
@@ -82,7 +82,6 @@ def test_ranks_that_call_the_algorithm_themselves_agree_with_the_driver() -> Non
     actor, batch = PPOActorInterface(config), rollout_batch()
     batch = replace(batch, unit=batch["group"])
     with EngineGroup("fsdp", support.fsdp_config(2), timeout_s=120) as group:
-        group.initialize()
         proximal = actor.inference(group, batch, MicroBatchSpec(max_tokens=64))["logprobs"]
         batch = batch.with_tokens(prox_logprobs=proximal)
         parts = shard(batch, 2)

@@ -66,7 +66,6 @@ def full(directory: Path) -> int:
 @pytest.fixture(scope="module")
 def group() -> Iterator[EngineGroup]:
     with EngineGroup("fsdp", support.fsdp_config(RANKS), timeout_s=300) as ranks:
-        ranks.initialize()
         ranks.run(give_back_at_once)
         yield ranks
 

@@ -103,7 +103,7 @@ class _Present:
             raise EngineStateError(
                 f"this process has Megatron groups for {_text(cls.degrees)}, Megatron-Core keeps one set of them, and "
                 f"this engine needs {_text(degrees)}; give it these degrees, destroy() the other engine first, or give "
-                "it processes of its own (EngineGroup without beside)"
+                "it processes of its own (EngineGroup without colocate_with)"
             )
         cls.engines += 1
 

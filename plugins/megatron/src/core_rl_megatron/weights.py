@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.backend.meta import TensorKind
-from core_rl.backend.named_tensors import TensorDict, TensorSource
+from core_rl.backend.tensors import TensorDict, TensorSource
 from core_rl.checkpoint.shards import Shard, ShardFiles
 from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError

@@ -15,7 +15,7 @@ import aiohttp
 from torch import Tensor
 
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
-from core_rl.backend.named_tensors import check_shapes
+from core_rl.backend.tensors import check_shapes
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.distributed.process_group import pick_device

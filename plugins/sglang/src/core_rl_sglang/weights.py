@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.backend.named_tensors import check_source
+from core_rl.backend.tensors import check_source
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.comm import Comm

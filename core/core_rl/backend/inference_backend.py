@@ -1,0 +1,83 @@
+"""`InferenceBackend`: the required methods of a plugin for inference. `inference_protocols` has the optional ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from core_rl.backend.meta import FinetuneSpec, Scheduling
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.data.requests import LLMRequest, LLMResponse
+
+__all__ = ["InferenceBackend", "InferenceContext", "ModelLimits", "TopLogprobs"]
+
+C = TypeVar("C", bound=InferenceEngineConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceContext(Generic[C]):
+    """Name and config of the engine that a backend is built for."""
+
+    name: str
+    """The name in the engine's spec, for messages."""
+    config: C
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLimits:
+    """Limits of the served model; requests beyond them never reach the backend."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    context_length: int | None = None
+    """The most tokens of prompt and response together; None for no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopLogprobs:
+    """The most likely tokens at each position, most likely first; zeros at first tokens."""
+
+    ids: Tensor
+    """Int64 ``[T, k]``."""
+    logprobs: Tensor
+    """Float32 ``[T, k]``."""
+
+
+class InferenceBackend(ABC, Generic[C]):
+    """A model that generates, in this process or on servers; constructed without arguments.
+
+    `InferenceEngine` calls it in states and with arguments that it has checked. `agenerate` runs on the
+    caller's event loop, of which there may be several; all other methods run in threads, and may block.
+    """
+
+    @abstractmethod
+    def build(
+        self, context: InferenceContext[C], addresses: tuple[str, ...], ft_spec: FinetuneSpec
+    ) -> ModelLimits:
+        """Load the model, or connect to the servers at ``addresses`` (``host:port``); returns the model's limits.
+
+        Connected servers serve the weights of ``config.model`` afterwards, whatever they served before.
+        Raises `ConfigError` for a model that cannot be served.
+        """
+
+    @abstractmethod
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """Continue one prompt. Must not block the loop, and stops when it is cancelled.
+
+        Each token carries the version of the weights that drew it: that of the last finished
+        `update_weights` or `set_version`, read once for each token and together with the weights.
+        """
+
+    @abstractmethod
+    def set_version(self, version: int) -> None:
+        """Tokens from now on carry ``version``; the weights are unchanged."""
+
+    def teardown(self) -> None:
+        """Free the model and stop launched servers, also after a failed `build`; nothing is in flight any more."""
+
+    def scheduling(self, config: C) -> Scheduling:
+        """Resources that one server needs. May be called before `build`."""
+        return Scheduling()

@@ -1,0 +1,168 @@
+"""Protocols of a train backend: what is optional, and what replaces a default of the core.
+
+A backend implements a protocol by having its methods. Protocols that serve a capability are listed in
+`TRAIN_PROTOCOLS`; declared and implemented must agree, see `core_rl.engine.loading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.meta import StatePart
+from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.config.capability import Capability
+
+__all__ = [
+    "TRAIN_PROTOCOLS",
+    "LowRank",
+    "MemoryPart",
+    "SupportsLora",
+    "SupportsOffload",
+    "SupportsOpaqueState",
+    "SupportsOwnCheckpoint",
+    "SupportsOwnExport",
+    "SupportsOwnGradNorm",
+    "SupportsOwnOffload",
+    "SupportsRngState",
+]
+
+MemoryPart = Literal["weights", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Product that an adapter adds to one weight ``[out, in]``: ``scaling * B @ A``."""
+
+    a: str
+    """The checkpoint name of ``A [rank, in]``."""
+    b: str
+    """The checkpoint name of ``B [out, rank]``."""
+    scaling: float
+    transposed: bool = False
+    """The weight is stored as ``[in, out]`` (GPT-2's ``Conv1D``)."""
+
+    def box(self, a: Tensor, b: Tensor, region: tuple[slice, ...]) -> Tensor:
+        """The part of the product that lies in ``region`` of the weight, unscaled; ``a`` and ``b`` are whole."""
+        rows, columns = reversed(region) if self.transposed else region
+        product = b[rows] @ a[:, columns]
+        return product.T if self.transposed else product
+
+    def added_to(
+        self, weight: Tensor, a: Tensor, b: Tensor, region: tuple[slice, ...] | None = None
+    ) -> Tensor:
+        """A new tensor: ``weight``, a region of the whole one, with its part of the product added."""
+        whole = tuple(slice(0, size) for size in weight.shape)
+        return torch.add(weight, self.box(a, b, region or whole), alpha=self.scaling)
+
+
+@runtime_checkable
+class SupportsLora(Protocol):
+    """Adapters (``model.lora``). Merging, export and ``peft``'s file format are the core's."""
+
+    def low_rank(self) -> Mapping[str, LowRank]:
+        """The product for each adapted weight, by its checkpoint name; the same on all ranks, no collective."""
+        ...
+
+    def adapter_config(self) -> dict[str, Any]:
+        """The ``adapter_config.json`` of ``peft``, as JSON values."""
+        ...
+
+    def set_adapter(self, enabled: bool) -> None:
+        """Turn the adapter on or off in forward passes."""
+        ...
+
+
+@runtime_checkable
+class SupportsOffload(Protocol):
+    """Offloading to host memory. The core copies storages to the host, frees them, and makes them again."""
+
+    def memory(self, part: MemoryPart) -> Iterable[Tensor]:
+        """Tensors whose storages hold ``part`` on this rank; each storage belongs to one part. No collective."""
+        ...
+
+
+@runtime_checkable
+class SupportsRngState(Protocol):
+    """Random number generators of the backend's own, besides torch's."""
+
+    def rng_state(self) -> Mapping[str, Tensor]:
+        """This rank's states as uint8 tensors."""
+        ...
+
+    def load_rng_state(self, states: Mapping[str, Tensor]) -> None:
+        """Set them."""
+        ...
+
+
+@runtime_checkable
+class SupportsOpaqueState(Protocol):
+    """State that has no parameter's shape, such as the scales of 8-bit moments; loads at the same layout only."""
+
+    def opaque_state(self) -> Mapping[str, Tensor]:
+        """This rank's state by name."""
+        ...
+
+    def load_opaque_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set it."""
+        ...
+
+
+@runtime_checkable
+class SupportsOwnGradNorm(Protocol):
+    """A gradient norm of the backend's own."""
+
+    def grad_norm(self) -> float:
+        """The 2-norm of all reduced gradients; the same number on every rank. Collective."""
+        ...
+
+
+@runtime_checkable
+class SupportsOwnExport(Protocol):
+    """Streaming and loading of named tensors by the backend itself."""
+
+    def export_tensors(self, kind: str) -> NamedTensors:
+        """Stream the tensors of ``kind`` in full. Collective."""
+        ...
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        """Set the tensors of ``kind``; names and shapes are checked already. Collective."""
+        ...
+
+
+@runtime_checkable
+class SupportsOwnCheckpoint(Protocol):
+    """A sharded checkpoint format of the backend's own. Random states of torch are the core's."""
+
+    def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        """Write this rank's weights, and its moments where asked."""
+        ...
+
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        """Read what `save_sharded` wrote, perhaps at another layout; without the optimizer, weights alone."""
+        ...
+
+
+@runtime_checkable
+class SupportsOwnOffload(Protocol):
+    """Offloading by the backend itself."""
+
+    def offload(self, part: StatePart) -> None:
+        """Copy weights with gradients, or optimizer state, to host memory, and free their storage."""
+        ...
+
+    def onload(self, part: StatePart) -> None:
+        """The inverse of `offload`, bit for bit."""
+        ...
+
+
+TRAIN_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = {
+    Capability.LORA: (SupportsLora,),
+    Capability.OFFLOAD: (SupportsOffload, SupportsOwnOffload),
+}
+"""Capabilities that have methods: one of these protocols is implemented."""

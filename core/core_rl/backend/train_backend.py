@@ -1,0 +1,142 @@
+"""`TrainBackend`: the interface that a train plugin implements behind `TrainEngine`.
+
+The core calls its methods in states and with arguments that it has checked. All are collective, unless they say
+otherwise: every rank of the engine's world is in the same method.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import torch
+
+from core_rl.backend.meta import Scheduling
+from core_rl.backend.sharded_state import ShardedState
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
+from core_rl.distributed.comm import Comm, RankGroups
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["BuildContext", "PassMode", "TrainBackend"]
+
+C = TypeVar("C", bound=TrainEngineConfig)
+
+PassMode = Literal["forward", "accumulate", "last"]
+"""``forward`` records no graph. ``accumulate`` runs backward, and more passes may follow before the step; in ``last``
+no other pass follows, so reductions may overlap with the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext(Generic[C]):
+    """Everything that a backend needs to build its module and optimizer."""
+
+    config: C
+    world: Comm
+    """All ranks of the engine."""
+    groups: RankGroups
+    """As `TrainBackend.groups` returned them."""
+    device: torch.device
+    """Where this rank computes."""
+    timeout_s: float = 600.0
+    """How long ranks wait for each other, in seconds."""
+    check_model: Callable[[PretrainedConfig], None] = lambda model: None
+    """Raises `UnsupportedCapability` for a model that the engine does not declare, such as a mixture of experts."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The parallel degrees."""
+        return self.config.layout
+
+    @property
+    def seed(self) -> int:
+        """The seed of the model's random parts. torch's own generators are seeded already."""
+        return self.config.seed
+
+
+class TrainBackend(ABC, Generic[C]):
+    """One rank of a sharded model that is trained. Constructed without arguments.
+
+    Attributes that ``build`` creates belong to the backend; the core uses the methods below, and those of the
+    protocols in `core_rl.backend.protocols`, and nothing else.
+    """
+
+    micro_batch_multiple: int = 1
+    """The number of micro-batches of a pass is a multiple of this (interleaved pipelines)."""
+
+    # ------------------------------------------------------------- required
+
+    @abstractmethod
+    def build(self, context: BuildContext[C]) -> None:
+        """Build the module and, unless ``config.optimizer`` is None, the optimizer, with moments of 0."""
+
+    @abstractmethod
+    def hf_config(self) -> PretrainedConfig:
+        """The transformers config of the model with its head, as an export writes it. No collective."""
+
+    @abstractmethod
+    def state(self) -> ShardedState:
+        """The sharded tensors of this rank. No collective."""
+
+    @abstractmethod
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        """For each micro-batch: forward, ``step(output, micro_batch)``, and backward on what it returns.
+
+        Gradients accumulate. Nothing is divided: the core has scaled the loss. With ``"forward"`` no graph is
+        recorded and nothing runs backward.
+        """
+
+    @abstractmethod
+    def set_training(self, training: bool) -> None:
+        """Put the module in training or evaluation mode (dropout)."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop all gradients. No collective."""
+
+    @abstractmethod
+    def reduce_grads(self) -> None:
+        """Leave in each gradient the **sum** over data-parallel ranks, never the mean.
+
+        Called once before a step, a norm or an export, however many passes accumulated. Finishes what a pass with
+        mode ``"last"`` began.
+        """
+
+    @abstractmethod
+    def step(self, scale: float, lr: float, count: int) -> None:
+        """Multiply the gradients by ``scale`` (clipping) and update the weights, in float32, with ``lr``.
+
+        ``count`` is the number of this update, from 1: Adam's bias correction uses it.
+        """
+
+    @abstractmethod
+    def after_load(self, kinds: frozenset[str]) -> None:
+        """Refresh what is derived from tensors of ``kinds`` that were set, such as compute copies of the weights."""
+
+    # ------------------------------------------------------ with a default
+
+    def groups(self, world: Comm, config: C) -> RankGroups:
+        """The process groups, before `build`; by default all ranks are data parallel."""
+        return RankGroups(data_parallel=world)
+
+    def synchronize(self) -> None:
+        """Finish asynchronous gathers and copies before the state is read."""
+
+    def abort(self) -> None:
+        """Free gathered weights, hooks and handles after a failed pass. Local, no collective."""
+
+    def teardown(self) -> None:
+        """Free what `groups` and `build` made beyond what dropping the object frees; also after a failed build."""
+
+    def scheduling(self, config: C) -> Scheduling:
+        """Resources that one rank needs. No collective, and before `build`."""
+        return Scheduling()
+
+
+AnyTrainBackend = TrainBackend[Any]

@@ -1,0 +1,115 @@
+"""``format="sharded"``: each rank's slices, opaque state and random states, and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.progress import EngineProgress
+from core_rl.backend.protocols import SupportsOpaqueState, SupportsOwnCheckpoint, SupportsRngState
+from core_rl.backend.tensors import MappedSource
+from core_rl.checkpoint.background import BackgroundSave, Later
+from core_rl.checkpoint.contents import Contents, publish_save
+from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.shards import ShardFiles, write_copies
+from core_rl.distributed.agreement import on_all
+from core_rl.state.snapshot import Shard, copy_shards
+
+__all__ = ["load_sharded", "save_sharded"]
+
+DIRECTORY = "shards"
+
+
+def save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
+    """Weights, and where asked moments and random states; collective."""
+    with_optimizer = contents.with_moments(meta)
+    rank, size = contents.world.rank, contents.world.size
+
+    def snapshot() -> Later | None:
+        if isinstance(contents.backend, SupportsOwnCheckpoint):
+            return None
+        copies = copy_shards(rank, _shards(contents, with_optimizer))
+        return Later(lambda directory: write_copies(_inside(directory), rank, copies, size))
+
+    def write(directory: Path) -> None:
+        if isinstance(contents.backend, SupportsOwnCheckpoint):
+            contents.backend.save_sharded(_inside(directory), with_optimizer)
+            own = _local_state(contents) if with_optimizer else iter(())
+            write_copies(_inside(directory), rank, copy_shards(rank, own), size)
+        else:
+            write_copies(_inside(directory), rank, copy_shards(rank, _shards(contents, with_optimizer)), size)
+
+    return publish_save(contents, meta, write, contents.state(with_optimizer), snapshot)
+
+
+def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
+    """What the same engine saved, perhaps at another layout; returns its progress where asked. Collective."""
+    subject = f"cannot load {meta.path!r}"
+    with_optimizer = contents.with_moments(meta)
+    with opened(meta.path, contents.world, kind="sharded") as directory:
+        state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
+        files = on_all(contents.world, lambda: ShardFiles(directory / DIRECTORY), subject)
+        backend = contents.backend
+        if isinstance(backend, SupportsOwnCheckpoint):
+            own = backend
+            on_all(contents.world, lambda: own.load_sharded(directory / DIRECTORY, with_optimizer), subject)
+        else:
+            for kind in _kinds(contents, with_optimizer):
+                contents.tensors.load(
+                    kind, MappedSource(files, {n: f"{kind}/{n}" for n in contents.tensors.shapes(kind)})
+                )
+        if with_optimizer:
+            on_all(contents.world, lambda: _load_local_state(contents, files), subject)
+    return EngineProgress(**state["progress"]) if meta.with_optimizer else None
+
+
+def _kinds(contents: Contents, with_optimizer: bool) -> tuple[str, ...]:
+    moments = contents.tensors.optimizer_kinds if with_optimizer else ()
+    return (*contents.tensors.weight_kinds("master"), *moments)
+
+
+def _shards(contents: Contents, with_optimizer: bool) -> Iterator[Shard]:
+    yield from contents.tensors.shards(_kinds(contents, with_optimizer))
+    if with_optimizer:
+        yield from _local_state(contents)
+
+
+def _local_state(contents: Contents) -> Iterator[Shard]:
+    """This rank's random and opaque states."""
+    for name, state in _own_states(contents).items():
+        yield Shard(f"{name}/{contents.world.rank}", state, tuple(state.shape), (0,) * state.dim())
+
+
+def _own_states(contents: Contents) -> dict[str, Tensor]:
+    states = {f"rng/{name}": state for name, state in contents.rng.states().items()}
+    if isinstance(contents.backend, SupportsRngState):
+        states |= {f"backend_rng/{name}": state for name, state in contents.backend.rng_state().items()}
+    if isinstance(contents.backend, SupportsOpaqueState):
+        states |= {f"opaque/{name}": state for name, state in contents.backend.opaque_state().items()}
+    return states
+
+
+def _load_local_state(contents: Contents, files: ShardFiles) -> None:
+    """Random and opaque states of this rank; they continue exactly only with the same number of ranks."""
+    if files.world_size != contents.world.size:
+        return
+    found: dict[str, dict[str, Tensor]] = {"rng": {}, "backend_rng": {}, "opaque": {}}
+    for key in files.names():
+        group, _, rest = key.partition("/")
+        name, _, rank = rest.rpartition("/")
+        if group in found and rank == str(contents.world.rank):
+            found[group][name] = files.read(key)
+    contents.rng.load(found["rng"])
+    if isinstance(contents.backend, SupportsRngState):
+        contents.backend.load_rng_state(found["backend_rng"])
+    if isinstance(contents.backend, SupportsOpaqueState):
+        contents.backend.load_opaque_state(found["opaque"])
+
+
+def _inside(directory: Path) -> Path:
+    shards = directory / DIRECTORY
+    shards.mkdir(exist_ok=True)
+    return shards

@@ -1,0 +1,134 @@
+"""`Persistence`: checkpoints and weight uploads of a train engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind, WeightUpdateMeta
+from core_rl.backend.tensors import NamedTensors, TensorSource, check_source
+from core_rl.checkpoint.background import BackgroundSave
+from core_rl.checkpoint.contents import Contents
+from core_rl.checkpoint.formats import load_contents, save_contents
+from core_rl.config.capability import Capability
+from core_rl.engine import guards
+from core_rl.engine.modes import Modes
+from core_rl.engine.runtime import Runtime
+from core_rl.engine.updates import Updates
+from core_rl.errors import EngineStateError
+from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.sender import send_weights
+
+__all__ = ["Persistence"]
+
+FORMAT_CAPABILITY: dict[CheckpointFormat, Capability] = {
+    "sharded": Capability.SHARDED_CHECKPOINT,
+    "portable": Capability.PORTABLE_CHECKPOINT,
+    "adapter": Capability.LORA,
+}
+
+
+class Persistence:
+    """Named tensors, checkpoints and uploads of one engine."""
+
+    def __init__(self, runtime: Runtime, modes: Modes, updates: Updates) -> None:
+        self.runtime = runtime
+        self.modes = modes
+        self.updates = updates
+        self._saving: BackgroundSave | None = None
+
+    # ---------------------------------------------------------- named tensors
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        """Stream full tensors; see `TrainEngine.named_tensors`."""
+        run = self.runtime
+        guards.require_kind(run.config, kind, run.tensors.optimizer_kinds)
+        if kind == "params":
+            guards.require_adapter_on(self.modes.adapter_off, "named_tensors('params')")
+        guards.require_present(self.modes.offloaded, kind, guards.part_of(kind))
+        if kind == "grads":
+            if not run.pending.passes:
+                raise EngineStateError("there are no gradients to export; call forward_backward() first")
+            self.updates.reduce()
+        return run.tensors.stream(kind)
+
+    def load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+        """Set tensors; see `TrainEngine.load_named_tensors`."""
+        run = self.runtime
+        guards.require_kind(run.config, kind, run.tensors.optimizer_kinds)
+        guards.require_loadable(run.config, kind)
+        check_source(source, run.tensors.shapes(kind), f"loading {kind!r}")
+        with self.modes.onloaded(guards.part_of(kind)):
+            run.tensors.load(kind, source)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a checkpoint; see `TrainEngine.save`."""
+        run = self.runtime
+        self._require_format(meta.format)
+        if meta.format == "hf":
+            guards.require_adapter_on(self.modes.adapter_off, "save(format='hf')")
+        if meta.format == "adapter":
+            guards.require_adapter(run.config, "save(format='adapter')")
+        self.wait_for_saves()
+        with self.modes.onloaded("model", "optimizer"), run.rng.own():
+            self._saving = save_contents(self._contents(), meta)
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is in progress in the background, or raise its error."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait(self.runtime.world)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Read a checkpoint; see `TrainEngine.load`."""
+        run = self.runtime
+        self._require_format(meta.format)
+        if meta.format == "hf":
+            guards.require_loadable(run.config, "params")
+        if meta.format == "adapter":
+            guards.require_adapter(run.config, "load(format='adapter')")
+        self.wait_for_saves()
+        self.modes.zero_grad()
+        with self.modes.onloaded("model", "optimizer"), run.rng.own():
+            progress = load_contents(self._contents(), meta)
+        if progress is not None:
+            run.progress = replace(progress)
+
+    def _require_format(self, name: CheckpointFormat) -> None:
+        if name in FORMAT_CAPABILITY:
+            what = f"a checkpoint with format={name!r}"
+            guards.require_capability(self.runtime.spec, FORMAT_CAPABILITY[name], what)
+
+    def _contents(self) -> Contents:
+        run = self.runtime
+        return Contents(
+            engine=run.spec.name,
+            config=run.config,
+            backend=run.backend,
+            tensors=run.tensors,
+            world=run.world,
+            is_writer=run.is_writer,
+            timeout_s=run.timeout_s,
+            progress=run.progress,
+            rng=run.rng,
+        )
+
+    # ------------------------------------------------------------ weight sync
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the weights to inference engines; see `TrainEngine.upload_weights`."""
+        run = self.runtime
+        guards.require_sync(run.spec, meta.method)
+        if meta.method == "disk":
+            self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
+            return
+        kinds, adapter = run.tensors.weight_kinds("params"), None
+        with self.modes.onloaded("model"):
+            if meta.method == "lora":
+                guards.require_sendable_adapter(run.config)
+                assert run.config.model.lora is not None  # required just now
+                base = run.tensors.base_digest() if meta.verify else None
+                kinds, adapter = ("adapter",), AdapterMetadata.of(run.config.model.lora, base)
+            stream = (item for kind in kinds for item in self.named_tensors(kind))
+            send_weights(stream, meta, run.world, is_writer=run.is_writer, device=run.device, adapter=adapter)

@@ -1,0 +1,83 @@
+"""`RequestGate`: admission of requests to an inference engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from core_rl.errors import EngineStateError
+
+__all__ = ["RequestGate"]
+
+
+class RequestGate:
+    """Holds requests back while the engine is paused, and refuses them while its memory is released.
+
+    Its methods may be called from any thread; `wait` from any event loop.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: Future[None] | None = None
+        """Done when the engine resumes; None while it is not paused."""
+        self._in_flight = 0
+        self._released = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests pass; false while paused."""
+        return self._opened is None
+
+    def close(self) -> bool:
+        """Hold back requests until `open`; false if they are held back already."""
+        with self._lock:
+            if self._opened is not None:
+                return False
+            self._opened = Future()
+            return True
+
+    def open(self) -> None:
+        """Let the waiting requests pass."""
+        with self._lock:
+            opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.set_result(None)
+
+    async def wait(self) -> None:
+        """Return when the gate is open."""
+        while (opened := self._opened) is not None:
+            # Shielded: one cancelled request must not open the gate for the others.
+            await asyncio.shield(asyncio.wrap_future(opened))
+
+    def require_memory(self, method: str) -> None:
+        """Raise `EngineStateError` while the memory is released."""
+        if self._released:
+            raise EngineStateError(f"{method} while the memory is released; call resume_memory() first")
+
+    @contextmanager
+    def counted(self, method: str) -> Iterator[None]:
+        """Count a request in flight. Raises `EngineStateError` while the memory is released."""
+        with self._lock:
+            self.require_memory(method)
+            self._in_flight += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+    def release_memory(self) -> None:
+        """Refuse requests until `resume_memory`. Raises `EngineStateError` while some are in flight."""
+        with self._lock:
+            if self._in_flight:
+                raise EngineStateError(
+                    f"release_memory() with {self._in_flight} requests in flight; wait for them"
+                )
+            self._released = True
+
+    def resume_memory(self) -> None:
+        """Admit requests again."""
+        self._released = False

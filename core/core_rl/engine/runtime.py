@@ -1,0 +1,70 @@
+"""State that the parts of one train engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from core_rl.backend.progress import EngineProgress, Pending
+from core_rl.backend.train_backend import AnyTrainBackend
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.engine.guards import require_state
+from core_rl.errors import EngineStateError
+from core_rl.registry.spec import EngineSpec
+from core_rl.state.rng_state import RngState
+from core_rl.state.store import TensorStore
+
+__all__ = ["Runtime", "Status"]
+
+
+@dataclass
+class Status:
+    """The life of an engine: new, ready, failed or destroyed."""
+
+    name: str = "new"
+    failure: BaseException | None = None
+    """The first error, of an engine that failed."""
+
+    def require(self, needed: str, method: str) -> None:
+        """Raise `EngineStateError` unless the engine is in the state that ``method`` needs."""
+        if self.name == "failed":
+            self._raise_failed(method)
+        require_state(self.name, needed, method)
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error after which the engine cannot be used."""
+        self.name, self.failure = "failed", error
+
+    def _raise_failed(self, method: str) -> NoReturn:
+        raise EngineStateError(
+            f"{method} on an engine that has failed: {type(self.failure).__name__}: {self.failure}. Its ranks are not "
+            "in step any more; destroy() it and build another"
+        ) from self.failure
+
+
+@dataclass
+class Runtime:
+    """One rank of a train engine that is ready."""
+
+    spec: EngineSpec
+    config: TrainEngineConfig
+    backend: AnyTrainBackend
+    status: Status
+    world: Comm
+    groups: RankGroups
+    device: torch.device
+    timeout_s: float
+    rng: RngState
+    schedule_steps: int | None
+    """The number of steps of the learning rate's schedule; None where it has no end."""
+    tensors: TensorStore
+    progress: EngineProgress = field(default_factory=EngineProgress)
+    pending: Pending = field(default_factory=Pending)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes what exists once: the output rank of data-parallel rank 0."""
+        return self.groups.is_output_rank and self.groups.data_parallel.rank == 0

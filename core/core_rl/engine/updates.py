@@ -1,0 +1,85 @@
+"""`Updates`: gradient norm, clipping, optimizer steps and the learning rate of a train engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+from core_rl.backend.schedule import learning_rate
+from core_rl.config.engine import OptimizerConfig
+from core_rl.engine import guards
+from core_rl.engine.modes import Modes
+from core_rl.engine.runtime import Runtime
+from core_rl.errors import EngineStateError
+
+__all__ = ["Updates"]
+
+logger = logging.getLogger(__name__)
+
+
+class Updates:
+    """Decides on steps: clips, skips what is not finite, counts updates."""
+
+    def __init__(self, runtime: Runtime, modes: Modes) -> None:
+        self.runtime = runtime
+        self.modes = modes
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, update the weights and drop the gradients, or skip; see `TrainEngine.optimizer_step`."""
+        run = self.runtime
+        optimizer = guards.require_optimizer(run.config)
+        if run.pending.failed:
+            raise EngineStateError(
+                "optimizer_step() after a pass that raised: the gradients are of a part of the batch; call "
+                "optimizer_zero_grad() and forward_backward() again"
+            )
+        if not run.pending.passes:
+            raise EngineStateError("optimizer_step() without gradients; call forward_backward() first")
+        with self.modes.onloaded("model", "optimizer"), run.rng.own():
+            return self._clipped_step(optimizer)
+
+    def _clipped_step(self, optimizer: OptimizerConfig) -> dict[str, float]:
+        run = self.runtime
+        counted, finite = run.pending.weight > 0, run.pending.finite
+        norm = self.grad_norm() if counted else 0.0
+        lr = self.learning_rate(optimizer)
+        successful = counted and finite and math.isfinite(norm)
+        if successful:
+            count = run.progress.updates + 1
+            run.backend.step(self.clip_scale(optimizer, norm), lr, count)
+            run.progress = replace(run.progress, updates=count)
+        else:
+            reason = (
+                "no token counts in this batch" if not counted else "the loss or a gradient is not finite"
+            )
+            logger.warning("optimizer step skipped: %s; weights and moments are unchanged", reason)
+        self.modes.zero_grad()
+        return {"grad_norm": norm, "lr": lr, "update_successful": float(successful)}
+
+    def clip_scale(self, optimizer: OptimizerConfig, norm: float) -> float:
+        """The factor of the gradients that brings their norm down to ``max_grad_norm``."""
+        limit = optimizer.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+    def grad_norm(self) -> float:
+        """The pre-clip norm of the reduced gradients."""
+        self.reduce()
+        return self.runtime.tensors.grad_norm()
+
+    def reduce(self) -> None:
+        """Reduce the gradients over data-parallel ranks, once."""
+        if not self.runtime.pending.reduced:
+            self.runtime.backend.reduce_grads()
+            self.runtime.pending.reduced = True
+
+    def learning_rate(self, optimizer: OptimizerConfig) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(optimizer, self.runtime.progress.lr_steps, self.runtime.schedule_steps)
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one; returns the learning rate of the next step."""
+        run = self.runtime
+        optimizer = guards.require_optimizer(run.config)
+        run.progress = replace(run.progress, lr_steps=run.progress.lr_steps + 1)
+        return self.learning_rate(optimizer)

@@ -1,0 +1,100 @@
+"""Placement of the slices of all ranks, and the check that they tile each tensor once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from core_rl.backend.sharded_state import LocalSlice, ShardedState
+from core_rl.distributed.comm import Comm
+from core_rl.errors import EngineContractError, raise_all
+
+__all__ = ["Box", "Placements", "gather_placements"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A slice of one tensor on one rank."""
+
+    rank: int
+    offsets: Shape
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The box as slices of the full tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Placements:
+    """For each tensor of one kind, its full shape and the boxes with replica 0, rank by rank."""
+
+    shapes: Mapping[str, Shape]
+    boxes: Mapping[str, tuple[Box, ...]]
+
+
+def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements:
+    """The placements of ``kind`` over all ranks; collective.
+
+    Raises one `EngineContractError` on all ranks that lists tensors whose slices overlap, leave gaps, or do not lie
+    inside, and ranks whose names or shapes differ.
+    """
+    shapes = dict(state.shapes(kind))
+    own: dict[str, list[Box]] = {}
+    problems: list[str] = []
+    for part in state.local(kind):
+        problems += _misfit(part, shapes.get(part.name))
+        if part.replica == 0:
+            own.setdefault(part.name, []).append(Box(world.rank, part.offsets, part.shape, part.tensor.dtype))
+    answers = world.gather((list(shapes.items()), own, problems))
+    problems = [problem for _, _, found in answers for problem in found]
+    if any(listed != answers[0][0] for listed, _, _ in answers):
+        problems.append("shapes() differs between ranks, in names, shapes or order")
+    boxes = {name: tuple(box for _, theirs, _ in answers for box in theirs.get(name, ())) for name in shapes}
+    for name, found in boxes.items():
+        problems += _untiled(name, shapes[name], found)
+    raise_all(EngineContractError, f"ShardedState.local({kind!r}): slices with replica 0", problems)
+    return Placements(shapes, boxes)
+
+
+def _misfit(part: LocalSlice, whole: Shape | None) -> Iterator[str]:
+    """A slice of an unknown tensor, or one that does not lie inside."""
+    if whole is None:
+        yield f"{part.name!r} is not in shapes()"
+        return
+    inside = len(part.shape) == len(whole) == len(part.offsets) and all(
+        offset >= 0 and offset + size <= limit
+        for offset, size, limit in zip(part.offsets, part.shape, whole, strict=True)
+    )
+    if not inside:
+        yield f"{part.name!r}: {list(part.shape)} at {list(part.offsets)} is not inside {list(whole)}"
+
+
+def _untiled(name: str, whole: Shape, boxes: Sequence[Box]) -> Iterator[str]:
+    """A tensor whose boxes overlap or leave gaps."""
+    count, total = sum(math.prod(box.shape) for box in boxes), math.prod(whole)
+    ordered = sorted((box for box in boxes if math.prod(box.shape)), key=lambda box: box.offsets)
+    for number, box in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if whole and other.offsets[0] >= box.offsets[0] + box.shape[0]:
+                break
+            if _overlap(box, other):
+                yield (
+                    f"{name!r} {list(whole)}: rank {other.rank} has {list(other.shape)} at {list(other.offsets)}, "
+                    f"which overlaps {list(box.shape)} at {list(box.offsets)} of rank {box.rank}"
+                )
+                return
+    if count < total:
+        yield f"{name!r} {list(whole)}: {total - count} of {total} elements are on no rank"
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    bounds = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    return all(a < d + e and d < a + b for a, b, d, e in bounds)

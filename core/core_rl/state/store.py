@@ -1,0 +1,180 @@
+"""`TensorStore`: norm, export, load, digest and snapshots over the sharded state of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.protocols import LowRank, SupportsLora, SupportsOwnExport, SupportsOwnGradNorm
+from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.backend.train_backend import AnyTrainBackend
+from core_rl.distributed.agreement import on_all
+from core_rl.distributed.comm import Comm
+from core_rl.errors import WeightsError
+from core_rl.state.digest import digest_of_parts
+from core_rl.state.gather import Gather
+from core_rl.state.grad_norm import global_grad_norm
+from core_rl.state.slices import Placements, gather_placements
+from core_rl.state.snapshot import Shard
+
+__all__ = ["TensorStore", "is_float32_head"]
+
+WEIGHTS = ("params", "master")
+
+
+class TensorStore:
+    """Named tensors of one backend over all ranks of ``world``.
+
+    ``writer`` is the rank that receives full tensors. ``half`` says that the compute dtype is bfloat16. With ``lora``,
+    exported ``params`` are the base weights with the adapter merged into them.
+    """
+
+    def __init__(
+        self, backend: AnyTrainBackend, world: Comm, writer: int, *, half: bool = False, lora: bool = False
+    ) -> None:
+        self._backend = backend
+        self._world = world
+        self._writer = writer
+        self._half = half
+        self._placements: dict[str, Placements] = {}
+        self._products: Mapping[str, LowRank] = {}
+        if lora and isinstance(backend, SupportsLora):
+            self._products = backend.low_rank()
+
+    # -------------------------------------------------------------- structure
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Names and full shapes of ``kind``. No collective."""
+        return dict(self._backend.state().shapes(kind))
+
+    def check(self) -> None:
+        """Raise one `EngineContractError` on all ranks for slices that overlap or leave gaps; collective."""
+        kinds = ("params", "master", *self.optimizer_kinds, "buffers")
+        for kind in (*kinds, "adapter") if self._products else kinds:
+            self._placed(kind)
+
+    @property
+    def optimizer_kinds(self) -> tuple[str, ...]:
+        """The kinds of the optimizer's moments."""
+        return self._backend.state().optimizer_kinds
+
+    def weight_kinds(self, kind: str) -> tuple[str, ...]:
+        """``kind``, and the buffers where the model has some that a checkpoint holds."""
+        return (kind, "buffers") if self.shapes("buffers") else (kind,)
+
+    def _placed(self, kind: str) -> Placements:
+        if kind not in self._placements:
+            self._placements[kind] = gather_placements(self._backend.state(), kind, self._world)
+        return self._placements[kind]
+
+    # ----------------------------------------------------------------- export
+
+    def stream(self, kind: str) -> NamedTensors:
+        """Stream full tensors of ``kind`` in export dtype: on the writer, and None on all other ranks. Collective."""
+        self._backend.synchronize()
+        if isinstance(self._backend, SupportsOwnExport):
+            yield from self._backend.export_tensors(kind)
+            return
+        placed, slices, convert = self._exported(kind)
+        gather = Gather(
+            world=self._world, writer=self._writer, convert=convert, dtype_of=partial(self._dtype, kind)
+        )
+        yield from gather.stream(placed, slices)
+
+    def _exported(self, kind: str) -> tuple[Placements, Iterable[LocalSlice], Callable[[LocalSlice], Tensor]]:
+        """Placements and slices to export, and the conversion of a slice to its exported values."""
+        state = self._backend.state()
+        if kind != "params" or not self._products:
+
+            def cast(part: LocalSlice) -> Tensor:
+                return part.tensor.detach().to(self._dtype(kind, part.name, part.tensor.dtype))
+
+            return self._placed(kind), state.local(kind), cast
+        factors = self._factors()
+
+        def merge(part: LocalSlice) -> Tensor:
+            weight, product = part.tensor.detach().float(), self._products.get(part.name)
+            if product is not None:
+                weight = product.added_to(weight, factors[product.a], factors[product.b], part.region)
+            return weight.to(self._dtype(kind, part.name, weight.dtype))
+
+        base = self._restricted("master", self.shapes("params"))
+        return base, (part for part in state.local("master") if part.name in base.shapes), merge
+
+    def _restricted(self, kind: str, names: Iterable[str]) -> Placements:
+        placed = self._placed(kind)
+        chosen = list(names)
+        return Placements({n: placed.shapes[n] for n in chosen}, {n: placed.boxes[n] for n in chosen})
+
+    def _factors(self) -> dict[str, Tensor]:
+        """Both factors of every product, whole, on all ranks; collective."""
+        names = [name for product in self._products.values() for name in (product.a, product.b)]
+        placed = self._restricted("master", names)
+        chosen = (part for part in self._backend.state().local("master") if part.name in placed.shapes)
+        gather = Gather(world=self._world, writer=self._writer, on_all_ranks=True)
+        stream = gather.stream(placed, chosen)
+        return {name: full.detach().float().clone() for name, full in stream if full is not None}
+
+    def _dtype(self, kind: str, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor is exported."""
+        if kind == "buffers":
+            return dtype
+        half = kind == "params" and self._half and not is_float32_head(name)
+        return torch.bfloat16 if half else torch.float32
+
+    # ------------------------------------------------------------------- load
+
+    @torch.no_grad()
+    def load(self, kind: str, source: TensorSource) -> None:
+        """Set the tensors of ``kind`` from ``source``, whose names and shapes are checked already; collective.
+
+        ``params`` and ``master`` both set the master weights, and then the compute copies.
+        """
+        self._backend.synchronize()
+        if isinstance(self._backend, SupportsOwnExport):
+            self._backend.import_tensors(kind, source)
+            return
+        target, names = "master" if kind in WEIGHTS else kind, self.shapes(kind)
+
+        def read() -> None:
+            for part in self._backend.state().local(target):
+                if part.name in names:
+                    part.tensor.copy_(source.read(part.name, part.region))
+
+        on_all(self._world, read, f"cannot load {kind!r}", WeightsError)
+        self._backend.after_load(frozenset({target}))
+
+    # ------------------------------------------------------- over local slices
+
+    def grad_norm(self) -> float:
+        """The 2-norm of all reduced gradients; collective."""
+        if isinstance(self._backend, SupportsOwnGradNorm):
+            return self._backend.grad_norm()
+        self._placed("grads")  # once: gradients that tile wrongly give a wrong norm
+        return global_grad_norm(self._backend.state().local("grads"), self._world)
+
+    def base_digest(self) -> str:
+        """A digest of the weights without the adapter, the same at every layout and on all ranks; collective."""
+        names = self.shapes("params")
+        own = self._backend.state().local("master")
+        parts = ((p.name, p.tensor) for p in own if p.replica == 0 and p.name in names)
+        return digest_of_parts(self._world, parts)
+
+    def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
+        """This rank's slices with replica 0 as shards ``KIND/NAME``, in export dtype; collective."""
+        self._backend.synchronize()
+        for kind in kinds:
+            placed, slices, convert = self._exported(kind)
+            for part in slices:
+                if part.replica == 0:
+                    whole = placed.shapes[part.name]
+                    yield Shard(f"{kind}/{part.name}", convert(part), whole, part.offsets)
+
+
+def is_float32_head(name: str) -> bool:
+    """Whether a tensor is a scalar head, which stays in float32 whatever the compute dtype."""
+    return name == "score.weight"

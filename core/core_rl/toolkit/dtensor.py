@@ -1,0 +1,67 @@
+"""Local parts of tensors, plain or `DTensor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from core_rl.errors import UnsupportedCapability
+
+__all__ = ["LocalPart", "local_part"]
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """The part of a tensor on this rank, and its first element in the full tensor."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The part as slices of the full tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+
+
+def local_part(tensor: Tensor) -> LocalPart:
+    """This rank's part of ``tensor``, as a view of its memory; all of a plain tensor.
+
+    A `DTensor` may be sharded over several dimensions of its mesh, also along the same dimension of the tensor, as by
+    FSDP over tensor parallelism. Raises `UnsupportedCapability` for partial sums.
+    """
+    if not isinstance(tensor, DTensor):
+        return LocalPart(tensor, (0,) * tensor.dim())
+    bounds = [(0, size) for size in tensor.shape]
+    mesh = tensor.device_mesh
+    # A strided shard was cut before those of the mesh dimensions on its left.
+    order = sorted(range(mesh.ndim), key=lambda axis: not _is_strided(tensor.placements[axis]))
+    for axis in order:
+        placement = tensor.placements[axis]
+        if isinstance(placement, Partial):
+            raise UnsupportedCapability(
+                f"a tensor {list(tensor.shape)} is a partial sum over {mesh}; reduce it"
+            )
+        dim = _cut_dim(placement)
+        if dim is not None:
+            bounds[dim] = _chunk(bounds[dim], mesh.size(axis), mesh.get_local_rank(axis))
+    return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
+
+
+def _is_strided(placement: Placement) -> bool:
+    return _cut_dim(placement) is not None and type(placement) is not Shard
+
+
+def _cut_dim(placement: Placement) -> int | None:
+    """The dimension along which ``placement`` cuts, strided or not; None for replicas."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
+def _chunk(bounds: tuple[int, int], count: int, number: int) -> tuple[int, int]:
+    """The bounds of one part of `torch.chunk`: all parts but the last ones are equally large."""
+    start, stop = bounds
+    size = -(-(stop - start) // count)
+    return min(stop, start + size * number), min(stop, start + size * (number + 1))

@@ -1,0 +1,176 @@
+"""`HFBackend`: a train backend over one Hugging Face module and one torch optimizer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from core_rl.backend.protocols import LowRank, MemoryPart
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import BuildContext, C, PassMode, TrainBackend
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
+from core_rl.state.host_copies import own_memory
+from core_rl.toolkit.dtensor import local_part
+from core_rl.toolkit.hf_state import HFShardedState
+from core_rl.toolkit.lora import adapter_config, checkpoint_name, enable_adapter, low_rank_products
+from core_rl.toolkit.optimizer import build_adamw, create_moments, set_step_count
+
+__all__ = ["HFBackend"]
+
+REDUCE_BYTES = 32 * 2**20
+"""Gradients are added up over ranks together up to this size, in bytes."""
+
+
+class HFBackend(TrainBackend[C]):
+    """Runs, steps and describes ``self.model`` and ``self.optimizer``, whose parameters may be DTensors.
+
+    A subclass writes `build`, which calls `adopt`, and `outputs`. Where gradients need more than a sum over
+    data-parallel ranks, it overrides `reduce_grads`.
+    """
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer | None
+    context: BuildContext[C]
+
+    def adopt(
+        self,
+        model: PreTrainedModel,
+        context: BuildContext[C],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Take a model whose parameters are final (sharded, on their device); collective.
+
+        Without an ``optimizer``, AdamW is built over this rank's parts as plain tensors, whatever type the module's
+        parameters have. One that is given has the module's own parameters.
+        """
+        self.model, self.context = model, context
+        config = context.config.optimizer
+        named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+        if optimizer is None:
+            self.owned = {name: _owned(parameter) for name, parameter in named.items()}
+            trainable = any(parameter.requires_grad for parameter in self.owned.values())
+            optimizer = build_adamw(self.owned.values(), config) if config and trainable else None
+        else:
+            self.owned = named
+            create_moments(optimizer)
+        self.optimizer = optimizer
+        self._updates = 0
+        self._state = HFShardedState(model, optimizer, self.owned, context.world)
+
+    # ------------------------------------------------------------------ state
+
+    def hf_config(self) -> PretrainedConfig:
+        return self.model.config
+
+    def state(self) -> HFShardedState:
+        return self._state
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        """Weights are computed from the master weights in each pass."""
+
+    # --------------------------------------------------------------- training
+
+    @abstractmethod
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        """Forward pass of one micro-batch: the outputs that ``step`` asks for."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        for micro_batch in micro_batches:
+            loss = step(self.outputs(micro_batch, step), micro_batch)
+            if mode != "forward":
+                loss.backward()
+
+    def set_training(self, training: bool) -> None:
+        self.model.train(training)
+
+    def zero_grad(self) -> None:
+        for parameter in (*self.model.parameters(), *self.owned.values()):
+            parameter.grad = None
+
+    def reduce_grads(self) -> None:
+        """Sum over data-parallel ranks, each of which has all of a gradient."""
+        group = self.context.groups.data_parallel
+        for bucket in self._grad_buckets() if group.size > 1 else ():
+            flat = torch.cat([grad.reshape(-1) for grad in bucket])
+            dist.all_reduce(flat, group=group.group)
+            for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+                grad.copy_(total.view_as(grad))
+
+    def _grad_buckets(self) -> Iterator[list[Tensor]]:
+        """All gradients in the same order on every rank, also where a rank has none of its own."""
+        bucket: list[Tensor] = []
+        for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = local_part(parameter.grad).tensor
+            if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > REDUCE_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(grad)
+        if bucket:
+            yield bucket
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        if self.optimizer is None:
+            return
+        grads = dict(self._state.local_grads())
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(list(grads.values()), scale)
+        for name, parameter in self.owned.items():
+            if not isinstance(parameter, DTensor):  # whose gradient is the module's own
+                parameter.grad = grads.get(name)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if count != self._updates + 1:
+            set_step_count(self.optimizer, count - 1)
+        self.optimizer.step()
+        self._updates = count
+
+    # ---------------------------------------------------------------- adapter
+
+    def low_rank(self) -> Mapping[str, LowRank]:
+        """The products of the adapter, by the checkpoint name of the weight."""
+        return low_rank_products(self.model)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """The ``adapter_config.json`` of ``peft``."""
+        chosen = self.context.config.model
+        assert chosen.lora is not None  # the core asks only then
+        return adapter_config(self.model, chosen.lora, chosen.head, chosen.path)
+
+    def set_adapter(self, enabled: bool) -> None:
+        """Turn the adapter layers on or off."""
+        enable_adapter(self.model, enabled)
+
+    # ---------------------------------------------------------------- offload
+
+    def memory(self, part: MemoryPart) -> Iterable[Tensor]:
+        """This rank's weights, gradients or moments."""
+        if part == "weights":
+            own_memory(p for p in self.model.parameters() if type(p) is nn.Parameter)
+            yield from (local_part(parameter.detach()).tensor for parameter in self.model.parameters())
+        elif part == "gradients":
+            yield from (grad for _, grad in self._state.local_grads())
+        elif self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                yield from (
+                    local_part(v).tensor for k, v in state.items() if k != "step" and isinstance(v, Tensor)
+                )
+
+
+def _owned(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's part as a parameter for the optimizer, in the same memory."""
+    part = local_part(parameter.detach()).tensor
+    if part.shape == parameter.shape and type(parameter) is nn.Parameter:
+        return parameter
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)

@@ -1,0 +1,120 @@
+"""`HFShardedState`: the sharded state of a Hugging Face module and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import TensorSource
+from core_rl.distributed.comm import Comm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.dtensor import LocalPart, local_part
+from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
+from core_rl.toolkit.optimizer import moment_kinds
+
+__all__ = ["HFShardedState", "fill"]
+
+Shape = tuple[int, ...]
+VALUES = ("params", "master", "adapter")
+
+
+class HFShardedState:
+    """Parameters, gradients, moments and buffers of ``model`` and ``optimizer``, plain tensors or DTensors.
+
+    ``owned`` gives the parameters that the optimizer has, by name: the module's own ones, or this rank's parts of them
+    in the same memory. Making one is collective: ranks that hold the same box number its replicas.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer | None,
+        owned: Mapping[str, nn.Parameter],
+        world: Comm,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._owned = owned
+        self._world = world
+        self._named = {checkpoint_name(name): p for name, p in model.named_parameters()}
+        self._layout = CheckpointLayout.of(model, {n: tuple(p.shape) for n, p in self._of("params")})
+        regions = {name: local_part(parameter.detach()).region for name, parameter in self._named.items()}
+        theirs = world.gather(regions)
+        self._replicas = {
+            name: sum(theirs[rank][name] == region for rank in range(world.rank))
+            for name, region in regions.items()
+        }
+
+    @property
+    def optimizer_kinds(self) -> tuple[str, ...]:
+        return () if self._optimizer is None else moment_kinds(self._optimizer)
+
+    def shapes(self, kind: str) -> dict[str, Shape]:
+        if kind == "buffers":
+            return {name: tuple(buffer.shape) for name, buffer in self._saved_buffers()}
+        shapes = self._layout.shapes({name: tuple(p.shape) for name, p in self._of(kind)})
+        return {_exported_name(kind, name): shape for name, shape in shapes.items()}
+
+    def local(self, kind: str) -> Iterator[LocalSlice]:
+        if kind == "buffers":
+            for name, buffer in self._saved_buffers():
+                yield LocalSlice(name, (0,) * buffer.dim(), buffer, self._world.rank)
+            return
+        for name, parameter in self._of(kind):
+            part = self._part(name, parameter, kind)
+            for written, offsets, tensor in self._layout.local(name, part, tuple(parameter.shape)):
+                yield LocalSlice(_exported_name(kind, written), offsets, tensor, self._replicas[name])
+
+    def local_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and this rank's parts of the gradients that exist."""
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                yield name, local_part(parameter.grad).tensor
+
+    def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of ``kind``; a tied one comes once."""
+        for name, parameter in self._named.items():
+            of_adapter = name.startswith(ADAPTER_PREFIX)
+            chosen = {
+                "params": not of_adapter,
+                "master": True,
+                "adapter": of_adapter or name.startswith("score."),
+            }
+            if chosen.get(kind, parameter.requires_grad):
+                yield name, parameter
+
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        saved = self._model.state_dict().keys()
+        return ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
+
+    def _part(self, name: str, parameter: nn.Parameter, kind: str) -> LocalPart:
+        """This rank's part of the parameter, its gradient or a moment."""
+        if kind in VALUES:
+            return local_part(parameter.detach())
+        if kind == "grads":
+            return local_part(
+                torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad
+            )
+        assert self._optimizer is not None  # it has the kinds of `optimizer_kinds`
+        moment = self._optimizer.state[self._owned[name]][kind]
+        if isinstance(moment, DTensor):
+            return local_part(moment)
+        return LocalPart(moment, local_part(parameter.detach()).offsets)
+
+
+def _exported_name(kind: str, name: str) -> str:
+    """In an adapter, ``peft`` gives its prefix to a head as well."""
+    prefixed = kind == "adapter" and not name.startswith(ADAPTER_PREFIX)
+    return ADAPTER_PREFIX + name if prefixed else name
+
+
+@torch.no_grad()
+def fill(state: HFShardedState, kind: str, source: TensorSource) -> None:
+    """Copy this rank's slices of ``kind`` from ``source``. No collective."""
+    for part in state.local(kind):
+        part.tensor.copy_(source.read(part.name, part.region))

@@ -1,0 +1,205 @@
+"""Colocated groups: several engines in one set of rank processes, each as if it were alone there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_support
+import group_support as support
+import pytest
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import TensorKind
+from core_rl.config.engine import ModelConfig
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.errors import (
+    ConfigError,
+    CoreRLError,
+    EngineStateError,
+    GroupError,
+    LayoutError,
+    RankDied,
+    RankFailed,
+)
+from core_rl.launch.group import EngineGroup
+from core_rl.reference.config import ReferenceConfig
+
+Pair = tuple[EngineGroup, EngineGroup]
+
+
+def colocated(host: EngineGroup, seed: int = 2, **degrees: int) -> EngineGroup:
+    return EngineGroup(
+        support.SPEC, support.config(seed, **(degrees or {"dp": 2})), timeout_s=120, colocate_with=host
+    )
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with EngineGroup(support.SPEC, support.config(1, dp=2), timeout_s=120) as host, colocated(host) as guest:
+        yield host, guest
+
+
+# ------------------------------------------------------------------ one set of processes
+
+
+def test_each_group_has_an_engine_of_its_own_in_the_same_processes(pair: Pair) -> None:
+    host, guest = pair
+    assert host.pids == guest.pids
+    host.onload()
+    assert host.run(support.calls) == [["onload"]] * 2
+    assert guest.run(support.calls) == [[]] * 2
+    assert [group.run(support.surroundings)[0]["world"] for group in pair] == [(2, 0, 120.0)] * 2
+    guest.destroy()
+    with pytest.raises(EngineStateError, match="no engine"):
+        guest.run(support.calls)
+    assert host.run(support.calls) == [["onload"]] * 2
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["the host", "the guest"])
+def test_processes_end_with_the_last_group(pair: Pair, first: int) -> None:
+    closed, other = pair[first], pair[1 - first]
+    pids = other.pids
+    closed.close()
+    for call in (lambda: closed.run(support.whoami), closed.initialize, lambda: colocated(closed)):
+        with pytest.raises(GroupError, match="this group has ended: it was closed"):
+            call()
+    assert other.run(support.whoami) == [(0,), (1,)]
+    other.close()
+    assert not support.survivors(pids, within_s=0)
+
+
+def test_a_rank_that_dies_ends_all_groups_with_one_error(pair: Pair) -> None:
+    host, guest = pair
+    pids = host.pids
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankDied, match="rank 1 was killed by SIGKILL"):
+        guest.run(support.whoami)
+    messages = set()
+    for group in pair:
+        with pytest.raises(GroupError) as caught:
+            group.run(support.whoami)
+        messages.add(str(caught.value))
+    (message,) = messages
+    assert "ended: whoami failed with RankDied: rank 1 was killed by SIGKILL" in message
+    assert not support.survivors(pids, within_s=0)
+
+
+def test_a_restart_is_one_of_all_groups(pair: Pair) -> None:
+    host, guest = pair
+    pids = host.pids
+    guest.restart()
+    assert not support.survivors(pids, within_s=0)
+    for group in pair:
+        with pytest.raises(EngineStateError, match="no engine; call initialize"):
+            group.run(support.whoami)
+        group.initialize()
+        assert group.run(support.whoami) == [(0,), (1,)]
+    assert host.pids == guest.pids != pids
+    host.close()
+    assert guest.run(support.whoami) == [(0,), (1,)]
+
+
+def test_all_groups_take_one_call_at_a_time_together(pair: Pair, tmp_path: Path) -> None:
+    host, guest = pair
+    thread = threading.Thread(target=host.run, args=(support.arrive_and_wait, str(tmp_path)))
+    thread.start()
+    support.await_arrival(tmp_path)
+    with pytest.raises(GroupError, match=r"whoami: another call .* shares its processes"):
+        guest.run(support.whoami)
+    with pytest.raises(GroupError, match="that is colocated with this one is in a call"):
+        guest.close()
+    support.let_go(tmp_path)
+    thread.join()
+    assert guest.run(support.whoami) == [(0,), (1,)]
+
+
+def test_an_engine_that_fails_leaves_the_others_alone(pair: Pair) -> None:
+    host, guest = pair
+    with pytest.raises(RankFailed, match="no memory for the model"):
+        guest.initialize(config=support.config(support.FAILING_SEED, dp=2))
+    assert host.run(support.whoami) == [(0,), (1,)]
+    guest.initialize(config=support.config(dp=2))
+    assert guest.run(support.whoami) == [(0,), (1,)]
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"devices": (0, 1)}, ConfigError, "give them to the group that starts the processes"),
+        ({"threads_per_rank": 1}, ConfigError, "give them to the group that starts the processes"),
+        (
+            {"config": support.config(dp=4)},
+            LayoutError,
+            "layout dp4 has 4 ranks, and the colocated group has 2",
+        ),
+    ],
+    ids=["devices", "threads", "ranks"],
+)
+def test_what_belongs_to_the_processes_cannot_differ(
+    pair: Pair, settings: dict[str, Any], error: type[CoreRLError], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        EngineGroup(support.SPEC, colocate_with=pair[0], **({"config": support.config(dp=2)} | settings))
+    assert pair[1].run(support.whoami) == [(0,), (1,)]
+
+
+def test_a_world_of_another_size_waits_for_the_others_to_be_destroyed(pair: Pair) -> None:
+    host, guest = pair
+    with pytest.raises(EngineStateError, match=r"needs 1 ranks, .* has 2; destroy\(\) that one first"):
+        host.initialize(config=support.config(dp=1))
+    assert host.run(support.whoami) == guest.run(support.whoami) == [(0,), (1,)]
+    guest.destroy()
+    host.initialize(config=support.config(dp=1))
+    assert host.run(support.whoami) == [(0,)]
+
+
+# ------------------------------------------------------------------ real engines
+
+LOSS = LossSpec(fn=engine_support.weighted_nll)
+STEPS = range(3)
+
+
+def dropping(seed: int) -> ReferenceConfig:
+    model = ModelConfig(config=engine_support.TINY | {"attention_dropout": 0.3})
+    return ReferenceConfig(model=model, optimizer=engine_support.OPTIMIZER, seed=seed)
+
+
+def train(group: EngineGroup, step: int) -> float:
+    return group.train_batch(engine_support.batch(step), LOSS, MicroBatchSpec(count=2))["loss"]
+
+
+def state(group: EngineGroup) -> dict[str, Tensor]:
+    group.onload()
+    kinds: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+    return {f"{kind}/{name}": t for kind in kinds for name, t in group.named_tensors(kind).items()}
+
+
+def test_an_engine_computes_what_it_computes_alone() -> None:
+    """With dropout, and in host memory while the other one works."""
+    alone = []
+    with EngineGroup("reference", dropping(0), timeout_s=120, threads_per_rank=1) as host:
+        for seed in (0, 1):
+            host.initialize(config=dropping(seed))
+            alone.append(([train(host, step) for step in STEPS], state(host)))
+        host.initialize(config=dropping(0))
+        with EngineGroup("reference", dropping(1), timeout_s=120, colocate_with=host) as guest:
+            losses: tuple[list[float], list[float]] = ([], [])
+            for step in STEPS:
+                for own, group in zip(losses, (host, guest), strict=True):
+                    own.append(train(group, step))
+                    group.offload()
+            for own, group, (expected, tensors) in zip(losses, (host, guest), alone, strict=True):
+                assert own == expected
+                found = state(group)
+                assert found.keys() == tensors.keys()
+                assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

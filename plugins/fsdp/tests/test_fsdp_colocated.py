@@ -1,0 +1,63 @@
+"""Colocated FSDP engines in the same rank processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsdp_support as support
+import pytest
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.train import TrainEngine
+from core_rl.launch.group import EngineGroup
+from core_rl_fsdp.config import FSDPConfig
+
+LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"))
+CUT = MicroBatchSpec(max_tokens=24)
+DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
+
+
+def config(seed: int, layout: ParallelLayout) -> FSDPConfig:
+    dropping: dict[str, Any] = support.TINY | {"attention_dropout": 0.2}
+    return support.fsdp_config(layout, model=dropping).model_copy(update={"seed": seed})
+
+
+def train(group: EngineGroup, step: int) -> float:
+    loss = group.train_batch(support.make_batch(step), LOSS, CUT)["loss"]
+    group.offload()
+    return loss
+
+
+def weights(group: EngineGroup) -> dict[str, Tensor]:
+    group.onload()
+    return group.named_tensors("master")
+
+
+def groups_of_ranks(engine: TrainEngine) -> int:
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
+def test_each_computes_what_it_computes_alone(layout: ParallelLayout) -> None:
+    """Next to one of the same layout, and to one of another layout in the same world."""
+    settings = (config(0, DP2), config(1, layout))
+    alone = []
+    with EngineGroup("fsdp", settings[0], timeout_s=120, threads_per_rank=1) as host:
+        for own in settings:
+            host.initialize(config=own)
+            alone.append(([train(host, step) for step in range(2)], weights(host)))
+        host.initialize(config=settings[0])
+        before = host.run(groups_of_ranks)
+        with EngineGroup("fsdp", settings[1], timeout_s=120, colocate_with=host) as guest:
+            groups = (host, guest)
+            assert (guest.run(groups_of_ranks) == before) == (layout == DP2), "meshes are shared where equal"
+            losses = [[train(group, step) for group in groups] for step in range(2)]
+            for group, found, (expected, tensors) in zip(
+                groups, zip(*losses, strict=True), alone, strict=True
+            ):
+                assert list(found) == expected
+                assert all(torch.equal(value, tensors[name]) for name, value in weights(group).items())
