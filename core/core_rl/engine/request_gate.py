@@ -14,7 +14,7 @@ __all__ = ["RequestGate"]
 
 
 class RequestGate:
-    """Holds requests back while the engine is paused, and refuses them while its memory is released.
+    """Blocks requests while the engine is paused, and refuses them while its memory is released.
 
     Its methods may be called from any thread; `wait` from any event loop.
     """
@@ -32,7 +32,7 @@ class RequestGate:
         return self._opened is None
 
     def close(self) -> bool:
-        """Hold back requests until `open`; false if they are held back already."""
+        """Block requests until `open`; false if they are blocked already."""
         with self._lock:
             if self._opened is not None:
                 return False

@@ -1,4 +1,4 @@
-"""The process of one SGLang server: started, watched and ended, with all its children."""
+"""The process of one SGLang server, with all its children."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     """
     if glob.escape(str(model.path)) != str(model.path):
         raise ConfigError(
-            f"model.path = {str(model.path)!r}: SGLang (0.5.23) takes it for a pattern; rename the directory, "
+            f"model.path = {str(model.path)!r}: SGLang (0.5.23) reads it as a pattern; rename the directory, "
             "or give it another name with a link"
         )
     context_length = model.limits.context_length
@@ -54,7 +54,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         "--attention-backend": "torch_native" if device == "cpu" else None,
     }
     given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
-    # Token ids go in and come out, and the first requests are the warm-up. An idle server on a CPU leaves the
+    # Requests and responses are token ids, and the first requests are the warm-up. An idle server on a CPU leaves the
     # cores to the trainer.
     flags = [
         "--skip-tokenizer-init",
@@ -66,7 +66,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
 
 
 def free_port(host: str) -> int:
-    """A port of ``host`` that nobody listens on at this moment."""
+    """A port of ``host`` that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -109,7 +109,7 @@ class ServerProcess:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             if ranks > 1:
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shared_cores(ranks))
-        # What is on the path of this process belongs to another environment.
+        # The path of this process belongs to another environment.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             environment.pop(name, None)
         try:
@@ -128,11 +128,11 @@ class ServerProcess:
                 f"options.python: {python!r} cannot be run: {error}; name the Python of the environment that has SGLang"
             ) from error
         # Not an argument, which every user of the machine can read.
-        self._tell((api_key or "") + "\n")
+        self._write((api_key or "") + "\n")
 
-    def _tell(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which whoever waits for it will find
+        with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
 
@@ -143,7 +143,7 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """True until the process ends."""
         return self._process.poll() is None
 
     def require_alive(self, address: str) -> None:
@@ -178,7 +178,7 @@ class ServerProcess:
 
 
 def _shared_cores(ranks: int) -> str:
-    """The cores of each rank of a server: SGLang alone would give each a NUMA node, and refuse to start with fewer."""
+    """The cores of each rank of a server: by default SGLang binds each to a NUMA node, and fails with fewer nodes."""
     cores = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
@@ -187,7 +187,7 @@ def _shared_cores(ranks: int) -> str:
 
 
 def _running(group: int) -> bool:
-    """Whether a process of ``group`` runs still; one that nobody has reaped yet does not."""
+    """Whether a process of ``group`` is running; a zombie is not."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
