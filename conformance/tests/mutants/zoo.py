@@ -11,7 +11,8 @@ from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType, InferenceEngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.engine.inference import InferenceComponents, InferenceEngine
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.request_gate import InferenceComponents
 from core_rl.engine.train import TrainEngine
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.config import ReferenceRolloutConfig

@@ -117,7 +117,7 @@ class EngineState(EnginePasses):
             self._send_weights(meta)
 
     def _send_weights(self, meta: WeightUpdateMeta) -> None:
-        from core_rl.weight_sync.adapter import AdapterMetadata
+        from core_rl.weight_sync.messages import AdapterMetadata
         from core_rl.weight_sync.sender import send_weights
 
         adapter = None
