@@ -12,7 +12,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import DType, InferenceEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.request_gate import InferenceComponents
+from core_rl.engine.request_gate import DEFAULT_COMPONENTS
 from core_rl.engine.train import TrainEngine
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.config import ReferenceRolloutConfig
@@ -128,7 +128,7 @@ def make_engine(spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEng
     """The engine of ``spec``, over the core's components or those that its backend class names."""
     base: type[Any] = InferenceBackend
     backend = load_class(spec, "factory", base)
-    return InferenceEngine(spec, config, backend(), getattr(backend, "components", InferenceComponents()))
+    return InferenceEngine(spec, config, backend(), getattr(backend, "components", DEFAULT_COMPONENTS))
 
 
 def run_check(

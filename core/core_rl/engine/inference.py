@@ -20,7 +20,7 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
-from core_rl.engine.request_gate import InferenceComponents
+from core_rl.engine.request_gate import DEFAULT_COMPONENTS, InferenceComponents
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.episode import AcceptFn
@@ -44,7 +44,7 @@ class InferenceEngine:
         spec: EngineSpec,
         config: InferenceEngineConfig,
         backend: InferenceBackend[Any],
-        components: InferenceComponents = InferenceComponents(),
+        components: InferenceComponents = DEFAULT_COMPONENTS,
     ) -> None:
         inference_guards.check_config(spec, config)
         self.spec = spec
