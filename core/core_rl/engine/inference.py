@@ -32,9 +32,9 @@ from core_rl.engine import guards, inference_guards
 from core_rl.engine.request_gate import RequestGate
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
+from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.executor import WorkflowExecutor
 from core_rl.rollout.staleness import StalenessLimit
-from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.workflow import RolloutWorkflow
 
 __all__ = ["InferenceComponents", "InferenceEngine"]

@@ -17,7 +17,6 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
-from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
 from core_rl.launch.worker import RankState
