@@ -10,41 +10,40 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta, TensorKind
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.shards import Shard, write_shards
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
-from mutants.bases import Replicated
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
 
-class MomentsDropped(ReferenceEngine):
+class MomentsDropped(ReferenceBackend):
     """Sharded checkpoints hold weights only, and load without a word."""
 
-    def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
-        return (shard for shard in super()._shards(with_optimizer) if not shard.name.startswith("exp_avg"))
+    def shards(self, with_optimizer: bool) -> Iterator[Shard]:
+        return (shard for shard in super().shards(with_optimizer) if not shard.name.startswith("exp_avg"))
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        super()._load_shards(directory, with_optimizer=False)
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        super().load_sharded(directory, with_optimizer=False)
 
 
-class StepCountStartsAgain(ReferenceEngine):
+class StepCountStartsAgain(ReferenceBackend):
     """The step count of the bias correction is not restored."""
 
     def _set_update_count(self, count: int) -> None:
         super()._set_update_count(0)
 
 
-class RandomStateStartsAgain(ReferenceEngine):
+class RandomStateStartsAgain(ReferenceBackend):
     """Dropout after a resume is another one."""
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        super()._load_shards(directory, with_optimizer)
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        super().load_sharded(directory, with_optimizer)
         torch.manual_seed(0)
 
 
-class FrozenWeightsNotSaved(ReferenceEngine):
+class FrozenWeightsNotSaved(ReferenceBackend):
     """A checkpoint of the trained parameters only."""
 
     def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
@@ -60,21 +59,21 @@ class FrozenWeightsNotSaved(ReferenceEngine):
 class OnlyRankZeroLoads(Replicated):
     """On another number of ranks, only the first one finds its file."""
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        if self.world.rank == 0:
-            super()._load_shards(directory, with_optimizer)
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        if self.context.world.rank == 0:
+            super().load_sharded(directory, with_optimizer)
 
 
-class MomentsExportedInHalfPrecision(ReferenceEngine):
+class MomentsExportedInHalfPrecision(ReferenceBackend):
     """What leaves the engine as float32 was rounded on the way."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             rounded = kind == "exp_avg" and value is not None
             yield name, value.bfloat16().float() if rounded and value is not None else value
 
 
-class ScheduleNotSaved(ReferenceEngine):
+class ScheduleNotSaved(ReferenceBackend):
     """A portable checkpoint begins the schedule again."""
 
     def save(self, meta: SaveLoadMeta) -> None:
@@ -85,15 +84,15 @@ class ScheduleNotSaved(ReferenceEngine):
         self.restore_progress(progress)
 
 
-class MomentsNotLoaded(ReferenceEngine):
+class MomentsNotLoaded(ReferenceBackend):
     """A portable checkpoint fills the weights; the optimizer begins again."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
         if kind not in ("exp_avg", "exp_avg_sq"):
-            super()._load_named_tensors(kind, source)
+            super().import_tensors(kind, source)
 
 
-class WritesBothCopies(ReferenceEngine):
+class WritesBothCopies(ReferenceBackend):
     """An export holds the tied matrix under both names."""
 
     def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
@@ -102,49 +101,49 @@ class WritesBothCopies(ReferenceEngine):
             shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
         return shapes
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        yield from super()._named_tensors(kind)
+    def export_tensors(self, kind: str) -> NamedTensors:
+        yield from super().export_tensors(kind)
         if kind == "params":
             yield "lm_head.weight", self.model.get_output_embeddings().weight.detach().clone()
 
 
-class HeadUnderAPrivateName(ReferenceEngine):
+class HeadUnderAPrivateName(ReferenceBackend):
     """The value head is exported under a name that transformers does not know."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             yield ("v_head.weight" if kind == "params" and name == "score.weight" else name), value
 
 
-class VectorsNotLoaded(ReferenceEngine):
+class VectorsNotLoaded(ReferenceBackend):
     """A load leaves the norms as they were."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
         vectors = {name: p.detach().clone() for name, p in self.model.named_parameters() if p.dim() < 2}
-        super()._load_named_tensors(kind, source)
+        super().import_tensors(kind, source)
         if kind == "params":
             with torch.no_grad():
                 for name, value in vectors.items():
                     self.model.get_parameter(name).copy_(value)
 
 
-class UploadsOldWeights(ReferenceEngine):
+class UploadsOldWeights(ReferenceBackend):
     """The weights of the first upload are sent again and again."""
 
     _sent: dict[str, Tensor] | None = None
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+    def export_tensors(self, kind: str) -> NamedTensors:
         if kind != "params":
-            yield from super()._named_tensors(kind)
+            yield from super().export_tensors(kind)
             return
         if self._sent is None:
             self._sent = {
-                name: value.clone() for name, value in super()._named_tensors(kind) if value is not None
+                name: value.clone() for name, value in super().export_tensors(kind) if value is not None
             }
         yield from self._sent.items()
 
 
-class LoadsAnything(ReferenceEngine):
+class LoadsAnything(ReferenceBackend):
     """An overridden ``load`` skips the digests."""
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -153,39 +152,43 @@ class LoadsAnything(ReferenceEngine):
             return
         shards = Path(meta.path) / "shards"
         if any(shards.iterdir()):
-            self._load_shards(shards, with_optimizer=True)
+            self.load_sharded(shards, with_optimizer=True)
 
 
 class RanksDrawTheirOwnWeights(Replicated):
     """Each rank draws what no file gives from a seed of its own."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        self.config = self.config.model_copy(update={"seed": self.config.seed + addr.rank})
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        self.context.config = self.context.config.model_copy(
+            update={"seed": self.context.config.seed + addr.rank}
+        )
+        super().build(context)
 
 
-class NewHeadIsZero(ReferenceEngine):
+class NewHeadIsZero(ReferenceBackend):
     """A new head begins at zero, and the trunk never learns."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         with torch.no_grad():
-            if self.config.model.head == "value":
+            if self.context.config.model.head == "value":
                 self.model.get_parameter("score.weight").zero_()
 
 
-class SnapshotByReference(ReferenceEngine):
+class SnapshotByReference(ReferenceBackend):
     """What is written in the background is read from the live tensors."""
 
     def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
         def write(directory: Path) -> None:
             time.sleep(0.5)
-            write_shards(directory, self.world.rank, self._shards(with_optimizer), self.world.size)
+            write_shards(
+                directory, self.context.world.rank, self._shards(with_optimizer), self.context.world.size
+            )
 
         return write
 
 
-class WeightsByReference(ReferenceEngine):
+class WeightsByReference(ReferenceBackend):
     """Moments are copied for the background, and weights are not."""
 
     def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
@@ -196,7 +199,7 @@ class WeightsByReference(ReferenceEngine):
 
         def write(directory: Path) -> None:
             time.sleep(0.5)
-            write_shards(directory, self.world.rank, copies, self.world.size)
+            write_shards(directory, self.context.world.rank, copies, self.context.world.size)
 
         return write
 

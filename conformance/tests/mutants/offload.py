@@ -7,11 +7,11 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
 from core_rl.backend.tensors import NamedTensors
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from mutants.zoo import Mutant
 
 
-class ExportsFreedMemory(ReferenceEngine):
+class ExportsFreedMemory(ReferenceBackend):
     """An overridden ``named_tensors`` gives zeros for what is offloaded."""
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
@@ -20,37 +20,37 @@ class ExportsFreedMemory(ReferenceEngine):
         return iter([(name, torch.zeros(shape)) for name, shape in self.tensor_shapes(kind).items()])
 
 
-class GradientsStayBehind(ReferenceEngine):
+class GradientsStayBehind(ReferenceBackend):
     """Gradients that wait for a step are dropped when weights are offloaded."""
 
-    def _offload(self, part: StatePart) -> None:
+    def offload(self, part: StatePart) -> None:
         if part == "model":
-            self._zero_grad()
-        super()._offload(part)
+            self.zero_grad()
+        super().offload(part)
 
 
-class MomentsBeginAgain(ReferenceEngine):
+class MomentsBeginAgain(ReferenceBackend):
     """Offloading the optimizer state drops it."""
 
-    def _offload(self, part: StatePart) -> None:
+    def offload(self, part: StatePart) -> None:
         if part == "optimizer" and self.optimizer is not None:
             for held in self.optimizer.state.values():
                 held["exp_avg"].zero_()
-        super()._offload(part)
+        super().offload(part)
 
 
-class OldCopiesComeBack(ReferenceEngine):
+class OldCopiesComeBack(ReferenceBackend):
     """The copies of the first time are kept, and come back each time."""
 
     _first: dict[str, Tensor] | None = None
 
-    def _offload(self, part: StatePart) -> None:
+    def offload(self, part: StatePart) -> None:
         if self._first is None and part == "model":
             self._first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        super()._offload(part)
+        super().offload(part)
 
-    def _onload(self, part: StatePart) -> None:
-        super()._onload(part)
+    def onload(self, part: StatePart) -> None:
+        super().onload(part)
         if part == "model" and self._first is not None:
             with torch.no_grad():
                 for name, value in self._first.items():
@@ -60,12 +60,12 @@ class OldCopiesComeBack(ReferenceEngine):
 class HeadIsNotMoved(OldCopiesComeBack):
     """The same of a value head alone, which the language model does not have."""
 
-    def _offload(self, part: StatePart) -> None:
-        super()._offload(part)
+    def offload(self, part: StatePart) -> None:
+        super().offload(part)
         self._first = {n: v for n, v in (self._first or {}).items() if n.startswith("score.")}
 
 
-class LoadIsUndone(ReferenceEngine):
+class LoadIsUndone(ReferenceBackend):
     """What is loaded while offloaded goes to the device; the copies on the host are still the old ones."""
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -81,7 +81,7 @@ class LoadIsUndone(ReferenceEngine):
             self.offload()
 
 
-class SavesFreedMemory(ReferenceEngine):
+class SavesFreedMemory(ReferenceBackend):
     """A save while offloaded writes what happens to be there."""
 
     def save(self, meta: SaveLoadMeta) -> None:

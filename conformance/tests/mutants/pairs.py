@@ -11,41 +11,42 @@ from torch import Tensor
 from core_rl.backend.meta import SaveLoadMeta, TensorKind
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.reference import SPEC as REFERENCE
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from mutants.zoo import Mutant
 
 
-class EntropyInBits(ReferenceEngine):
+class EntropyInBits(ReferenceBackend):
     """The entropy comes in another unit than the contract's."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         return {name: v / math.log(2) if name == "entropy" else v for name, v in outputs.items()}
 
 
-class NormAfterClipping(ReferenceEngine):
+class NormAfterClipping(ReferenceBackend):
     """The norm that is reported is that of the gradients after clipping."""
 
     def optimizer_step(self) -> dict[str, float]:
         report = super().optimizer_step()
-        assert self.config.optimizer is not None
-        largest = self.config.optimizer.max_grad_norm or math.inf
+        assert self.context.config.optimizer is not None
+        largest = self.context.config.optimizer.max_grad_norm or math.inf
         return {**report, "grad_norm": min(report["grad_norm"], largest)}
 
 
-class GradientsThreeTimesTheOthers(ReferenceEngine):
+class GradientsThreeTimesTheOthers(ReferenceBackend):
     """Every backward pass is scaled once more than the core has asked for."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for micro_batch in micro_batches:
-            loss = step(self._forward(micro_batch, step), micro_batch)
-            if not forward_only:
+            loss = step(self.outputs(micro_batch, step), micro_batch)
+            if mode != "forward":
                 (3.0 * loss).backward()
 
 
-class ScheduleAdvancedTwice(ReferenceEngine):
+class ScheduleAdvancedTwice(ReferenceBackend):
     """Each step of the schedule is two."""
 
     def lr_scheduler_step(self) -> float:
@@ -53,44 +54,44 @@ class ScheduleAdvancedTwice(ReferenceEngine):
         return super().lr_scheduler_step()
 
 
-class LossScaleOfTheSecondStep(ReferenceEngine):
+class LossScaleOfTheSecondStep(ReferenceBackend):
     """From the second update on, the loss is scaled by what the first one was divided by."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         scale = 0.5 if self.progress.updates else 1.0
         for micro_batch in micro_batches:
-            loss = step(self._forward(micro_batch, step), micro_batch)
-            if not forward_only:
+            loss = step(self.outputs(micro_batch, step), micro_batch)
+            if mode != "forward":
                 (scale * loss).backward()
 
 
-class FirstMomentForgotten(ReferenceEngine):
+class FirstMomentForgotten(ReferenceBackend):
     """Every other step begins without the momentum of the step before."""
 
-    def _step(self, scale: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         assert self.optimizer is not None
         if self.progress.updates % 2:
             for state in self.optimizer.state.values():
                 state["exp_avg"].zero_()
-        super()._step(scale)
+        super().step(scale, lr, count)
 
 
-class SecondMomentsDroppedOnLoad(ReferenceEngine):
+class SecondMomentsDroppedOnLoad(ReferenceBackend):
     """A load fills the weights and the first moments only."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
         if kind != "exp_avg_sq":
-            super()._load_named_tensors(kind, source)
+            super().import_tensors(kind, source)
 
 
-class StepCountOfTheOtherEngine(ReferenceEngine):
+class StepCountOfTheOtherEngine(ReferenceBackend):
     """After a load of a training that has gone on elsewhere, the bias correction begins again."""
 
     def _set_update_count(self, count: int) -> None:
         super()._set_update_count(min(count, 1))
 
 
-class RoundsWhatItSaves(ReferenceEngine):
+class RoundsWhatItSaves(ReferenceBackend):
     """A portable checkpoint holds the weights of the compute dtype, not the float32 ones beside them."""
 
     _saving = False
@@ -100,20 +101,20 @@ class RoundsWhatItSaves(ReferenceEngine):
         super().save(meta)
         self._saving = False
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             rounded = self._saving and kind == "master" and value is not None
             yield name, value.to(torch.bfloat16).float() if rounded and value is not None else value
 
 
-class WrapsTheNamesOfMasters(ReferenceEngine):
+class WrapsTheNamesOfMasters(ReferenceBackend):
     """Float32 weights are exported under the names of a wrapper; they load where the same wrapper is."""
 
     def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
         return {_wrapped(name, kind): shape for name, shape in super()._tensor_shapes(kind).items()}
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             yield _wrapped(name, kind), value
 
 
