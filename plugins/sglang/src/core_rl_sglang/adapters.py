@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +22,8 @@ from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.config.engine import LoraConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
-from core_rl_sglang.directories import plain_name
 
-__all__ = ["AdapterForm", "ServedAdapter"]
+__all__ = ["AdapterForm", "PlainName", "ServedAdapter", "plain_name"]
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang fuses. It ignores adapters that lack the first of them (0.5.23, ``lora.py``)."""
@@ -128,6 +129,28 @@ def _absent(
             if other not in layers:
                 yield other + A, (rank, into)
                 yield other + B, (weights[f"{other.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
+
+
+@dataclass(frozen=True)
+class PlainName:
+    """A name of a directory, and the link that it is, if it is one."""
+
+    path: Path
+    link: Path | None
+
+    def remove(self) -> None:
+        """Remove the link; the directory stays."""
+        if self.link is not None:
+            shutil.rmtree(self.link.parent, ignore_errors=True)
+
+
+def plain_name(directory: Path) -> PlainName:
+    """``directory``, or a link to it where SGLang (0.5.23) would take its name for a pattern."""
+    if glob.escape(str(directory)) == str(directory):
+        return PlainName(directory, None)
+    link = Path(tempfile.mkdtemp(prefix="core-rl-sglang-")) / "weights"
+    link.symlink_to(directory)
+    return PlainName(link, link)
 
 
 class ServedAdapter:

@@ -20,11 +20,11 @@ from core_rl.rollout.loop_thread import LoopThread
 from core_rl_sglang.calls import Requests
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.fleet import Fleet
-from core_rl_sglang.launching import api_of, free_ports, start_server
 from core_rl_sglang.model import ServedModel
+from core_rl_sglang.process import free_ports
 from core_rl_sglang.receiving import WeightReceiver
 from core_rl_sglang.scores import Scorer
-from core_rl_sglang.server import Server
+from core_rl_sglang.server import Server, api_of, start_server
 from core_rl_sglang.weights import DiskWeights
 
 __all__ = ["SGLangBackend"]

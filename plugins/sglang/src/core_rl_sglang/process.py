@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from core_rl.errors import ConfigError, RolloutError
-from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
-__all__ = ["ServerProcess", "arguments_of", "free_port", "require_free"]
+__all__ = ["ServerProcess", "arguments_of", "free_ports"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
@@ -65,7 +65,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     return [*given, *flags, *adapter, *options.extra_args]
 
 
-def free_port(host: str) -> int:
+def _free_port(host: str) -> int:
     """A port of ``host`` that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -73,7 +73,7 @@ def free_port(host: str) -> int:
         return port
 
 
-def require_free(host: str, port: int) -> None:
+def _require_free(host: str, port: int) -> None:
     """Raise `ConfigError` unless a server can listen on ``port``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,6 +84,17 @@ def require_free(host: str, port: int) -> None:
                 f"options.ports: port {port} of {host} cannot be listened on ({error.strerror}); "
                 "choose another, or leave 'ports' empty"
             ) from error
+
+
+def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
+    """The ports of ``count`` servers; raises `ConfigError` for ``options.ports`` that do not suffice or are taken."""
+    if not options.ports:
+        return tuple(_free_port(options.host) for _ in range(count))
+    if len(options.ports) != count:
+        raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
+    for port in options.ports:
+        _require_free(options.host, port)
+    return options.ports
 
 
 class ServerProcess:

@@ -8,16 +8,23 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import aiohttp
+
+from core_rl.distributed.process_group import pick_device
 from core_rl.errors import RolloutError
 from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket, pickled_by_name
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
-from core_rl_sglang.process import ServerProcess
+from core_rl_sglang.config import SglangConfig, SglangOptions
+from core_rl_sglang.model import ServedModel
+from core_rl_sglang.process import ServerProcess, arguments_of
 
-__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server"]
+__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server", "api_of", "start_server"]
 
 logger = logging.getLogger(__name__)
 
@@ -194,3 +201,24 @@ class Server:
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
         """``POST`` one step of a weight update."""
         return await self.api.post(path, body, timeout_s)
+
+
+def start_server(
+    config: SglangConfig, model: ServedModel, port: int, session: aiohttp.ClientSession
+) -> Server:
+    """Start the process of a server of ``model``; it is not ready yet."""
+    options = config.options
+    device = pick_device(config.device, 0).type
+    key = None if options.api_key is None else options.api_key.get_secret_value()
+    log = None if options.log_path is None else Path(options.log_path) / f"sglang-{port}.log"
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    arguments = arguments_of(config, model, port, device)
+    start = partial(ServerProcess, config.server_python, arguments, key, device, log, config.layout.tp)
+    return Server(api_of(f"{options.host}:{port}", session, options), start, start())
+
+
+def api_of(address: str, session: aiohttp.ClientSession, options: SglangOptions) -> Api:
+    """The interface of the server at ``address``."""
+    key = options.api_key
+    return Api(address, session, None if key is None else key.get_secret_value())

@@ -18,7 +18,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks
 from core_rl.weight_sync.messages import Bucket
-from core_rl_sglang.directories import plain_name
+from core_rl_sglang.adapters import plain_name
 from core_rl_sglang.server import Server
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights"]
