@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
-from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import NamedTensors
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.updates import Updates
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import OwnExport, TrainContext
 from mutants.outputs import WithTemperature
@@ -51,19 +48,17 @@ class UploadsTheStepBefore(OwnExport):
             yield from super().export_tensors(kind)
 
 
-class _CountsUploads(Persistence):
-    """Raises the version with each upload."""
+class _RaisesTheVersion(Updates):
+    """Records one more than the driver says."""
 
-    def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        super().upload_weights(meta)
-        run = self.runtime
-        run.progress = replace(run.progress, version=run.progress.version + 1)
+    def set_version(self, version: int) -> None:
+        super().set_version(version + 1)
 
 
 class CountsVersionsItself(ReferenceBackend):
     """Every upload raises the version."""
 
-    components = TrainComponents(persistence=_CountsUploads)
+    components = TrainComponents(updates=_RaisesTheVersion)
 
 
 class BesideAWrongRollout(ReferenceBackend):
