@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
-from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import NamedTensors
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.updates import Updates
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import OwnExport, TrainContext
 from mutants.outputs import WithTemperature
@@ -39,33 +36,29 @@ class ClampsLogits(ReferenceBackend):
 class UploadsTheStepBefore(OwnExport):
     """What is uploaded was gathered before the step."""
 
-    gathered: dict[str, Tensor] | None = None
-
     def step(self, scale: float, lr: float, count: int) -> None:
         stream = super().export_tensors("params")
-        self.gathered = {name: value.detach().clone() for name, value in stream if value is not None}
+        self._gathered = {name: value.detach().clone() for name, value in stream if value is not None}
         super().step(scale, lr, count)
 
     def export_tensors(self, kind: str) -> NamedTensors:
-        if kind == "params" and self.gathered is not None:
-            yield from self.gathered.items()
+        if kind == "params" and hasattr(self, "_gathered"):
+            yield from self._gathered.items()
         else:
             yield from super().export_tensors(kind)
 
 
-class UploadRaisesTheVersion(Persistence):
-    """Every upload raises the version."""
+class _RaisesTheVersion(Updates):
+    """Records one more than the driver says."""
 
-    def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        super().upload_weights(meta)
-        progress = self.runtime.progress
-        self.runtime.progress = replace(progress, version=progress.version + 1)
+    def set_version(self, version: int) -> None:
+        super().set_version(version + 1)
 
 
 class CountsVersionsItself(ReferenceBackend):
-    """The engine raises the version, which the driver alone does."""
+    """Every upload raises the version."""
 
-    components = TrainComponents(persistence=UploadRaisesTheVersion)
+    components = TrainComponents(updates=_RaisesTheVersion)
 
 
 class BesideAWrongRollout(ReferenceBackend):
