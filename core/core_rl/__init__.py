@@ -7,6 +7,8 @@ neither torch nor any backend.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
+from core_rl.version import __version__
+
 if TYPE_CHECKING:
     from core_rl.backend.loss import LossSpec as LossSpec
     from core_rl.backend.meta import FinetuneSpec as FinetuneSpec
@@ -63,8 +65,6 @@ if TYPE_CHECKING:
     from core_rl.registry.engines import register_engine as register_engine
     from core_rl.registry.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
     from core_rl.registry.spec import EngineSpec as EngineSpec
-
-__version__ = "0.1.0"
 
 _EXPORTS = {
     "core_rl.backend.loss": ("LossSpec",),

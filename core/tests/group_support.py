@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,17 +30,23 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
+from core_rl.engine import guards
 from core_rl.engine.post_hook import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError
+from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class EchoEngine(TrainEngine):
-    """Overrides public methods, as no plugin does, to show what each rank was given."""
+class EchoEngine:
+    """A stand-in for `TrainEngine` that shows what each rank was given."""
+
+    def __init__(self, spec: EngineSpec, config: TrainEngineConfig) -> None:
+        guards.check_config(spec, config)
+        self.config = config
 
     def initialize(self, addr: RankAddress | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         assert addr is not None
@@ -55,16 +62,20 @@ class EchoEngine(TrainEngine):
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.addr.rank // self.layout.tp
+        return self.addr.rank // self.config.layout.tp
 
     @property
     def data_parallel_size(self) -> int:
-        return self.layout.dp
+        return self.config.layout.dp
 
     @property
     def is_output_rank(self) -> bool:
         # The last tensor-parallel rank, so that taking rank 0's result would be wrong.
-        return self.addr.rank % self.layout.tp == self.layout.tp - 1
+        return self.addr.rank % self.config.layout.tp == self.config.layout.tp - 1
+
+    @property
+    def is_writer(self) -> bool:
+        return self.is_output_rank and self.data_parallel_rank == 0
 
     def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         return {"tokens": batch.num_tokens, "rank": self.addr.rank}
@@ -96,17 +107,23 @@ class EchoEngine(TrainEngine):
         self.calls.append("onload")
 
 
-EchoEngine.__abstractmethods__ = frozenset()  # the hooks: nothing here reaches them
+def make_echo(spec: EngineSpec, config: TrainEngineConfig) -> TrainEngine:
+    return cast("TrainEngine", EchoEngine(spec, config))
+
 
 SPEC = EngineSpec(
     name="echo",
     kind="train",
     protocol=PROTOCOL_VERSION,
-    factory="group_support:EchoEngine",
+    factory="no_module:never_imported",
     config="core_rl.config.engine:TrainEngineConfig",
     capabilities=frozenset({Capability.DATA_PARALLEL, Capability.TENSOR_PARALLEL}),
 )
 FAILING_SEED = 666
+
+
+group = partial(EngineGroup, SPEC, make_engine=make_echo)
+"""A group of `EchoEngine`."""
 
 
 def config(seed: int = 0, **degrees: int) -> TrainEngineConfig:
@@ -119,8 +136,9 @@ def config(seed: int = 0, **degrees: int) -> TrainEngineConfig:
 
 
 def echo_engine(engine: TrainEngine) -> EchoEngine:
-    assert isinstance(engine, EchoEngine)
-    return engine
+    found: Any = engine
+    assert isinstance(found, EchoEngine)
+    return found
 
 
 def rank_of(engine: TrainEngine) -> int:
@@ -132,14 +150,14 @@ def whoami(engine: TrainEngine, *args: *Ts) -> tuple[int, *Ts]:
 
 
 def surroundings(engine: TrainEngine) -> dict[str, object]:
-    engine = echo_engine(engine)
+    echo = echo_engine(engine)
     return {
         "cwd": str(Path.cwd()),
         "variable": os.environ.get("CORE_RL_TEST"),
         "path": sys.path,
         "threads": torch.get_num_threads(),
-        "ft_spec": engine.ft_spec,
-        "world": (engine.addr.world_size, engine.addr.local_rank, engine.addr.timeout_s),
+        "ft_spec": echo.ft_spec,
+        "world": (echo.addr.world_size, echo.addr.local_rank, echo.addr.timeout_s),
         "preloaded": "transformers.modeling_utils" in sys.modules,
         "sigint": signal.getsignal(signal.SIGINT),
     }

@@ -188,7 +188,7 @@ def test_weights_are_saved_alone(start: Start, tmp_path: Path, name: CheckpointF
 
 def next_draws(engine: TrainEngine) -> Tensor:
     """The state that the engine draws its next numbers from."""
-    with engine._draws.own():
+    with engine._runtime.rng.own():
         return torch.get_rng_state()
 
 
@@ -197,7 +197,7 @@ def test_random_state_is_loaded_with_the_optimizer_only(start: Start, tmp_path: 
     engine = start()
     saved, outside = next_draws(engine), torch.get_rng_state()
     engine.save(meta)
-    with engine._draws.own():
+    with engine._runtime.rng.own():
         torch.rand(3)
     later = next_draws(engine)
     engine.load(replace(meta, with_optimizer=False))
@@ -354,7 +354,7 @@ def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> N
     meta = SaveLoadMeta(path=str(tmp_path / "a"))
     engine = start()
     engine.save(meta)
-    engine.spec = replace(SPEC, name="other")
+    engine._runtime.spec = replace(SPEC, name="other")
     with pytest.raises(
         CheckpointMismatch, match=r"engine 'reference', and this is 'other'; save with format='por"
     ):
@@ -363,7 +363,7 @@ def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> N
 
 def test_undeclared_formats_are_refused(start: Start, tmp_path: Path) -> None:
     engine = start()
-    engine.spec = replace(SPEC, capabilities=frozenset())
+    engine._runtime.spec = replace(SPEC, capabilities=frozenset())
     for name in STATEFUL:
         meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
         for call in (engine.save, engine.load):
@@ -456,10 +456,10 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     assert on_ranks(2, save) == [None, None]
     saved = read_state(str(tmp_path / "a"))
 
-    def full(file: Any, tensor: Any) -> None:
-        raise file._failed(OSError(28, "No space left on device"))
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("core_rl.checkpoint.streamed_file.StreamedFile._write", full)
+    monkeypatch.setattr("core_rl.checkpoint.tensor_files.save_file", full)
     raised = on_ranks(2, save)
     assert [type(error) for error in raised] == [CheckpointError] * 2
     assert "rank 0: master-00001.safetensors: No space left on device" in str(raised[1])

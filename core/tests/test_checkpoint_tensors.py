@@ -182,9 +182,6 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         TensorFiles(tmp_path, "model").read("lm_head")
 
 
-# ------------------------------------------------------- files that are streamed
-
-
 @given(
     st.lists(
         st.tuples(
@@ -208,11 +205,3 @@ def test_dtypes_in_any_order_come_back(made: list[tuple[torch.dtype, list[int]]]
         for key, value in tensors.items():
             assert files.read(key).dtype == value.dtype
             assert torch.equal(files.read(key), value)
-
-
-def test_more_tensors_than_a_header_has_room_for(tmp_path: Path) -> None:
-    tensors = {f"{'block.' * 20}{number}": torch.full((2,), float(number)) for number in range(700)}
-    write_tensors(tmp_path, "model", iter(tensors.items()), writes=True)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    files = TensorFiles(tmp_path, "model")
-    assert all(torch.equal(files.read(name), value) for name, value in tensors.items())

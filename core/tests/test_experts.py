@@ -178,7 +178,7 @@ REFUSALS: dict[str, tuple[type[CoreRLError], Callable[[], object]]] = {
         BatchError,
         lambda: engine(config=support.TINY).forward(_with_routing(1, 2), ONE),
     ),
-    "pass total_tokens beside total_weight": (LossError, _balanced_in_parts),
+    "pass total_tokens with total_weight": (LossError, _balanced_in_parts),
 }
 
 

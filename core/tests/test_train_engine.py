@@ -283,7 +283,7 @@ BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
         r"named_tensors\('params'\): the model state is offloaded; call onload",
     ),
     (offload_inside_a_mode, EngineStateError, r"offload\(\) inside train_mode\(\); leave the context"),
-    (elsewhere, ConfigError, r"to\('meta'\): this engine lives on cpu"),
+    (elsewhere, ConfigError, r"to\('meta'\): this engine runs on cpu"),
     (adapter_sync, EngineStateError, "weight sync by 'lora': this engine has no adapter; set model.lora"),
 ]
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import core_rl
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from core_rl.version import __version__
 
 __all__ = [
     "MANIFEST",
@@ -53,7 +53,7 @@ class Manifest:
     """Small JSON values of the writer."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     """By path relative to the directory, with ``/``."""
-    core_rl: str = core_rl.__version__
+    core_rl: str = __version__
     """The version that wrote it."""
 
     def to_bytes(self) -> bytes:
@@ -161,7 +161,7 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
         if version > FORMAT:
             raise CheckpointMismatch(
                 f"{place} was written by core-rl {body['core_rl']} in format {version}; this is core-rl "
-                f"{core_rl.__version__}, which reads up to {FORMAT}. Upgrade core-rl"
+                f"{__version__}, which reads up to {FORMAT}. Upgrade core-rl"
             )
         files = {_inside(name): FileRecord(**record) for name, record in body["files"].items()}
         return Manifest(kind=body["kind"], state=body["state"], files=files, core_rl=body["core_rl"])

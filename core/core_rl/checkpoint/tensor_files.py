@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core_rl.checkpoint.streamed_file import StreamedFile
 from core_rl.distributed.agreement import describe
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
@@ -32,79 +32,73 @@ def write_tensors(
     """Write ``stream`` to ``PREFIX.safetensors``, or to ``PREFIX-00001-of-0000N.safetensors`` with an index.
 
     The stream may be collective: it is consumed to its end on every rank, also after an error, and
-    only ranks where ``writes`` is true receive tensors and write. Each tensor is on the disk before
-    the next one is asked for. Raises `CheckpointError` with the first error of this rank.
+    only ranks where ``writes`` is true receive tensors and write. They keep at most ``max_file_bytes`` in host
+    memory, or one tensor if that is larger. Raises `CheckpointError` with the first error of this rank.
     """
     writer = _Writer(directory, prefix, max_file_bytes)
     failure: Exception | None = None
     for name, tensor in stream:
         if writes and failure is None:
-            failure = writer.attempt(partial(writer.add, name, tensor))
+            failure = _failure_of(partial(writer.add, name, tensor))
     if writes and failure is None:
-        failure = writer.attempt(writer.finish)
+        failure = _failure_of(writer.finish)
     if failure is not None:
         raise CheckpointError(describe(failure)) from failure
 
 
+def _failure_of(step: Callable[[], None]) -> Exception | None:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001  # the other ranks are in the middle of the stream
+        return error
+    return None
+
+
 class _Writer:
+    """Collects tensors, and writes a file whenever they fill one."""
+
     def __init__(self, directory: Path, prefix: str, max_file_bytes: int) -> None:
         self._directory = directory
         self._prefix = prefix
         self._limit = max_file_bytes
-        self._open: StreamedFile | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._collected = 0
         self._total = 0
-        self._files: list[tuple[Path, list[str]]] = []
-        self._seen: set[str] = set()
+        self._files: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor | None) -> None:
         if tensor is None:
             raise CheckpointError(f"the export gave no data for {name!r} on the rank that writes")
-        if name in self._seen:
+        if name in self._tensors or any(name in names for names in self._files):
             raise CheckpointError(f"the export gave {name!r} twice")
-        self._seen.add(name)
-        full = (
-            self._open is not None and self._open.written and self._open.written + tensor.nbytes > self._limit
-        )
-        if full or not self._file().add(name, tensor):
-            self._close()
-            self._file().add(name, tensor)
-
-    def attempt(self, step: Callable[[], None]) -> Exception | None:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001  # the other ranks are in the middle of the stream
-            if self._open is not None:
-                self._open.abandon()
-            return error
-        return None
+        if self._tensors and self._collected + tensor.nbytes > self._limit:
+            self._write()
+        # A copy: the tensor is valid until the next one, and safetensors refuses shared memory.
+        self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        self._collected += tensor.nbytes
 
     def finish(self) -> None:
-        if self._open is not None or not self._files:
-            self._file()
-            self._close()
+        if self._tensors or not self._files:
+            self._write()
         if len(self._files) == 1:
-            self._files[0][0].rename(self._directory / f"{self._prefix}.safetensors")
+            self._path(1).rename(self._directory / f"{self._prefix}.safetensors")
             return
         weight_map: dict[str, str] = {}
-        for number, (file, names) in enumerate(self._files, start=1):
+        for number, names in enumerate(self._files, start=1):
             target = f"{self._prefix}-{number:05d}-of-{len(self._files):05d}.safetensors"
-            file.rename(self._directory / target)
+            self._path(number).rename(self._directory / target)
             weight_map |= dict.fromkeys(names, target)
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
         (self._directory / _index_name(self._prefix)).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _file(self) -> StreamedFile:
-        if self._open is None:
-            name = f"{self._prefix}-{len(self._files) + 1:05d}.safetensors"
-            self._open = StreamedFile(self._directory / name)
-        return self._open
+    def _write(self) -> None:
+        self._files.append(list(self._tensors))
+        write_file(self._path(len(self._files)), self._tensors, {"format": "pt"})
+        self._total += self._collected
+        self._tensors, self._collected = {}, 0
 
-    def _close(self) -> None:
-        assert self._open is not None
-        self._open.finish({"format": "pt"})
-        self._files.append((self._open.path, self._open.names))
-        self._total += self._open.written
-        self._open = None
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{self._prefix}-{number:05d}.safetensors"
 
 
 def _index_name(prefix: str) -> str:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from core_rl import __version__
 from core_rl.cli.commands import PluginCommand, plugin_commands
 from core_rl.cli.engines import app as engines_app
 from core_rl.errors import (
@@ -19,6 +18,7 @@ from core_rl.errors import (
     EngineIncompatible,
     EngineNotFound,
 )
+from core_rl.version import __version__
 
 __all__ = ["build_app", "main"]
 

@@ -56,13 +56,13 @@ class HFShardedState:
 
     def shapes(self, kind: str) -> dict[str, Shape]:
         if kind == "buffers":
-            return {name: tuple(buffer.shape) for name, buffer in self._buffers()}
+            return {name: tuple(buffer.shape) for name, buffer in self._saved_buffers()}
         shapes = self._layout.shapes({name: tuple(p.shape) for name, p in self._of(kind)})
         return {_exported_name(kind, name): shape for name, shape in shapes.items()}
 
     def local(self, kind: str) -> Iterator[LocalSlice]:
         if kind == "buffers":
-            for name, buffer in self._buffers():
+            for name, buffer in self._saved_buffers():
                 yield LocalSlice(name, (0,) * buffer.dim(), buffer, self._world.rank)
             return
         for name, parameter in self._of(kind):
@@ -88,7 +88,7 @@ class HFShardedState:
             if chosen.get(kind, parameter.requires_grad):
                 yield name, parameter
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         saved = self._model.state_dict().keys()
         return ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
 

@@ -1,0 +1,87 @@
+"""No module touches a private name of a class of ours that is not its own; upstream's private names have a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = [
+    "core/core_rl",
+    "conformance/core_rl_conformance",
+    "conformance/core_rl_oracle",
+    "trainer/src/core_rl_trainer",
+    "plugins/fsdp/src/core_rl_fsdp",
+    "plugins/megatron/src/core_rl_megatron",
+    "plugins/sglang/src/core_rl_sglang",
+]
+UPSTREAM = {
+    "_asdict": "public in spite of its name: collections.namedtuple",
+    "_buffers": "torch: a buffer is replaced and stays one that no file has",
+    "_cdata": "torch: the identity of a storage, which has no public one",
+    "_disable_adapters": "peft: enable_adapters() also changes requires_grad, and may find gathered parameters of FSDP",
+    "_foreach_mul_": "torch: one kernel for many tensors, as torch's own clip_grad_norm_ uses it",
+    "_get_cuda_rng_state": "megatron: read on CPUs, where Megatron has only CUDA's",
+    "_get_model_param_range_map": "megatron: the part of a parameter that the distributed optimizer has here",
+    "_init_weights": "transformers: draws a new head as transformers does",
+    "_is_hf_initialized": "transformers: marks parameters that initialize_weights() leaves alone",
+    "_keys_to_ignore_on_load_missing": "transformers: tensors that files may lack",
+    "_new_shared": "torch: shared memory of a size, without a tensor to copy",
+    "_no_split_modules": "transformers: the blocks that wrappers shard",
+    "_non_persistent_buffers_set": "torch: buffers that no file has",
+    "_parameters": "torch: ties a parameter again after to_empty()",
+    "_set_cuda_rng_state": "megatron: set on CPUs, where Megatron has only CUDA's",
+    "_timeout": "torch: the timeout of a gloo group that is made from parts",
+}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    return {file: ast.parse(file.read_text()) for file in files}
+
+
+def members(tree: ast.Module) -> set[str]:
+    """Names that a module's classes and functions define: methods, fields, and attributes of ``self``."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def private_accesses(tree: ast.Module) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node
+
+
+def test_no_module_touches_private_names_of_another() -> None:
+    ours = {name for tree in trees().values() for name in members(tree)}
+    found = []
+    for file, tree in trees().items():
+        own = members(tree)
+        for node in private_accesses(tree):
+            if node.attr in own or (node.attr in UPSTREAM and node.attr not in ours):
+                continue
+            found.append(f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_every_listed_name_of_upstream_is_used() -> None:
+    used = {node.attr for tree in trees().values() for node in private_accesses(tree)}
+    assert set(UPSTREAM) - used == set()
+
+
+@pytest.mark.parametrize("name", sorted(UPSTREAM))
+def test_every_listed_name_has_a_reason(name: str) -> None:
+    assert UPSTREAM[name]
