@@ -12,7 +12,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceEngine
-from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
 from mutants.zoo import Mutant
 

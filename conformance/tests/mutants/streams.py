@@ -10,10 +10,10 @@ from torch import Tensor
 from core_rl.backend.meta import TensorKind, WeightUpdateMeta
 from core_rl.backend.tensors import NamedTensors
 from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.receiving import receiving_buckets
 from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceEngine
 from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.stream import receiving_buckets
 from mutants.zoo import Mutant
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core_rl.config.capability import Capability
-from core_rl.errors import EngineAmbiguous, EngineBroken, EngineIncompatible
+from core_rl.errors import CoreRLError, EngineAmbiguous, EngineBroken, EngineIncompatible
 from core_rl.registry.engines import EngineEntry, get_spec, list_engines, load_config
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
@@ -20,7 +20,11 @@ app = typer.Typer()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
-_STATUS = {EngineAmbiguous: "ambiguous", EngineBroken: "broken", EngineIncompatible: "incompatible"}
+_STATUS: dict[type[CoreRLError], str] = {
+    EngineAmbiguous: "ambiguous",
+    EngineBroken: "broken",
+    EngineIncompatible: "incompatible",
+}
 
 
 @app.callback(invoke_without_command=True)

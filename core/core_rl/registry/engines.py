@@ -14,8 +14,8 @@ from core_rl.registry.discovery import (
     check_spec,
     declared_engines,
     installable_engines,
-    load_object,
 )
+from core_rl.registry.objects import load_object
 from core_rl.registry.spec import EngineSpec
 
 if TYPE_CHECKING:

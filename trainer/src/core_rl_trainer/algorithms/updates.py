@@ -20,7 +20,7 @@ __all__ = ["UpdatesConfig", "merge_updates", "peers", "require_fields", "run_upd
 
 
 class UpdatesConfig(Config):
-    """How often a batch is used."""
+    """The number of optimizer steps on a batch."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps in one pass over the batch."""
