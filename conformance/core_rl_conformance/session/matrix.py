@@ -267,13 +267,13 @@ def places_of(
     dtypes: Sequence[DType],
     selection: Selection,
 ) -> Iterator[tuple[Setting, str, DType]]:
-    """Where to run: on the first layout with every model, on the second with three; on others models take turns.
+    """Settings, models and dtypes of ``check``: every model on the first layout, three on the second, one on others.
 
-    They do so in settings too, and in further dtypes, which stay on the first two layouts: there checks of what
-    depends on the model run on both, and the others on the second, where ranks share state.
-    These others also take turns from the fourth layout on: each is run on every second one. With ``selection.sample_every``
-    all checks take turns on all layouts but the second, which every check sees, and with fewer models.
-    A quick session is the second layout with the first model that suits: expected values then serve several checks.
+    Models rotate over settings too, and over further dtypes, which stay on the first two layouts: there checks that
+    depend on the model run on both, and all others on the second, where ranks share state. These others run on every
+    second layout from the fourth on. With ``selection.sample_every`` all checks run on every N-th layout, and on the
+    second one, with fewer models. A quick session is the second layout with the first model that suits: expected
+    values then serve several checks.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
@@ -289,7 +289,7 @@ def places_of(
         for place, setting in enumerate(settings):
             if number > 0 and place not in _full(check, settings):
                 continue
-            if place not in always and (first + place) % sample_every:
+            if place not in always and (first + place) % every:
                 continue
             several = check.each == "layout and model" and number == 0 and not setting.name
             several = several and not selection.quick
