@@ -10,7 +10,7 @@ A check is a plain function over a `Subject` in a module of `core_rl_conformance
         Look at: where the cause is when it fails.
         '''
 
-To add one, write it there and add its line to the engine author's guide.
+To add one, write it there, and write the page again: ``core-rl checks --markdown docs/checks.md``.
 
 A distribution adds checks of its own by the entry-point group ``core_rl_checks``, whose values name such functions.
 """
