@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
 TRAINER = "trainer"
 PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
-EXAMPLES = ["examples/core-rl-ddp"]
+EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Those with layouts, on which the checks below are repeated.
 DISTRIBUTED_ENGINES = ["fsdp", "megatron"]

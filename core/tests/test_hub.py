@@ -41,7 +41,7 @@ PATHS_IN_RANKS = """
 import sys
 import group_support as support
 if __name__ == "__main__":
-    with support.group(model={"path": sys.argv[1]}, layout={"dp": 2}, seed=3) as group:
+    with support.echo_group(support.SPEC, model={"path": sys.argv[1]}, layout={"dp": 2}, seed=3) as group:
         print(*group.run(support.model_path), sep="\\n")
         print(group.config.seed)
 """

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any]]] = {
     "tp2cp2-sp": ("tiny", ParallelLayout(tp=2, cp=2, sequence_parallel=True), {}),
     "hybrid": ("tiny", ParallelLayout(dp=4), {"replicas": 2, "reduce_scatter": "last"}),
     "replicated": ("tiny", ParallelLayout(dp=2), {"replicas": 2}),
+    "dp2tp2": ("tiny", ParallelLayout(dp=2, tp=2), {}),
     "hybrid-tp2": ("uneven", ParallelLayout(dp=2, tp=2), {"replicas": 2}),
 }
 Expected = dict[tuple[str, str], tuple[dict[str, Tensor], float]]
