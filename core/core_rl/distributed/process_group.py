@@ -60,7 +60,7 @@ class Membership:
     def __init__(self, present: _Present, device: torch.device) -> None:
         self.address = present.address
         """This rank's number, and how long collectives may wait: as the first engine here joined."""
-        self.world = Comm(present.group, device, present.shared)
+        self.world = Comm(present.group, device, present.shared, present.address.timeout_s)
         """All ranks."""
         self._present = present
         present.members.append(self)
