@@ -26,7 +26,6 @@ UPSTREAM = {
     "_disable_adapters": "peft: enable_adapters() also changes requires_grad, and may find gathered parameters of FSDP",
     "_foreach_mul_": "torch: one kernel for many tensors, as torch's own clip_grad_norm_ uses it",
     "_get_cuda_rng_state": "megatron: read on CPUs, where Megatron has only CUDA's",
-    "_get_model_param_range_map": "megatron: the part of a parameter that the distributed optimizer has here",
     "_init_weights": "transformers: draws a new head as transformers does",
     "_is_hf_initialized": "transformers: marks parameters that initialize_weights() leaves alone",
     "_keys_to_ignore_on_load_missing": "transformers: tensors that files may lack",

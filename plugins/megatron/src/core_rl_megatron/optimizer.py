@@ -82,9 +82,9 @@ class ShardedOptimizer:
 
     def step(self, scale: float, lr: float, count: int) -> None:
         """Multiply the gradients by ``scale`` and make update number ``count``. Collective."""
-        if scale != 1.0:
-            for parameter, owned in self._owned.items():
-                _main_grad(parameter)[owned.start : owned.stop].mul_(scale)
+        grads = [_main_grad(parameter)[owned.start : owned.stop] for parameter, owned in self._owned.items()]
+        if scale != 1.0 and grads:  # a stage may be frozen as a whole
+            torch._foreach_mul_(grads, scale)
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr

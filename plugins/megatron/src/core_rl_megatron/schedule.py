@@ -69,7 +69,7 @@ class Schedule:
         """Drop what a failed pass left: recorded routings with their graphs, and messages between stages."""
         for chunk in self._model.chunks:
             for router in routers_of(chunk):
-                router.heard = router.replay = None
+                router.recorded = router.replay = None
         if self._pipeline is not None:
             self._pipeline["p2p_communicator"].abandon()
 
@@ -81,7 +81,7 @@ class Schedule:
         routers = routers_of(chunk)
         self._prescribe(routers, own_routing(micro_batch, tokens))
         hidden: Tensor = chunk(tokens, self._shards.context)
-        routings = [router.heard for router in routers if router.heard is not None]
+        routings = [router.recorded for router in routers if router.recorded is not None]
         return hidden, partial(self._loss, step, micro_batch, tokens, routings)
 
     def _prescribe(self, routers: Sequence[PackedRouter], routing: Tensor | None) -> None:

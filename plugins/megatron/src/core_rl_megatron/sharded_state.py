@@ -35,7 +35,7 @@ class CheckpointTensors:
 
     @staticmethod
     def of(model: PreTrainedModel, weights: TensorSource | None) -> CheckpointTensors:
-        """Those of ``model``; without ``weights``, it has them in memory."""
+        """Describe ``model``; without ``weights`` to read, its own are taken."""
         layout = CheckpointLayout.of(model)
         named = dict(model.named_parameters())
         if weights is None:
