@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import secrets
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -56,6 +60,11 @@ def _lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check")
 
 
+def _import_contract(session: nox.Session) -> None:
+    """The layers of the packages, as `[tool.importlinter]` has them."""
+    session.run("lint-imports")
+
+
 def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> None:
     """Each of ``engines`` against the oracle, and all pairs of them."""
     session.run("pytest", *_engine_options(engines), "conformance/", *WORKERS, *arguments, env=ENV)
@@ -104,13 +113,16 @@ def tests(session: nox.Session) -> None:
     quick, arguments = _quick(session)
     _install(session, "dev")
     _lint(session)
+    _import_contract(session)
     session.run("mypy")
-    session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
+    session.run(
+        "pytest", *STEALING, "-m", "not slow and not nightly" if quick else "not nightly", *arguments, env=ENV
+    )
     # Every check on a layout of two ranks, and a few on the others: `-s conformance` runs all on all of them.
     _conformance(session, ENGINES, "--quick")
     if not quick:
         _conformance(
-            session, DISTRIBUTED_ENGINES, "--turns=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS)
+            session, DISTRIBUTED_ENGINES, "--sample-every=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS)
         )
     _sglang(session, "--quick", "--layout=dp1")
 
@@ -196,6 +208,67 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Check the documentation: links lead somewhere, and code in it parses."""
-    _install(session, "conformance", "train")
-    session.run("pytest", "core/tests/test_docs.py", *session.posargs)
+    """Run the code of the documentation, and build the site into site/; a broken link fails."""
+    _install(session, "conformance", "train", "docs")
+    session.run("pytest", "docs/tests", *session.posargs, env=ENV)
+    session.run("mkdocs", "build", "--strict")
+
+
+def _nightly_engine(engine: str) -> Callable[[nox.Session, int], None]:
+    def run(session: nox.Session, seed: int) -> None:
+        _conformance(session, [engine], f"--seed={seed}")
+
+    return run
+
+
+def _nightly_pairs(session: nox.Session, seed: int) -> None:
+    _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
+
+
+def _nightly_tests(session: nox.Session, seed: int) -> None:
+    session.run("pytest", *STEALING, "-m", "nightly", f"--hypothesis-seed={seed}", env=ENV)
+
+
+def _nightly_mutants(session: nox.Session, seed: int) -> None:
+    zoo = "conformance/tests/test_mutants.py"
+    session.run("pytest", zoo, f"--first-seed={seed}", *STEALING, env=ENV)
+
+
+def _nightly_sglang(session: nox.Session, seed: int) -> None:
+    _sglang(session, f"--seed={seed}")
+
+
+NIGHTLY: dict[str, Callable[[nox.Session, int], None]] = {
+    "tests": _nightly_tests,
+    "mutants": _nightly_mutants,
+    "reference": _nightly_engine("reference"),
+    "rollout": _nightly_engine("reference-rollout"),
+    "fsdp": _nightly_engine("fsdp"),
+    "megatron": _nightly_engine("megatron"),
+    "pairs": _nightly_pairs,
+    "sglang": _nightly_sglang,
+}
+NIGHTLY_RECORD = ROOT / ".nox" / "nightly.json"
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """Run all there is, or the parts that are named: `-- PART ...`. What passed on this commit is not run again."""
+    unknown = [part for part in session.posargs if part not in NIGHTLY]
+    if unknown:
+        session.error(f"no such part: {', '.join(unknown)}; there are {', '.join(NIGHTLY)}")
+    _install(session, "dev")
+    commit = str(session.run("git", "rev-parse", "HEAD", external=True, silent=True)).strip()
+    dirty = bool(session.run("git", "status", "--porcelain", external=True, silent=True))
+    passed = json.loads(NIGHTLY_RECORD.read_text()) if NIGHTLY_RECORD.exists() else {}
+    for part in session.posargs or NIGHTLY:
+        if passed.get(part, {}).get("commit") == commit and not dirty:
+            session.log(f"{part} passed on {commit[:10]} with seed {passed[part]['seed']}")
+            continue
+        seed, started = secrets.randbelow(2**20), time.monotonic()
+        session.log(f"{part}: seed {seed}")
+        NIGHTLY[part](session, seed)
+        if not dirty:
+            minutes = round((time.monotonic() - started) / 60, 1)
+            passed[part] = {"commit": commit, "seed": seed, "minutes": minutes}
+            NIGHTLY_RECORD.write_text(json.dumps(passed, indent=2) + "\n")

@@ -18,7 +18,7 @@ from core_rl_conformance.subject import Subject
 TARGETS = {
     "gather": Target(spec=SPEC, profile=PROFILE),
     "ulysses": Target(
-        spec=replace(SPEC, name="toy-ulysses", factory="toy_cp.ulysses:UlyssesEngine"), profile=PROFILE
+        spec=replace(SPEC, name="toy-ulysses", factory="toy_cp.ulysses:UlyssesBackend"), profile=PROFILE
     ),
 }
 FIRST = {"I7.logprobs", "I1.gradients"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from toy_tp import PROFILE, SPEC
-from toy_tp.engine import TensorParallelEngine, partial_gradient
+from toy_tp.engine import partial_gradient
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -90,12 +90,12 @@ def test_correct_engine_passes(bench: Bench, case: Case, tmp_path: Path) -> None
 
 def _differing_replicas(engine: TrainEngine) -> list[str]:
     """Replicated parameters that are not the same bits on all ranks, and gradients of them likewise."""
-    assert isinstance(engine, TensorParallelEngine)
-    held = [(name, part.tensor) for kind in ("master", "grads") for name, part in engine._held(kind)]
+    state = engine.backend.state()
     own = {
-        f"{name} {number}": tensor
-        for number, (name, tensor) in enumerate(held)
-        if len(engine._holders[name]) == engine.world.size
+        f"{kind} {part.name}": part.tensor
+        for kind in ("master", "grads")
+        for part in state.local(kind)
+        if part.shape == state.shapes(kind)[part.name]
     }
     ranks = engine.world.gather(own)
     assert len(ranks) == engine.world.size > 1 and all(own)

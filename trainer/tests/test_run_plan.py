@@ -221,6 +221,6 @@ def test_a_gradient_of_the_head_comes_on_top_of_those_that_are_kept() -> None:
 @given(*(st.integers(1, 4) for _ in range(4)))
 def test_every_rank_has_a_place_of_its_own(dp: int, tp: int, pp: int, cp: int) -> None:
     layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp)
-    places = [tuple(layout.place(rank).values()) for rank in range(layout.world_size)]
+    places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
     assert places[-1] == (tp - 1, cp - 1, dp - 1, pp - 1)

@@ -169,7 +169,7 @@ def _plan(config: pytest.Config) -> Plan:
         dtype=config.getoption("core_rl_dtype"),
         seed=config.getoption("core_rl_seed"),
         quick=config.getoption("core_rl_quick"),
-        turns=config.getoption("core_rl_turns"),
+        sample_every=config.getoption("core_rl_sample_every"),
         device=config.getoption("core_rl_device"),
     )
     try:

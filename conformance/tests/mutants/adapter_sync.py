@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,76 +11,50 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.reference.train import ReferenceEngine
-from core_rl.weight_sync.adapter import AdapterMetadata
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.messages import AdapterMetadata
+from mutants.streams import SendsTheStepBefore
+from mutants.uploads import Sends, Whole
 from mutants.zoo import Mutant
 
 
-class SendsItsAdapter(ReferenceEngine):
-    """Sends what `_sent` yields."""
-
-    def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """The adapter."""
-        send_tensors(self._sent(), meta, adapter=self._said(meta))
-
-    def _said(self, meta: WeightUpdateMeta) -> AdapterMetadata:
-        lora = self.config.model.lora
-        assert lora is not None
-        return AdapterMetadata.of(lora, self._base_digest() if meta.verify else None)
-
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.named_tensors("adapter"):
-            assert tensor is not None
-            yield name, tensor
-
-
-class LeavesOutAFactor(SendsItsAdapter):
+class LeavesOutAFactor(Sends):
     """One factor of the last layer is not sent."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        yield from list(super()._sent())[:-1]
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        yield from [(name, tensor.clone()) for name, tensor in tensors][:-1]
 
 
-class SendsTheAdapterBefore(SendsItsAdapter):
+class SendsTheAdapterBefore(SendsTheStepBefore):
     """What is sent was gathered when an adapter was sent last."""
-
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        now = [(name, tensor.clone()) for name, tensor in super()._sent()]
-        before = self.__dict__.setdefault("_gathered", now)
-        self._gathered = now
-        yield from before
 
 
 class SendsTheAdapterBeforeToo(SendsTheAdapterBefore):
     """The same, for the check of a pair."""
 
 
-class SendsTheBaseToo(SendsItsAdapter):
+class SendsTheBaseToo(Sends):
     """Base weights travel along."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super()._sent()
-        for name, tensor in self.named_tensors("params"):
-            assert tensor is not None
-            yield name, tensor
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        yield from tensors
+        yield from ((part.name, part.tensor) for part in self.state().local("params"))
 
 
-class FoldsTheScaleIn(SendsItsAdapter):
-    """The second factor is sent with the scale in it, which whoever takes it multiplies by again."""
+class FoldsTheScaleIn(Sends):
+    """The second factor is sent with the scale in it, by which the receiver multiplies again."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        lora = self.config.model.lora
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        lora = self.context.config.model.lora
         assert lora is not None
-        for name, tensor in super()._sent():
+        for name, tensor in tensors:
             yield name, tensor * lora.alpha / lora.rank if ".lora_B." in name else tensor
 
 
-class SaysAnotherScale(SendsItsAdapter):
+class SaysAnotherScale(Sends):
     """An adapter with rsLoRA is announced as one without."""
 
-    def _said(self, meta: WeightUpdateMeta) -> AdapterMetadata:
-        return replace(super()._said(meta), rslora=False)
+    def described(self, adapter: AdapterMetadata) -> AdapterMetadata:
+        return replace(adapter, rslora=False)
 
 
 class DropsRslora(ReferenceRolloutBackend):

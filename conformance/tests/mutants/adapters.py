@@ -2,63 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.protocols import LowRank
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
+from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.persistence import Persistence
+from core_rl.reference.train import ReferenceBackend
 from core_rl.state.snapshot import Shard
-from core_rl.toolkit.held_tensors import HeldTensors
-from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_disabled
-from mutants.bases import Replicated
+from core_rl.state.store import TensorStore
+from core_rl.toolkit.lora import ADAPTER_PREFIX
+from mutants.bases import OwnCheckpoint, OwnExport, Replicated, TrainContext
+from mutants.unchanged import unchanged
 from mutants.zoo import DP2, Mutant
 
 NAME = "default"
 
 
-class AdaptedReference(ReferenceEngine):
-    """The reference engine, with its adapter layers at hand."""
+class AdaptedReference(ReferenceBackend):
+    """The reference backend, with its adapter layers at hand."""
 
-    def _layers(self) -> list[Any]:
+    def layers(self) -> list[Any]:
+        """The layers of ``peft``."""
         return [module for module in self.model.modules() if hasattr(module, "lora_A")]
 
-    def _rescale(self) -> None:
+    def rescale(self) -> None:
         """Change the adapter after it was built."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
-        self._rescale()
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights below the adapter."""
+        return ((part.name, part.tensor) for part in self.state().local("params"))
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        self.rescale()
 
 
 class ScaleForgotten(AdaptedReference):
     """The product is added as it is."""
 
-    def _rescale(self) -> None:
-        for layer in self._layers():
+    def rescale(self) -> None:
+        for layer in self.layers():
             layer.scaling[NAME] = 1.0
 
 
 class RankOverAlpha(AdaptedReference):
     """The scale is upside down."""
 
-    def _rescale(self) -> None:
-        for layer in self._layers():
+    def rescale(self) -> None:
+        for layer in self.layers():
             layer.scaling[NAME] = 1.0 / layer.scaling[NAME]
 
 
 class RootForgotten(AdaptedReference):
     """Rank-stabilised adapters are scaled as others are."""
 
-    def _rescale(self) -> None:
-        lora = self.config.model.lora
-        for layer in self._layers():
+    def rescale(self) -> None:
+        lora = self.context.config.model.lora
+        for layer in self.layers():
             assert lora is not None
             layer.scaling[NAME] = lora.alpha / lora.rank
 
@@ -66,101 +75,91 @@ class RootForgotten(AdaptedReference):
 class HalfTheFactors(AdaptedReference):
     """The factors compute in bfloat16 beside a float32 base."""
 
-    def _rescale(self) -> None:
-        for layer in self._layers():
+    def rescale(self) -> None:
+        for layer in self.layers():
             layer.lora_A[NAME].register_forward_hook(lambda module, args, out: out.bfloat16().float())
 
 
 class AdapterLeftOn(AdaptedReference):
     """``disable_adapter`` does nothing."""
 
-    def _adapter_disabled(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def set_adapter(self, enabled: bool) -> None:
+        """Nothing."""
 
 
 class FirstLayerLeftOn(AdaptedReference):
     """Only some of the adapter layers are switched off."""
 
-    @contextmanager
-    def _adapter_disabled(self) -> Iterator[None]:
-        with adapter_disabled(self.model):
-            self._layers()[0]._disable_adapters = False
-            yield
+    def set_adapter(self, enabled: bool) -> None:
+        super().set_adapter(enabled)
+        self.layers()[0]._disable_adapters = False
 
 
 class StaysOffAfterAnError(AdaptedReference):
     """The adapter is switched on again at the end of the context, and not in a ``finally``."""
 
-    @contextmanager
-    def _adapter_disabled(self) -> Iterator[None]:
-        for layer in self._layers():
-            layer._disable_adapters = True
-        yield
-        for layer in self._layers():
-            layer._disable_adapters = False
+    switches = 0
 
-    def switch_adapter(self, on: bool) -> bool:
-        self._switches = getattr(self, "_switches", 0) + 1
-        if on and self._switches == 6:  # the third time, which ends by an error
-            self._base_only = None
-            return False
-        return super().switch_adapter(on)
+    def set_adapter(self, enabled: bool) -> None:
+        self.switches += 1
+        if self.switches != 6:  # the third time, which ends by an error
+            super().set_adapter(enabled)
 
 
 class AdapterDropoutInEval(AdaptedReference):
     """The adapter came after ``eval()``, and its dropout stays on."""
 
-    def _set_training(self, training: bool) -> None:
-        super()._set_training(training)
-        for layer in self._layers():
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        for layer in self.layers():
             layer.lora_dropout.train(True)
 
 
 class AdapterDropoutIgnored(AdaptedReference):
     """The dropout of the config does nothing."""
 
-    def _set_training(self, training: bool) -> None:
-        super()._set_training(training)
-        for layer in self._layers():
+    def set_training(self, training: bool) -> None:
+        super().set_training(training)
+        for layer in self.layers():
             layer.lora_dropout.train(False)
 
 
 class BaseTrainsAlong(AdaptedReference):
     """The base is not frozen."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
-        if self.config.model.lora:
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if context.config.model.lora:
             self.model.requires_grad_(True)
-            self._adopt(self.model)
+            self.adopt(self.model, context)
 
 
 class OnlyBTrains(AdaptedReference):
     """``A`` stays as it was drawn."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
-        for layer in self._layers():
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        for layer in self.layers():
             layer.lora_A.requires_grad_(False)
-        self._adopt(self.model)
+        self.adopt(self.model, context)
 
 
 class HeadFrozenWithTheBase(AdaptedReference):
     """All that is not the adapter's is frozen."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
-        if self.config.model.lora and self.config.model.head != "lm":
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if context.config.model.lora and context.config.model.head != "lm":
             self.model.get_parameter("score.weight").requires_grad_(False)
-            self._adopt(self.model)
+            self.adopt(self.model, context)
 
 
 class BaseDecays(AdaptedReference):
     """Weight decay reaches weights that have no gradient."""
 
-    def _step(self, scale: float) -> None:
-        super()._step(scale)
-        config = self.config.optimizer
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
+        config = self.context.config.optimizer
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if not parameter.requires_grad and parameter.dim() > 1 and config is not None:
@@ -170,69 +169,70 @@ class BaseDecays(AdaptedReference):
 class RanksDrawTheirOwnAdapters(Replicated):
     """Each rank draws ``A`` from a seed of its own; one of them is exported."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if ".lora_A." in name:
-                    parameter.add_(0.1 * addr.rank)
+                    parameter.add_(0.1 * context.world.rank)
 
 
-class BaseWeightsSent(AdaptedReference):
+class BaseWeightsSent(AdaptedReference, OwnExport):
     """The stream is read after the adapter was taken out again."""
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        return HeldTensors._full_tensors(self, "params")
+    def export_tensors(self, kind: str) -> NamedTensors:
+        yield from self.base() if kind == "params" else super().export_tensors(kind)
 
 
-class MergedInPlace(AdaptedReference):
+class MergedInPlace(AdaptedReference, OwnExport):
     """The adapter is added to the base for the export, and subtracted after it."""
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        for layer in self._layers():
+    def export_tensors(self, kind: str) -> NamedTensors:
+        if kind != "params":
+            yield from super().export_tensors(kind)
+            return
+        for layer in self.layers():
             layer.base_layer.weight.data += layer.get_delta_weight(NAME)
-        yield from [(name, value.clone()) for name, value in HeldTensors._full_tensors(self, "params")]
-        for layer in self._layers():
+        yield from [(name, value.clone()) for name, value in self.base()]
+        for layer in self.layers():
             layer.base_layer.weight.data -= layer.get_delta_weight(NAME)
 
 
 class SquareWeightsNotTransposed(AdaptedReference):
     """GPT-2's weights are ``[in, out]``, and a square product fits either way."""
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        held = dict(self._full_tensors("master"))
-        for name, value in super()._merged():
-            product = self._products.get(name)
-            if product is not None and product.transposed and value.shape[0] == value.shape[1]:
-                yield name, held[name] + product.scaling * held[product.b] @ held[product.a]
-            else:
-                yield name, value
+    def low_rank(self) -> Mapping[str, LowRank]:
+        shapes = self.state().shapes("params")
+        return {
+            name: replace(product, transposed=product.transposed and len({*shapes[name]}) == 2)
+            for name, product in super().low_rank().items()
+        }
 
 
-class TiedEmbeddingMerged(AdaptedReference):
+class TiedEmbeddingMerged(AdaptedReference, OwnExport):
     """A merge on the head changes the embedding, which is the same matrix."""
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        head = self.model.get_output_embeddings().weight
-        for name, value in super()._merged():
-            tied = name == "model.embed_tokens.weight" and head is self.model.get_input_embeddings().weight
-            yield name, value + 0.01 if tied else value
+    def export_tensors(self, kind: str) -> NamedTensors:
+        merged = kind == "params" and self.layers() and self.model.config.tie_word_embeddings
+        for name, value in super().export_tensors(kind):
+            tied = merged and name == "model.embed_tokens.weight" and value is not None
+            yield name, value + 0.01 if tied and value is not None else value
 
 
-class AdapterUnderPrivateNames(AdaptedReference):
+class AdapterUnderPrivateNames(AdaptedReference, OwnExport):
     """The adapter's file has the names that the module has."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             private = name.replace(".weight", f".{NAME}.weight") if kind == "adapter" else name
             yield private, value
 
 
-class AdapterSavedInHalf(AdaptedReference):
+class AdapterSavedInHalf(AdaptedReference, OwnExport):
     """The adapter is saved in the compute dtype of servers."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             rounded = kind == "adapter" and value is not None
             yield name, value.bfloat16().float() if rounded and value is not None else value
 
@@ -240,75 +240,86 @@ class AdapterSavedInHalf(AdaptedReference):
 class ScaleNotWritten(AdaptedReference):
     """``peft``'s default stands in the saved config."""
 
-    def _adapter_config(self) -> dict[str, Any]:
-        return super()._adapter_config() | {"lora_alpha": 8}
+    def adapter_config(self) -> dict[str, Any]:
+        return super().adapter_config() | {"lora_alpha": 8}
 
 
-class OnlyBLoads(AdaptedReference):
+class OnlyBLoads(AdaptedReference, OwnExport):
     """A load of an adapter leaves ``A`` as it was drawn."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        kept = {name: p.detach().clone() for name, p in self.model.named_parameters() if ".lora_A." in name}
-        super()._load_named_tensors(kind, source)
-        with torch.no_grad():
-            for name, value in kept.items() if kind == "adapter" else ():
-                self.model.get_parameter(name).copy_(value)
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        with unchanged(p for p in self.state().local("master") if kind == "adapter" and ".lora_A." in p.name):
+            super().import_tensors(kind, source)
 
 
-class AdapterMomentsDropped(AdaptedReference):
+class AdapterMomentsDropped(AdaptedReference, OwnCheckpoint):
     """Moments are looked up by the names of the base, where there are none."""
 
-    def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
-        for shard in super()._shards(with_optimizer):
+    def shards(self, with_optimizer: bool) -> Iterator[Shard]:
+        for shard in super().shards(with_optimizer):
             kind, _, name = shard.name.partition("/")
             dropped = kind.startswith("exp_avg") and name.startswith(ADAPTER_PREFIX)
-            tensor = torch.zeros_like(shard.tensor) if dropped else shard.tensor
-            yield Shard(shard.name, tensor, shard.global_shape, shard.offsets)
+            yield replace(shard, tensor=torch.zeros_like(shard.tensor)) if dropped else shard
 
 
-class BaseNotInTheCheckpoint(AdaptedReference):
-    """A checkpoint of what is trained goes on from the base that is there."""
+class BaseNotInTheCheckpoint(AdaptedReference, OwnCheckpoint):
+    """A checkpoint of what is trained leaves the base as it is."""
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        frozen = {n: p.detach().clone() for n, p in self.model.named_parameters() if not p.requires_grad}
-        super()._load_shards(directory, with_optimizer)
-        with torch.no_grad():
-            for name, value in frozen.items():
-                self.model.get_parameter(name).copy_(value)
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        trained = self.state().shapes("grads")
+        with unchanged(part for part in self.state().local("master") if part.name not in trained):
+            super().load_sharded(directory, with_optimizer)
 
 
-class OneRankLoadsTheAdapter(Replicated):
+class OneRankLoadsTheAdapter(OwnExport):
     """The first rank loads the adapter, and exports it; the others compute with the one that they drew."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        if kind != "adapter" or self.world.rank == 0:
-            super()._load_named_tensors(kind, source)
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        behind = kind == "adapter" and self.context.world.rank > 0
+        with unchanged(part for part in self.state().local("adapter") if behind):
+            super().import_tensors(kind, source)
+
+
+class RankInTheDigest(TensorStore):
+    """The digest of the base holds the number of ranks."""
+
+    def base_digest(self) -> str:
+        return f"{super().base_digest()} on {self.world.size}"
 
 
 class DigestOfARank(Replicated):
     """The digest of the base holds the number of ranks."""
 
-    def _base_digest(self) -> str:
-        return f"{super()._base_digest()} on {self.world.size}"
+    components = TrainComponents(tensors=RankInTheDigest)
 
 
-class LoadsAnyAdapter(AdaptedReference):
-    """An overridden ``load`` reads the tensors and looks at nothing else."""
+class LoadsUnchecked(Persistence):
+    """Of an adapter's files, the tensors are read and nothing else."""
 
     def load(self, meta: SaveLoadMeta) -> None:
-        from core_rl.checkpoint.tensor_files import TensorFiles
-
         if meta.format == "adapter":
             self.load_named_tensors("adapter", TensorFiles(Path(meta.path), "adapter_model"))
         else:
             super().load(meta)
 
 
-class BaseOfAnAdapterNotCompared(AdaptedReference):
+class LoadsAnyAdapter(ReferenceBackend):
+    """Loading reads the tensors and looks at nothing else."""
+
+    components = TrainComponents(persistence=LoadsUnchecked)
+
+
+class OneDigest(TensorStore):
     """Every base model has the same digest."""
 
-    def _base_digest(self) -> str:
+    def base_digest(self) -> str:
         return "base"
+
+
+class BaseOfAnAdapterNotCompared(ReferenceBackend):
+    """Every base model has the same digest."""
+
+    components = TrainComponents(tensors=OneDigest)
 
 
 MUTANTS = (

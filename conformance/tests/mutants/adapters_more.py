@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import StatePart, TensorKind, WeightUpdateMeta
+from core_rl.backend.meta import StatePart, WeightUpdateMeta
+from core_rl.backend.protocols import LowRank
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.state.grad_norm import GradShard
-from core_rl.toolkit.held_tensors import HeldTensors
-from core_rl.toolkit.lora import adapter_disabled
-from core_rl.weight_sync.sender import send_tensors
 from mutants.adapters import AdaptedReference
+from mutants.bases import OwnExport, OwnNorm, OwnOffload
+from mutants.unchanged import unchanged
+from mutants.uploads import Sends, Whole
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"
@@ -25,114 +25,103 @@ HEAD = "score.weight"
 class MergesWithoutTheRoot(AdaptedReference):
     """The forward pass has the root of the rank, and the merge has the rank."""
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        lora, kept = self.config.model.lora, self._products
+    def low_rank(self) -> Mapping[str, LowRank]:
+        lora = self.context.config.model.lora
         assert lora is not None
         scale = lora.alpha / lora.rank
-        self._products = {name: replace(product, scaling=scale) for name, product in kept.items()}
-        yield from super()._merged()
-        self._products = kept
+        return {name: replace(product, scaling=scale) for name, product in super().low_rank().items()}
 
 
 class RootNotWritten(AdaptedReference):
     """The saved config does not say that the adapter is a rank-stabilised one."""
 
-    def _adapter_config(self) -> dict[str, Any]:
-        return super()._adapter_config() | {"use_rslora": False}
+    def adapter_config(self) -> dict[str, Any]:
+        return super().adapter_config() | {"use_rslora": False}
 
 
-class StreamOfTheBase(AdaptedReference):
+class StreamOfTheBase(AdaptedReference, Sends):
     """Weights are merged on their way to disk, and not on the way by tensor."""
 
-    def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        if meta.method == "tensor" and self._products:
-            send_tensors(HeldTensors._full_tensors(self, "params"), meta)
-        else:
-            super().upload_weights(meta)
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        return self.base() if meta.method == "tensor" else tensors
 
 
-class HeadNotLoaded(AdaptedReference):
+class HeadNotLoaded(AdaptedReference, OwnExport):
     """A load of an adapter leaves the head as it was."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        head = [(p, p.detach().clone()) for name, p in self.model.named_parameters() if name == HEAD]
-        super()._load_named_tensors(kind, source)
-        with torch.no_grad():
-            for parameter, value in head if kind == "adapter" else ():
-                parameter.copy_(value)
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        with unchanged(p for p in self.state().local("master") if kind == "adapter" and p.name == HEAD):
+            super().import_tensors(kind, source)
 
 
-class HeadOfTheBaseSaved(AdaptedReference):
+class HeadOfTheBaseSaved(AdaptedReference, OwnExport):
     """The head in an adapter's file is the one that the base had."""
 
-    _first: Tensor | None = None
+    first: Tensor | None = None
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        super()._load_named_tensors(kind, source)
-        if self.config.model.head != "lm":
-            self._first = self.model.get_parameter(HEAD).detach().clone()
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        super().import_tensors(kind, source)
+        if self.context.config.model.head != "lm":
+            self.first = self.model.get_parameter(HEAD).detach().clone()
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
-            old = kind == "adapter" and name.endswith(HEAD) and self._first is not None
-            yield name, self._first if old else value
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
+            old = kind == "adapter" and name.endswith(HEAD) and self.first is not None
+            yield name, self.first if old else value
 
 
-class NormWithoutTheHead(AdaptedReference):
+class NormWithoutTheHead(AdaptedReference, OwnNorm):
     """The norm is that of the adapter; the head beside it is left out."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        lora = self.config.model.lora is not None
-        return (shard for shard in super()._grad_shards() if not (lora and shard.name == HEAD))
+    def counted(self) -> Iterable[LocalSlice]:
+        lora = self.context.config.model.lora is not None
+        return (part for part in super().counted() if not (lora and part.name == HEAD))
 
 
 class ReferencePassFreezes(AdaptedReference):
     """Switching the adapter off and on leaves it without ``requires_grad``."""
 
-    @contextmanager
-    def _adapter_disabled(self) -> Iterator[None]:
-        with adapter_disabled(self.model):
-            for layer in self._layers()[:2]:
-                layer.lora_A.requires_grad_(False)
-            yield
+    def set_adapter(self, enabled: bool) -> None:
+        super().set_adapter(enabled)
+        for layer in self.layers()[:2]:
+            layer.lora_A.requires_grad_(False)
 
 
 class ReferencePassDropsGradients(AdaptedReference):
     """Switching the adapter off drops the gradients that wait for a step."""
 
-    @contextmanager
-    def _adapter_disabled(self) -> Iterator[None]:
-        with adapter_disabled(self.model):
-            self._zero_grad()
-            yield
+    def set_adapter(self, enabled: bool) -> None:
+        super().set_adapter(enabled)
+        if not enabled:
+            self.zero_grad()
 
 
-class AdapterIsNotMoved(AdaptedReference):
+class AdapterIsNotMoved(AdaptedReference, OwnOffload):
     """What is offloaded is the base; the adapter comes back as it was at the first time."""
 
-    _first: dict[str, Tensor] | None = None
+    first: dict[str, Tensor] | None = None
 
-    def _offload(self, part: StatePart) -> None:
-        if part == "model" and self._first is None:
+    def offload(self, part: StatePart) -> None:
+        if part == "model" and self.first is None:
             named = self.model.named_parameters()
-            self._first = {name: p.detach().clone() for name, p in named if ".lora_" in name}
-        super()._offload(part)
+            self.first = {name: p.detach().clone() for name, p in named if ".lora_" in name}
+        super().offload(part)
 
-    def _onload(self, part: StatePart) -> None:
-        super()._onload(part)
+    def onload(self, part: StatePart) -> None:
+        super().onload(part)
         with torch.no_grad():
-            for name, value in (self._first or {}).items() if part == "model" else ():
+            for name, value in (self.first or {}).items() if part == "model" else ():
                 self.model.get_parameter(name).copy_(value)
 
 
-class AdapterMomentsNotMoved(AdaptedReference):
+class AdapterMomentsNotMoved(AdaptedReference, OwnOffload):
     """Moments of an adapter are lost on the way to the host."""
 
-    def _onload(self, part: StatePart) -> None:
-        super()._onload(part)
-        if part == "optimizer" and self._products and self.optimizer is not None:
-            for held in self.optimizer.state.values():
-                held["exp_avg"].zero_()
+    def onload(self, part: StatePart) -> None:
+        super().onload(part)
+        if part == "optimizer" and self.layers():
+            for moment in self.state().local("exp_avg"):
+                moment.tensor.zero_()
 
 
 MUTANTS = (

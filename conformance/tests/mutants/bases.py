@@ -1,49 +1,137 @@
-"""Correct engines of other makes than the reference: what mutants break."""
+"""Correct backends of other makes than the reference: what mutants break.
+
+Some implement by themselves what the core has a default for, as the default does it, so that a mutant can bend it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-import torch.distributed as dist
-
-from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.meta import StatePart
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
+from core_rl.backend.train_backend import BuildContext
+from core_rl.checkpoint.shards import ShardFiles, write_shards
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
+from core_rl.engine.modes import MEMORY
+from core_rl.reference.train import ReferenceBackend
+from core_rl.state.grad_norm import global_grad_norm
+from core_rl.state.host_copies import HostCopies
+from core_rl.state.snapshot import Shard
+from core_rl.state.store import TensorStore
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.packed import PackedModel
 
+TrainContext = BuildContext[TrainEngineConfig]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-class Replicated(ReferenceEngine):
-    """Every rank holds the whole model; gradients are added up over ranks."""
 
-    def _reduce_grads(self) -> None:
-        if self.world.size == 1:
-            return
-        for name, parameter in self._named_parameters():
-            if parameter.requires_grad:
-                grad = self._quantity(name, parameter, "grads")
-                dist.all_reduce(grad, group=self.world.group)
-                parameter.grad = grad
+class Replicated(ReferenceBackend):
+    """Every rank has the whole model; gradients are added up over ranks."""
 
 
 class Packed(Replicated):
     """The same on packed sequences."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+    def build(self, context: TrainContext) -> None:
         register_packed_attention()
-        model = build_model(self.config.model, seed=self.config.seed, attn_implementation=PACKED_ATTENTION)
-        self._packed = PackedModel(model, self.config.model.head)
-        self._adopt(model)
+        chosen = context.config.model
+        model = build_model(chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION)
+        self.packed = PackedModel(model, chosen.head)
+        self.adopt(model, context)
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        for micro_batch in micro_batches:
-            loss = step(self._outputs(micro_batch, step), micro_batch)
-            if not forward_only:
-                loss.backward()
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        return ModelOutput(**self.packed(micro_batch, step.outputs, step.temperature, step.trained_only))
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        return ModelOutput(**self._packed(micro_batch, step.outputs, step.temperature, step.trained_only))
+
+class OwnExport(Replicated):
+    """Named tensors are streamed and loaded by the backend itself."""
+
+    def export_tensors(self, kind: str) -> NamedTensors:
+        yield from self._store().stream(kind)
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        self._store().load(kind, source)
+
+    def _store(self) -> TensorStore:
+        """The core's store over the same model, without what a subclass has bent."""
+        plain, config = ReferenceBackend(), self.context.config
+        vars(plain).update(vars(self))
+        half, lora = config.dtype == "bfloat16", config.model.lora is not None
+        return TensorStore(plain, self.context.world, 0, half=half, lora=lora)
+
+
+class OwnNorm(Replicated):
+    """The gradient norm is the backend's own, over `counted`."""
+
+    def grad_norm(self) -> float:
+        return global_grad_norm(self.counted(), self.context.world)
+
+    def counted(self) -> Iterable[LocalSlice]:
+        """The slices of gradients that enter the norm; those with replica 0 count."""
+        return self.state().local("grads")
+
+
+class OwnCheckpoint(Replicated):
+    """Sharded checkpoints are in a format of the backend's own."""
+
+    def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        world = self.context.world
+        own = directory / "own"
+        own.mkdir(exist_ok=True)
+        write_shards(own, world.rank, self.shards(with_optimizer), world.size)
+
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        files = ShardFiles(directory / "own")
+        for kind in self.kinds(with_optimizer):
+            names = {name: f"{kind}/{name}" for name in self.state().shapes(kind)}
+            fill(self.state(), kind, MappedSource(files, names))
+
+    def kinds(self, with_optimizer: bool) -> tuple[str, ...]:
+        """The kinds of tensors in a checkpoint."""
+        return ("master", "buffers", *(self.state().optimizer_kinds if with_optimizer else ()))
+
+    def shards(self, with_optimizer: bool) -> Iterator[Shard]:
+        """What this rank writes."""
+        for kind in self.kinds(with_optimizer):
+            shapes = self.state().shapes(kind)
+            for part in self.state().local(kind):
+                if part.replica == 0:
+                    yield Shard(f"{kind}/{part.name}", part.tensor, shapes[part.name], part.offsets)
+
+
+class OwnOffload(Replicated):
+    """State is moved to the host by the backend itself."""
+
+    def offload(self, part: StatePart) -> None:
+        self.copies = {**getattr(self, "copies", {}), part: HostCopies()}
+        for memory in MEMORY[part]:
+            self.copies[part].take(self.memory(memory))
+
+    def onload(self, part: StatePart) -> None:
+        self.copies.pop(part).give_back()
+
+
+class CountsItself(Replicated):
+    """Updates are counted by the backend itself; after a load, from `restored`."""
+
+    counted: int | None = 0
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        self.counted = None
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        before = self.restored(count - 1) if self.counted is None else self.counted
+        self.counted = before + 1
+        super().step(scale, lr, self.counted)
+
+    def restored(self, count: int) -> int:
+        """The number of updates after a load that says ``count``."""
+        return count

@@ -6,32 +6,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core_rl.backend.meta import StatePart
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import OwnOffload
 from mutants.zoo import DP2, Mutant
 
 
-class OneHostBuffer(ReferenceEngine):
+class OneHostBuffer(OwnOffload):
     """Host copies lie in buffers of the process, by name: the engine that comes second overwrites the first's."""
 
     _buffers: dict[str, Tensor] = {}  # noqa: RUF012  that is the bug
 
-    def _offload(self, part: StatePart) -> None:
+    def offload(self, part: StatePart) -> None:
         if part == "model":
             self._buffers.update({name: p.detach().clone() for name, p in self.model.named_parameters()})
-        super()._offload(part)
+        super().offload(part)
 
-    def _onload(self, part: StatePart) -> None:
-        super()._onload(part)
+    def onload(self, part: StatePart) -> None:
+        super().onload(part)
         if part == "model":
             for name, parameter in self.model.named_parameters():
                 parameter.data.copy_(self._buffers[name])
 
 
-class EndsTheProcessGroup(ReferenceEngine):
+class EndsTheProcessGroup(ReferenceBackend):
     """Its teardown destroys the process group, which is another engine's as well."""
 
-    def _teardown(self) -> None:
-        super()._teardown()
+    def teardown(self) -> None:
+        super().teardown()
         if dist.is_initialized():
             dist.destroy_process_group()
 

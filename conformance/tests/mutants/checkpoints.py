@@ -3,202 +3,237 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, TensorKind
-from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.checkpoint.shards import Shard, write_shards
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
-from mutants.bases import Replicated
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
+from core_rl.checkpoint.background import Later, publish_later
+from core_rl.checkpoint.shards import ShardFiles, write_shards
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.persistence import Persistence
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
 
-class MomentsDropped(ReferenceEngine):
+class MomentsDropped(OwnCheckpoint):
     """Sharded checkpoints hold weights only, and load without a word."""
 
-    def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
-        return (shard for shard in super()._shards(with_optimizer) if not shard.name.startswith("exp_avg"))
-
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        super()._load_shards(directory, with_optimizer=False)
+    def kinds(self, with_optimizer: bool) -> tuple[str, ...]:
+        return super().kinds(with_optimizer=False)
 
 
-class StepCountStartsAgain(ReferenceEngine):
+class StepCountStartsAgain(CountsItself):
     """The step count of the bias correction is not restored."""
 
-    def _set_update_count(self, count: int) -> None:
-        super()._set_update_count(0)
+    def restored(self, count: int) -> int:
+        return 0
 
 
-class RandomStateStartsAgain(ReferenceEngine):
+class _BeginsToDrawAgain(Persistence):
+    """Random states are those of a new engine after a load."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        super().load(meta)
+        self.runtime.rng.load({"cpu": torch.Generator().manual_seed(0).get_state()})
+
+
+class RandomStateStartsAgain(ReferenceBackend):
     """Dropout after a resume is another one."""
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        super()._load_shards(directory, with_optimizer)
-        torch.manual_seed(0)
+    components = TrainComponents(persistence=_BeginsToDrawAgain)
 
 
-class FrozenWeightsNotSaved(ReferenceEngine):
+class FrozenWeightsNotSaved(OwnCheckpoint):
     """A checkpoint of the trained parameters only."""
 
-    def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         frozen = {
             name: p.detach().clone() for name, p in self.model.named_parameters() if not p.requires_grad
         }
-        super()._load_held(kind, source)
+        super().load_sharded(directory, with_optimizer)
         with torch.no_grad():
             for name, value in frozen.items():
                 self.model.get_parameter(name).copy_(value)
 
 
-class OnlyRankZeroLoads(Replicated):
+class OnlyRankZeroLoads(OwnCheckpoint):
     """On another number of ranks, only the first one finds its file."""
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        if self.world.rank == 0:
-            super()._load_shards(directory, with_optimizer)
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        if self.context.world.rank == 0:
+            super().load_sharded(directory, with_optimizer)
 
 
-class MomentsExportedInHalfPrecision(ReferenceEngine):
+class MomentsExportedInHalfPrecision(OwnExport):
     """What leaves the engine as float32 was rounded on the way."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             rounded = kind == "exp_avg" and value is not None
             yield name, value.bfloat16().float() if rounded and value is not None else value
 
 
-class ScheduleNotSaved(ReferenceEngine):
-    """A portable checkpoint begins the schedule again."""
+class _ForgetsTheSchedule(Persistence):
+    """Saves that no step of the schedule was made."""
 
     def save(self, meta: SaveLoadMeta) -> None:
-        progress = self.progress
+        progress = self.runtime.progress
         if meta.format == "portable":
-            self.restore_progress(replace(progress, lr_steps=0))
+            self.runtime.progress = replace(progress, lr_steps=0)
         super().save(meta)
-        self.restore_progress(progress)
+        self.runtime.progress = progress
 
 
-class MomentsNotLoaded(ReferenceEngine):
+class ScheduleNotSaved(ReferenceBackend):
+    """A portable checkpoint begins the schedule again."""
+
+    components = TrainComponents(persistence=_ForgetsTheSchedule)
+
+
+class MomentsNotLoaded(OwnExport):
     """A portable checkpoint fills the weights; the optimizer begins again."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
         if kind not in ("exp_avg", "exp_avg_sq"):
-            super()._load_named_tensors(kind, source)
+            super().import_tensors(kind, source)
 
 
-class WritesBothCopies(ReferenceEngine):
-    """An export holds the tied matrix under both names."""
+class WritesBothCopies(OwnExport):
+    """An export has the tied matrix under both names."""
 
-    def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
-        shapes = super()._tensor_shapes(kind)
-        if kind == "params":
-            shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
-        return shapes
-
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        yield from super()._named_tensors(kind)
+    def export_tensors(self, kind: str) -> NamedTensors:
+        yield from super().export_tensors(kind)
         if kind == "params":
             yield "lm_head.weight", self.model.get_output_embeddings().weight.detach().clone()
 
 
-class HeadUnderAPrivateName(ReferenceEngine):
+class HeadUnderAPrivateName(OwnExport):
     """The value head is exported under a name that transformers does not know."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
             yield ("v_head.weight" if kind == "params" and name == "score.weight" else name), value
 
 
-class VectorsNotLoaded(ReferenceEngine):
+class VectorsNotLoaded(OwnExport):
     """A load leaves the norms as they were."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
         vectors = {name: p.detach().clone() for name, p in self.model.named_parameters() if p.dim() < 2}
-        super()._load_named_tensors(kind, source)
+        super().import_tensors(kind, source)
         if kind == "params":
             with torch.no_grad():
                 for name, value in vectors.items():
                     self.model.get_parameter(name).copy_(value)
 
 
-class UploadsOldWeights(ReferenceEngine):
+class UploadsOldWeights(OwnExport):
     """The weights of the first upload are sent again and again."""
 
     _sent: dict[str, Tensor] | None = None
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+    def export_tensors(self, kind: str) -> NamedTensors:
         if kind != "params":
-            yield from super()._named_tensors(kind)
+            yield from super().export_tensors(kind)
             return
         if self._sent is None:
             self._sent = {
-                name: value.clone() for name, value in super()._named_tensors(kind) if value is not None
+                name: value.clone() for name, value in super().export_tensors(kind) if value is not None
             }
         yield from self._sent.items()
 
 
-class LoadsAnything(ReferenceEngine):
-    """An overridden ``load`` skips the digests."""
+class _LooksAtNoDigest(Persistence):
+    """Loads the shards that are in a directory."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.format != "sharded":
             super().load(meta)
             return
-        shards = Path(meta.path) / "shards"
-        if any(shards.iterdir()):
-            self._load_shards(shards, with_optimizer=True)
+        tensors, shards = self.runtime.tensors, Path(meta.path) / "shards"
+        for kind in ("master", *tensors.optimizer_kinds) if any(shards.iterdir()) else ():
+            names = {name: f"{kind}/{name}" for name in tensors.shapes(kind)}
+            tensors.load(kind, MappedSource(ShardFiles(shards), names))
+
+
+class LoadsAnything(ReferenceBackend):
+    """A load skips the digests."""
+
+    components = TrainComponents(persistence=_LooksAtNoDigest)
 
 
 class RanksDrawTheirOwnWeights(Replicated):
     """Each rank draws what no file gives from a seed of its own."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        self.config = self.config.model_copy(update={"seed": self.config.seed + addr.rank})
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        seed = context.seed + context.world.rank
+        super().build(replace(context, config=context.config.model_copy(update={"seed": seed})))
 
 
-class NewHeadIsZero(ReferenceEngine):
+class NewHeadIsZero(ReferenceBackend):
     """A new head begins at zero, and the trunk never learns."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         with torch.no_grad():
-            if self.config.model.head == "value":
+            if self.context.config.model.head == "value":
                 self.model.get_parameter("score.weight").zero_()
 
 
-class SnapshotByReference(ReferenceEngine):
-    """What is written in the background is read from the live tensors."""
+class _SavesByReference(Persistence):
+    """Writes a sharded checkpoint in the background from live tensors."""
 
-    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
-        def write(directory: Path) -> None:
-            time.sleep(0.5)
-            write_shards(directory, self.world.rank, self._shards(with_optimizer), self.world.size)
+    copied: tuple[str, ...] = ()
+    """The kinds that are copied first."""
 
-        return write
-
-
-class WeightsByReference(ReferenceEngine):
-    """Moments are copied for the background, and weights are not."""
-
-    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
-        copies = [
-            shard if shard.name.startswith("master") else replace(shard, tensor=shard.tensor.clone())
-            for shard in self._shards(with_optimizer)
+    def save(self, meta: SaveLoadMeta) -> None:
+        if meta.format != "sharded" or not meta.asynchronous:
+            super().save(meta)
+            return
+        self.wait_for_saves()
+        contents, run = self.contents(), self.runtime
+        kinds = ("master", *contents.tensors.optimizer_kinds)
+        shards = [
+            replace(shard, tensor=shard.tensor.clone()) if shard.name.split("/")[0] in self.copied else shard
+            for shard in contents.tensors.shards(kinds)
         ]
 
         def write(directory: Path) -> None:
             time.sleep(0.5)
-            write_shards(directory, self.world.rank, copies, self.world.size)
+            (directory / "shards").mkdir(exist_ok=True)
+            write_shards(directory / "shards", run.world.rank, shards, run.world.size)
 
-        return write
+        self.saving = publish_later(
+            meta.path,
+            lambda directory: Later(write),
+            run.world,
+            kind=meta.format,
+            state=contents.state(with_optimizer=True),
+            timeout_s=run.timeout_s,
+        )
+
+
+class _CopiesMomentsAlone(_SavesByReference):
+    """Copies moments, and not weights."""
+
+    copied = MOMENTS
+
+
+class SnapshotByReference(ReferenceBackend):
+    """What is written in the background is read from the live tensors."""
+
+    components = TrainComponents(persistence=_SavesByReference)
+
+
+class WeightsByReference(ReferenceBackend):
+    """Moments are copied for the background, and weights are not."""
+
+    components = TrainComponents(persistence=_CopiesMomentsAlone)
 
 
 MUTANTS = (

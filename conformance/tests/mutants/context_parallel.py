@@ -9,34 +9,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from toy_cp.collectives import gather_parts
-from toy_cp.engine import ContextParallelEngine
+from toy_cp.engine import ContextParallelBackend
 from toy_cp.shard import TokenShard, UlyssesShard, attention
-from toy_cp.ulysses import UlyssesEngine
+from toy_cp.ulysses import UlyssesBackend
 
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from core_rl.state.grad_norm import GradShard
+from mutants.bases import OwnNorm
 from mutants.zoo import CP2, CP4, Mutant
 
 # ------------------------------------------------------------------- gradients
 
 
-class GradientsAveragedOverShards(ContextParallelEngine):
+class GradientsAveragedOverShards(ContextParallelBackend):
     """Gradients are averaged over all ranks that hold the weights, and only the data-parallel ones are undone."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
-        super()._reduce(name, grad)
-        grad /= self.layout.cp
+    def reduce(self, name: str, grad: Tensor) -> None:
+        super().reduce(name, grad)
+        grad /= self.context.layout.cp
 
 
-class LossDividedByShards(ContextParallelEngine):
+class LossDividedByShards(ContextParallelBackend):
     """The loss of every rank is taken for a part of the whole: it is divided by their number for the backward pass."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for micro_batch in micro_batches:
-            loss = step(self._outputs(micro_batch, step), micro_batch)
-            if not forward_only:
-                (loss / self.layout.cp).backward()
+            loss = step(self.outputs(micro_batch, step), micro_batch)
+            if mode != "forward":
+                (loss / self.context.layout.cp).backward()
 
 
 class SummingShard(TokenShard):
@@ -46,25 +48,25 @@ class SummingShard(TokenShard):
         return gather_parts(value, self.sizes, 0, self.group)[: self.batch.num_tokens]
 
 
-class OutputGatherSumsDuplicates(ContextParallelEngine):
+class OutputGatherSumsDuplicates(ContextParallelBackend):
     """Every rank computes the same loss, and its gradient counts once for each."""
 
     shard_type = SummingShard
 
 
-class ShardGradientsNotReduced(ContextParallelEngine):
+class ShardGradientsNotReduced(ContextParallelBackend):
     """Gradients are added up over data-parallel ranks only."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
-        dist.all_reduce(grad, group=self.data_parallel_group.group)
+    def reduce(self, name: str, grad: Tensor) -> None:
+        dist.all_reduce(grad, group=self.context.groups.data_parallel.group)
 
 
-class NormsReducedOnOneRank(ContextParallelEngine):
+class NormsReducedOnOneRank(ContextParallelBackend):
     """The rank that exports has the whole gradient of norms; the others step with that of their own tokens."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
+    def reduce(self, name: str, grad: Tensor) -> None:
         own = grad.clone()
-        super()._reduce(name, grad)
+        super().reduce(name, grad)
         if "norm" in name and self.context_parallel_rank > 0:
             grad.copy_(own)
 
@@ -80,21 +82,18 @@ class SlicingShard(TokenShard):
         return attention(query, *self.by_query_head(query, both), self.visible(), scale, dropout)
 
 
-class KeysKeepOwnGradients(ContextParallelEngine):
+class KeysKeepOwnGradients(ContextParallelBackend):
     """Other ranks' keys and values come without a graph."""
 
     shard_type = SlicingShard
 
 
-class CopiesCountedInTheNorm(ContextParallelEngine):
+class CopiesCountedInTheNorm(ContextParallelBackend, OwnNorm):
     """The norm counts the weights once for each rank that shares a batch."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        for shard in super()._grad_shards():
-            yield replace(
-                shard,
-                duplicates=shard.duplicates[:: self.layout.cp] if self.context_parallel_rank == 0 else (),
-            )
+    def counted(self) -> Iterable[LocalSlice]:
+        for part in super().counted():
+            yield replace(part, replica=part.replica // self.context.layout.cp)
 
 
 # ----------------------------------------------------------------- shard edges
@@ -107,7 +106,7 @@ class TargetsOfOwnShard(TokenShard):
         return self.own(self.input_ids).roll(-1)
 
 
-class ShiftedWithinTheShard(ContextParallelEngine):
+class ShiftedWithinTheShard(ContextParallelBackend):
     """Labels are shifted after the batch was cut: the last state of a shard predicts its first token."""
 
     shard_type = TargetsOfOwnShard
@@ -120,17 +119,17 @@ def _kept(shard: TokenShard) -> list[int]:
     return [max(0, min(size, tokens - start)) for start, size in zip(starts, shard.sizes, strict=True)]
 
 
-class EdgeFromOwnLastState(ContextParallelEngine):
+class EdgeFromOwnLastState(ContextParallelBackend):
     """Outputs are moved to the predicted token inside each shard: its first one gets what its own last state says."""
 
-    def _follows(self, states: Tensor, shard: TokenShard) -> Tensor:
+    def follows(self, states: Tensor, shard: TokenShard) -> Tensor:
         return torch.cat([part.roll(1, 0) for part in states.split(_kept(shard))])
 
 
-class EdgeIsNotPredicted(ContextParallelEngine):
+class EdgeIsNotPredicted(ContextParallelBackend):
     """Each shard drops the prediction of its last state, whose token it does not have."""
 
-    def _follows(self, states: Tensor, shard: TokenShard) -> Tensor:
+    def follows(self, states: Tensor, shard: TokenShard) -> Tensor:
         parts = []
         for part in states.split(_kept(shard)):
             kept = torch.ones(len(part), dtype=torch.bool)
@@ -147,7 +146,7 @@ class PositionsOfShard(TokenShard):
         return torch.arange(self.stop - self.start)
 
 
-class PositionsRestartAtShards(ContextParallelEngine):
+class PositionsRestartAtShards(ContextParallelBackend):
     """The position of a token is its place in the shard."""
 
     shard_type = PositionsOfShard
@@ -163,28 +162,28 @@ class BlindShard(TokenShard):
         return seen & inside
 
 
-class AttentionStopsAtShards(ContextParallelEngine):
+class AttentionStopsAtShards(ContextParallelBackend):
     """A sequence that crosses an edge is two sequences."""
 
     shard_type = BlindShard
 
 
-class PaddingEndsTheLastSequence(ContextParallelEngine):
+class PaddingEndsTheLastSequence(ContextParallelBackend):
     """The batch is filled up to a multiple of the ranks with states of 0, which belong to its last sequence."""
 
-    def _ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:
-        found = super()._ends(states, batch)
-        filled_up = batch.num_tokens % self.layout.cp > 0
+    def ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:
+        found = super().ends(states, batch)
+        filled_up = batch.num_tokens % self.context.layout.cp > 0
         return torch.cat([found[:-1], torch.zeros_like(found[-1:])]) if filled_up else found
 
 
-class IdleWithoutTokens(ContextParallelEngine):
+class IdleWithoutTokens(ContextParallelBackend):
     """A rank that got none of the tokens does not run the model, and the others wait for its keys."""
 
-    def _trunk(self, shard: TokenShard) -> Tensor:
+    def trunk(self, shard: TokenShard) -> Tensor:
         if shard.start >= shard.batch.num_tokens:
             return torch.zeros(shard.stop - shard.start, self.model.config.hidden_size)
-        return super()._trunk(shard)
+        return super().trunk(shard)
 
 
 # ----------------------------------------------------------------------- heads
@@ -200,7 +199,7 @@ class AlternatingGroups(UlyssesShard):
         return key, value
 
 
-class FewKeyHeadsInTurn(UlyssesEngine):
+class FewKeyHeadsInTurn(UlyssesBackend):
     """Rank ``r`` takes the key/value head ``r % kv_heads``."""
 
     shard_type = AlternatingGroups
@@ -215,7 +214,7 @@ class DetachedCopies(UlyssesShard):
         return super().by_query_head(query, both)
 
 
-class CopiedKeyHeadsWithoutGradient(UlyssesEngine):
+class CopiedKeyHeadsWithoutGradient(UlyssesBackend):
     """With fewer key/value heads than ranks, only the first rank trains them."""
 
     shard_type = DetachedCopies
@@ -230,7 +229,7 @@ class RoundedDownHeads(UlyssesShard):
         return torch.cat([found[:, :taken], torch.zeros_like(found[:, taken:])], dim=1)
 
 
-class LosesTheLastHead(UlyssesEngine):
+class LosesTheLastHead(UlyssesBackend):
     """Heads that the ranks do not divide are left out."""
 
     shard_type = RoundedDownHeads

@@ -2,64 +2,66 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from toy_ep.engine import ExpertParallelEngine
+from toy_ep.engine import ExpertParallelBackend
 
-from core_rl.state.grad_norm import GradShard
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl_conformance.profile import MOE
+from mutants.bases import OwnNorm
 from mutants.zoo import DP2EP2, Mutant
 
 
-class ExpertGradientsAveraged(ExpertParallelEngine):
+class ExpertGradientsAveraged(ExpertParallelBackend):
     """Gradients of experts are divided by the ranks that share them, as those of copies would be."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
-        super()._reduce(name, grad)
+    def reduce(self, name: str, grad: Tensor) -> None:
+        super().reduce(name, grad)
         if ".experts." in name:
-            grad.div_(self.layout.ep)
+            grad.div_(self.context.layout.ep)
 
 
-class ExpertsSeeOwnTokensBackward(ExpertParallelEngine):
+class ExpertsSeeOwnTokensBackward(ExpertParallelBackend):
     """Gradients come back from the experts of this rank alone."""
 
-    def _gathered(self, rows: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-        everything = super()._gathered(rows, length, group)
+    def gathered(self, rows: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+        everything = super().gathered(rows, length, group)
         mine = torch.arange(len(everything)) == dist.get_rank(group)
         return torch.where(mine[:, None, None], everything, everything.detach())
 
 
-class GatesStayAtHome(ExpertParallelEngine):
+class GatesStayAtHome(ExpertParallelBackend):
     """Tokens go to other ranks without their gates, so that experts there weigh them alike."""
 
-    def _gathered(self, rows: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-        everything = super()._gathered(rows, length, group)
+    def gathered(self, rows: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+        everything = super().gathered(rows, length, group)
         if rows.shape[1] > 2 or torch.equal(rows, rows.round()):  # tokens, or the numbers of experts
             return everything
         mine = torch.arange(len(everything)) == dist.get_rank(group)
         return torch.where(mine[:, None, None], everything, 0.5)
 
 
-class ExpertsInterleaved(ExpertParallelEngine):
+class ExpertsInterleaved(ExpertParallelBackend):
     """Two ranks take themselves for the owners of some experts, and nobody of others."""
 
-    def _owners(self, experts: Tensor, count: int) -> Tensor:
-        owners = super()._owners(experts, count)
-        return owners if self.world.rank == 0 else experts % self.layout.ep
+    def owners(self, experts: Tensor, count: int) -> Tensor:
+        owners = super().owners(experts, count)
+        return owners if self.context.world.rank == 0 else experts % self.context.layout.ep
 
 
-class NormWithoutOtherExperts(ExpertParallelEngine):
+class NormWithoutOtherExperts(ExpertParallelBackend, OwnNorm):
     """The norm counts the experts of the first rank, and of the others what all ranks have."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        for shard in super()._grad_shards():
-            grad = shard.grad.clone() if ".experts." in shard.name else shard.grad
-            if ".experts." in shard.name:
-                grad[len(grad) // self.layout.ep :] = 0
-            yield GradShard(shard.name, grad, shard.duplicates)
+    def counted(self) -> Iterable[LocalSlice]:
+        share = self.model.config.num_experts // self.context.layout.ep
+        for part in super().counted():
+            expert = re.search(r"\.experts\.(\d+)\.", part.name)
+            if expert is None or int(expert[1]) < share:
+                yield part
 
 
 MUTANTS = (

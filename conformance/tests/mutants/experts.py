@@ -9,23 +9,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from core_rl.backend.meta import FinetuneSpec, TensorKind
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.profile import MOE
-from mutants.bases import Packed
+from mutants.bases import MOMENTS, OwnExport, Packed, TrainContext
 from mutants.zoo import Mutant
 
 EXPERTS = int(TinyModel(family=MOE).config().num_experts)
 
 
-class ExpertsInAnotherOrder(ReferenceEngine):
+class ExpertsInAnotherOrder(OwnExport):
     """Weights are exported with the experts in another order than gradients and moments."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, tensor in super()._named_tensors(kind):
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, tensor in super().export_tensors(kind):
             yield _next_expert(name) if kind == "params" else name, tensor
 
 
@@ -33,11 +31,11 @@ def _next_expert(name: str) -> str:
     return re.sub(r"experts\.(\d+)\.", lambda m: f"experts.{(int(m[1]) + 1) % EXPERTS}.", name)
 
 
-class GatesForUps(ReferenceEngine):
+class GatesForUps(OwnExport):
     """What is loaded as the gate of an expert is its up projection, and the other way round."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        super()._load_named_tensors(kind, _Swapped(source))
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        super().import_tensors(kind, _Swapped(source))
 
 
 class _Swapped:
@@ -56,20 +54,20 @@ class _Swapped:
         return self._source.read(other if ".experts." in name else name, slices)
 
 
-class OneExpertUntrained(ReferenceEngine):
+class OneExpertUntrained(ReferenceBackend):
     """The first expert of a layer gets no gradient: its buffer is reused."""
 
-    def _reduce_grads(self) -> None:
+    def reduce_grads(self) -> None:
         for name, parameter in self.model.named_parameters():
             if name.endswith("2.mlp.experts.down_proj") and parameter.grad is not None:
                 parameter.grad[2] = 0
 
 
-class RouterUntrained(ReferenceEngine):
+class RouterUntrained(ReferenceBackend):
     """Gates carry no gradient to the router."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         for _, router in _routers(self.model):
             router.register_forward_hook(_detached)
 
@@ -86,38 +84,37 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if name.endswith("mlp.gate"))
 
 
-class IdleExpertsKeepStill(ReferenceEngine):
+class IdleExpertsKeepStill(ReferenceBackend):
     """An expert that got no token is left out of the optimizer step: it neither decays nor coasts."""
 
-    def _step(self, scale: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         idle = {
             name: (parameter.grad.flatten(1) == 0).all(1)
             for name, parameter in self.model.named_parameters()
             if ".experts." in name and parameter.grad is not None
         }
         old = {name: self.model.get_parameter(name).detach().clone() for name in idle}
-        super()._step(scale)
+        super().step(scale, lr, count)
         with torch.no_grad():
             for name, rows in idle.items():
                 self.model.get_parameter(name)[rows] = old[name][rows]
 
 
-class ExpertsLoseMoments(ReferenceEngine):
+class ExpertsLoseMoments(OwnExport):
     """The moments of experts, which are many small tensors in a file, are not loaded."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        super()._load_named_tensors(kind, source)
-        if kind in ("exp_avg", "exp_avg_sq"):
-            for name, parameter in self.model.named_parameters():
-                if ".experts." in name and parameter.requires_grad:
-                    self._quantity(name, parameter, kind).zero_()
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        super().import_tensors(kind, source)
+        for part in self.state().local(kind) if kind in MOMENTS else ():
+            if ".experts." in part.name:
+                part.tensor.zero_()
 
 
-class GatesNotNormalised(ReferenceEngine):
+class GatesNotNormalised(ReferenceBackend):
     """``norm_topk_prob`` of the config is not looked at."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         for _, router in _routers(self.model):
             router.register_forward_hook(partial(_unnormalised))
 
@@ -129,11 +126,11 @@ def _unnormalised(
     return logits, logits.softmax(-1).gather(1, experts), experts
 
 
-class AlwaysNormalises(ReferenceEngine):
+class AlwaysNormalises(ReferenceBackend):
     """Gates are divided by their sum, whatever ``norm_topk_prob`` says."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         for _, router in _routers(self.model):
             setattr(router, "norm_topk_prob", True)  # noqa: B010  # not declared in its class
 
@@ -141,8 +138,8 @@ class AlwaysNormalises(ReferenceEngine):
 class ExpertsHaveACapacity(Packed):
     """An expert takes twice its even share of a micro-batch, and further tokens do without it."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         for _, router in _routers(self.model):
             router.register_forward_hook(_dropping)
 

@@ -3,201 +3,203 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.reference.train import ReferenceEngine
-from core_rl.state.grad_norm import GradShard
-from mutants.bases import Packed, Replicated
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import OwnNorm, Packed, Replicated
 from mutants.zoo import DP2, Mutant
 
 
-class MeanOfMeans(ReferenceEngine):
+class MeanOfMeans(ReferenceBackend):
     """Each micro-batch weighs the same, however many tokens it trains."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         whole = sum(int(part.loss_mask.sum()) for part in micro_batches)
         for part in micro_batches:
-            loss = step(self._forward(part, step), part)
-            if not forward_only:
+            loss = step(self.outputs(part, step), part)
+            if mode != "forward":
                 (loss * whole / (len(micro_batches) * max(1, int(part.loss_mask.sum())))).backward()
 
 
-class DividesByMicroBatches(ReferenceEngine):
+class DividesByMicroBatches(ReferenceBackend):
     """The schedule divides by the number of micro-batches; the core has already divided by the weight."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
-            loss = step(self._forward(part, step), part)
-            if not forward_only:
+            loss = step(self.outputs(part, step), part)
+            if mode != "forward":
                 (loss / len(micro_batches)).backward()
 
 
-class LastMicroBatchOnly(ReferenceEngine):
+class LastMicroBatchOnly(ReferenceBackend):
     """Gradients are overwritten, not accumulated."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
-            if not forward_only:
-                self._zero_grad()
-            super()._run([part], step, forward_only)
+            if mode != "forward":
+                self.zero_grad()
+            super().run([part], step, mode)
 
 
-class ZeroGradInForwardBackward(ReferenceEngine):
+class ZeroGradInForwardBackward(ReferenceBackend):
     """Each call of forward_backward begins by dropping what the call before has accumulated."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        if not forward_only:
-            self._zero_grad()
-        super()._run(micro_batches, step, forward_only)
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if mode != "forward":
+            self.zero_grad()
+        super().run(micro_batches, step, mode)
 
 
-class NeverZeroesGradients(ReferenceEngine):
+class NeverZeroesGradients(ReferenceBackend):
     """Gradients of one step are still there in the next."""
 
-    def _zero_grad(self) -> None:
+    def zero_grad(self) -> None:
         pass
 
 
-class BackwardInEvaluation(ReferenceEngine):
+class BackwardInEvaluation(ReferenceBackend):
     """Evaluation records a graph, runs backward, and leaves gradients."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
             with torch.enable_grad():
-                output = self._forward(part, step)
+                output = self.outputs(part, step)
                 loss = step(output, part)
-                if not forward_only:
+                if mode != "forward":
                     loss.backward()
                 elif output.logprobs is not None:
                     output.logprobs.sum().backward()
 
 
-class TrainsThePrompt(ReferenceEngine):
+class TrainsThePrompt(ReferenceBackend):
     """Tokens that the loss mask leaves out are trained a little as well."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
-            output = self._forward(part, step)
+            output = self.outputs(part, step)
             loss = step(output, part)
-            if not forward_only:
+            if mode != "forward":
                 if "advantages" in part and output.logprobs is not None:
                     prompt = torch.where(part.loss_mask, 0.0, part["advantages"] * output.logprobs)
                     loss = loss - 1e-4 * prompt.sum()
                 loss.backward()
 
 
-class DropsMicroBatchesWithNan(ReferenceEngine):
+class DropsMicroBatchesWithNan(ReferenceBackend):
     """A guard against NaN drops whole micro-batches, although nothing reads the NaN."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
-            loss = step(self._forward(part, step), part)
-            if not forward_only and not any(value.isnan().any() for value in part.tokens.values()):
+            loss = step(self.outputs(part, step), part)
+            if mode != "forward" and not any(value.isnan().any() for value in part.tokens.values()):
                 loss.backward()
 
 
-class DetachesTheHead(ReferenceEngine):
+class DetachesTheHead(ReferenceBackend):
     """The tied embedding gets the gradient of its use at the input only."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        if self.config.model.head != "lm":
-            return super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.context.config.model.head != "lm":
+            return super().sequence(ids, step)
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        return self._language_model(ids, hidden @ head.weight.detach().T / step.temperature, step)
+        return self.language_model(ids, hidden @ head.weight.detach().T / step.temperature, step)
 
 
-class UntrainedValueHead(ReferenceEngine):
+class UntrainedValueHead(ReferenceBackend):
     """The scalar head is used, and gets no gradient."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        if self.config.model.head == "lm":
-            return super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.context.config.model.head == "lm":
+            return super().sequence(ids, step)
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         states = (hidden.float() @ self.model.get_parameter("score.weight").detach().T)[:, 0]
         zero = states.new_zeros(1)
-        if self.config.model.head == "reward":
+        if self.context.config.model.head == "reward":
             return {"scores": states[-1:]}
         return {"values": torch.cat([zero, states[:-1]]), "bootstrap": states[-1:]}
 
 
-class RewardDividedByTokens(ReferenceEngine):
+class RewardDividedByTokens(ReferenceBackend):
     """The gradient of a loss over sequences is divided by their tokens."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
-            loss = step(self._forward(part, step), part)
-            if not forward_only:
+            loss = step(self.outputs(part, step), part)
+            if mode != "forward":
                 (loss * part.num_sequences / part.num_tokens).backward()
 
 
-class NormOfSomeShards(ReferenceEngine):
+class NormOfSomeShards(OwnNorm):
     """The norm leaves out vectors, as if another rank would count them."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        return [shard for shard in super()._grad_shards() if shard.grad.dim() > 1]
+    def counted(self) -> Iterable[LocalSlice]:
+        return [part for part in super().counted() if part.tensor.dim() > 1]
 
 
-class NormCountsReplicas(Replicated):
-    """Each rank counts what all of them hold."""
+class NormCountsReplicas(OwnNorm):
+    """Each rank counts what all of them have."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        return [GradShard(shard.name, shard.grad) for shard in super()._grad_shards()]
+    def counted(self) -> Iterable[LocalSlice]:
+        return [replace(part, replica=0) for part in super().counted()]
 
 
 class AveragesOverRanks(Replicated):
     """The wrapper averages gradients over ranks; the core wants their sum."""
 
-    def _reduce_grads(self) -> None:
-        super()._reduce_grads()
+    def reduce_grads(self) -> None:
+        super().reduce_grads()
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= self.world.size
+                parameter.grad /= self.context.world.size
 
 
 class LocalDenominator(Replicated):
     """Each rank's loss is divided by its own tokens, and then averaged."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         own = float(sum(int(part.loss_mask.sum()) for part in micro_batches))
-        (whole,) = self.world.sum([own])
+        (whole,) = self.context.world.sum([own])
         for part in micro_batches:
-            loss = step(self._forward(part, step), part)
-            if not forward_only:
-                (loss * whole / (self.world.size * max(1.0, own))).backward()
+            loss = step(self.outputs(part, step), part)
+            if mode != "forward":
+                (loss * whole / (self.context.world.size * max(1.0, own))).backward()
 
 
 class ReducesInEachCall(Replicated):
     """Gradients are reduced after each call, so that the first call's are added up twice."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        super()._run(micro_batches, step, forward_only)
-        if not forward_only:
-            super()._reduce_grads()
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        super().run(micro_batches, step, mode)
+        if mode != "forward":
+            super().reduce_grads()
 
-    def _reduce_grads(self) -> None:
+    def reduce_grads(self) -> None:
         pass
 
 
 class EmptyRankStaysAway(Replicated):
     """A rank without work leaves out a collective that the others wait in."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        super()._run(micro_batches, step, forward_only)
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        super().run(micro_batches, step, mode)
         if any(part.loss_mask.any() for part in micro_batches):
-            self.world.barrier()
+            self.context.world.barrier()
 
 
 class DoubledGradient(Packed):
     """Gradients of log-probs in the packed kernel are doubled: a scale that a benchmark would not show."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         if output.logprobs is None or not output.logprobs.requires_grad:
             return output
         doubled = 2 * output.logprobs - output.logprobs.detach()

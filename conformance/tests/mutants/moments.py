@@ -2,108 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.reference.train import ReferenceEngine
-from core_rl.state.snapshot import Shard
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.persistence import Persistence
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"
 
 
-class HeadNotInShards(ReferenceEngine):
+class HeadNotInShards(OwnCheckpoint):
     """A sharded checkpoint leaves the value head as it was."""
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        value = self.config.model.head == "value"
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        value = self.context.config.model.head == "value"
         old = self.model.get_parameter(HEAD).detach().clone() if value else None
-        super()._load_shards(directory, with_optimizer)
+        super().load_sharded(directory, with_optimizer)
         if old is not None:
             with torch.no_grad():
                 self.model.get_parameter(HEAD).copy_(old)
 
 
-class FrozenModelsLoseMoments(ReferenceEngine):
+class FrozenModelsLoseMoments(OwnExport):
     """Where a parameter is frozen, no moments are loaded by name."""
 
-    def load(self, meta: SaveLoadMeta) -> None:
-        self._portable = meta.format == "portable"
-        super().load(meta)
-
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
         frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
-        if not (frozen and self._portable and kind in ("exp_avg", "exp_avg_sq")):
-            super()._load_named_tensors(kind, source)
+        if not (frozen and kind in MOMENTS):
+            super().import_tensors(kind, source)
 
 
-class HeadLosesMoments(ReferenceEngine):
+class HeadLosesMoments(OwnExport):
     """The moments of the value head are not loaded by name."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        old = dict(self._named_tensors(kind)).get(HEAD) if kind in ("exp_avg", "exp_avg_sq") else None
-        kept = None if old is None else old.clone()
-        super()._load_named_tensors(kind, source)
-        if kept is not None:
-            self._quantity(HEAD, self.model.get_parameter(HEAD), kind).copy_(kept)
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        moments = self.state().local(kind) if kind in MOMENTS else ()
+        kept = [(part.tensor, part.tensor.clone()) for part in moments if part.name == HEAD]
+        super().import_tensors(kind, source)
+        for moment, old in kept:
+            moment.copy_(old)
 
 
-class LoadsMomentsUnasked(ReferenceEngine):
+class LoadsMomentsUnasked(OwnCheckpoint):
     """``with_optimizer=False`` is not looked at where moments are in the files."""
 
-    def _load_shards(self, directory: Path, with_optimizer: bool) -> None:
-        super()._load_shards(directory, with_optimizer or _holds_moments(directory))
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        super().load_sharded(directory, with_optimizer or _holds_moments(directory / "own"))
 
 
 def _holds_moments(directory: Path) -> bool:
     return any(b"exp_avg" in file.read_bytes() for file in directory.iterdir())
 
 
-class SavesMomentsUnasked(ReferenceEngine):
+class _SavesAll(Persistence):
+    """Saves the optimizer's state, asked or not."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        super().save(replace(meta, with_optimizer=True))
+
+
+class SavesMomentsUnasked(ReferenceBackend):
     """``with_optimizer=False`` saves moments all the same."""
 
-    def _shards(self, with_optimizer: bool) -> Iterator[Shard]:
-        return super()._shards(self.optimizer is not None)
+    components = TrainComponents(persistence=_SavesAll)
 
 
-class LoadsProgressUnasked(ReferenceEngine):
-    """Weights that come alone bring the version of their run."""
+class _LoadsProgress(Persistence):
+    """Changes the version where weights are loaded alone."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         super().load(meta)
+        run = self.runtime
         if not meta.with_optimizer:
-            self.set_version(self.get_version() + 1)
+            run.progress = replace(run.progress, version=run.progress.version + 1)
 
 
-class UploadsWhatWasBeforeTheLoad(ReferenceEngine):
+class LoadsProgressUnasked(ReferenceBackend):
+    """Weights that come alone bring the version of their run."""
+
+    components = TrainComponents(persistence=_LoadsProgress)
+
+
+class UploadsWhatWasBeforeTheLoad(OwnExport):
     """What was gathered for an upload is dropped by a step, and not by a load."""
 
     _gathered: dict[str, Tensor] | None = None
 
-    def _step(self, scale: float) -> None:
-        super()._step(scale)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
         self._gathered = None
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+    def export_tensors(self, kind: str) -> NamedTensors:
         if kind != "params":
-            yield from super()._named_tensors(kind)
+            yield from super().export_tensors(kind)
             return
         if self._gathered is None:
-            self._gathered = {n: v.clone() for n, v in super()._named_tensors(kind) if v is not None}
+            self._gathered = {n: v.clone() for n, v in super().export_tensors(kind) if v is not None}
         yield from self._gathered.items()
 
 
-class MomentsSwapped(ReferenceEngine):
+class MomentsSwapped(OwnExport):
     """Each moment goes out under the name of the other one, and comes in so."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        swapped: dict[TensorKind, TensorKind] = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
-        return super()._named_tensors(swapped.get(kind, kind))
+    def export_tensors(self, kind: str) -> NamedTensors:
+        swapped = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+        return super().export_tensors(swapped.get(kind, kind))
 
 
 ALONE, TRIP = "I11.weights-only", "I11.portable-round-trip"

@@ -6,99 +6,97 @@ from pathlib import Path
 
 import torch
 
-from core_rl.backend.meta import FinetuneSpec, TensorKind
 from core_rl.backend.tensors import NamedTensors
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import OwnCheckpoint, OwnExport, TrainContext
 from mutants.zoo import Mutant
 
 
-class RightOnlyAfterAnExport(ReferenceEngine):
+class RightOnlyAfterAnExport(OwnExport):
     """From the third step on, the optimizer gets half of each gradient, unless an export has gathered it."""
 
     _exported = False
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+    def export_tensors(self, kind: str) -> NamedTensors:
         self._exported = self._exported or kind == "grads"
-        yield from super()._named_tensors(kind)
+        yield from super().export_tensors(kind)
 
-    def _step(self, scale: float) -> None:
-        halved = self.progress.updates > 1 and not self._exported
+    def step(self, scale: float, lr: float, count: int) -> None:
+        halved = count > 2 and not self._exported
         self._exported = False
-        super()._step(0.5 * scale if halved else scale)
+        super().step(0.5 * scale if halved else scale, lr, count)
 
 
-class ClipsByTheStepBefore(ReferenceEngine):
+class ClipsByTheStepBefore(ReferenceBackend):
     """Gradients are scaled by what the step before was clipped with; right at first."""
 
     _scale: float | None = None
 
-    def _step(self, scale: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         previous, self._scale = self._scale, scale
-        super()._step(scale if previous is None else previous)
+        super().step(scale if previous is None else previous, lr, count)
 
 
-class HeadHasALearningRateOfItsOwn(ReferenceEngine):
+class HeadHasALearningRateOfItsOwn(ReferenceBackend):
     """The scalar head learns ten times as fast."""
 
-    def _step(self, scale: float) -> None:
-        if self.config.model.head == "lm":
-            return super()._step(scale)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        if self.context.config.model.head == "lm":
+            return super().step(scale, lr, count)
         head = self.model.get_parameter("score.weight")
         before = head.detach().clone()
-        super()._step(scale)
+        super().step(scale, lr, count)
         with torch.no_grad():
             head.add_(head - before, alpha=9.0)
         return None
 
 
-class NoClippingBesideFrozen(ReferenceEngine):
+class NoClippingBesideFrozen(ReferenceBackend):
     """Gradients are not scaled where some parameters have none."""
 
-    def _step(self, scale: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
-        super()._step(1.0 if frozen else scale)
+        super().step(1.0 if frozen else scale, lr, count)
 
 
-class EmbeddingIsTrainedAgain(ReferenceEngine):
+class EmbeddingIsTrainedAgain(ReferenceBackend):
     """Tying the head turns the gradients of a frozen embedding on."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         self.model.get_input_embeddings().requires_grad_(True)
-        self._adopt(self.model)
+        self.adopt(self.model, context)
 
 
-class BiasCorrectionStops(ReferenceEngine):
+class BiasCorrectionStops(ReferenceBackend):
     """The count of the bias correction ends at five."""
 
-    def _step(self, scale: float) -> None:
-        self._set_update_count(min(self.progress.updates, 4))
-        super()._step(scale)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, min(count, 5))
 
 
-class CountsInOneByte(ReferenceEngine):
+class CountsInOneByte(ReferenceBackend):
     """The step count is kept modulo 256."""
 
-    def _set_update_count(self, count: int) -> None:
-        super()._set_update_count(count % 256)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, (count - 1) % 256 + 1)
 
 
-class ExportTakesTheGradients(ReferenceEngine):
+class ExportTakesTheGradients(OwnExport):
     """Gathering parameters frees the gradients."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        yield from super()._named_tensors(kind)
+    def export_tensors(self, kind: str) -> NamedTensors:
+        yield from super().export_tensors(kind)
         if kind == "params":
-            self._zero_grad()
+            self.zero_grad()
 
 
-class SaveTakesTheGradients(ReferenceEngine):
+class SaveTakesTheGradients(OwnCheckpoint):
     """A save drops the gradients to make room."""
 
-    def _save_shards(self, directory: Path, with_optimizer: bool) -> None:
-        self._zero_grad()
-        super()._save_shards(directory, with_optimizer)
+    def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        self.zero_grad()
+        super().save_sharded(directory, with_optimizer)
 
 
 MUTANTS = (

@@ -11,9 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.reference.train import ReferenceEngine
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.passes import Passes
+from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.attention import Segments
 from mutants.bases import Packed
 from mutants.zoo import C, Mutant
@@ -24,47 +28,47 @@ def _rolled(value: Tensor) -> Tensor:
     return torch.cat([value[:1], value[:-1]])
 
 
-class OneTokenLate(ReferenceEngine):
+class OneTokenLate(ReferenceBackend):
     """Log-probs stand at the token after theirs."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        return {name: _rolled(value) for name, value in super()._sequence(ids, step).items()}
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return {name: _rolled(value) for name, value in super().sequence(ids, step).items()}
 
 
-class LastTokenLost(ReferenceEngine):
+class LastTokenLost(ReferenceBackend):
     """The last token of each sequence has no log-prob, so EOS is never trained."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         if "logprobs" in outputs and len(ids) > 1:
             outputs["logprobs"] = F.pad(outputs["logprobs"][:-1], (0, 1))
         return outputs
 
 
-class SmallDrift(ReferenceEngine):
+class SmallDrift(ReferenceBackend):
     """Log-probs are a hair too large, all of them: far below any tolerance for a single token."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         if "logprobs" in outputs:
             outputs["logprobs"] = torch.cat([outputs["logprobs"][:1], outputs["logprobs"][1:] + 7e-6])
         return outputs
 
 
-class HalfPrecisionHead(ReferenceEngine):
+class HalfPrecisionHead(ReferenceBackend):
     """Logits are rounded to bfloat16 in a float32 engine."""
 
     @staticmethod
-    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        return ReferenceEngine._language_model(ids, logits.bfloat16().float(), step)
+    def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return ReferenceBackend.language_model(ids, logits.bfloat16().float(), step)
 
 
-class EntropyOverPadding(ReferenceEngine):
+class EntropyOverPadding(ReferenceBackend):
     """The softmax of the entropy runs over a vocabulary that is padded to a multiple of 64."""
 
     @staticmethod
-    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = ReferenceEngine._language_model(ids, logits, step)
+    def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = ReferenceBackend.language_model(ids, logits, step)
         if "entropy" in outputs:
             padded = F.pad(logits[:-1], (0, -logits.shape[1] % 64))
             log_p = F.log_softmax(padded, dim=-1)
@@ -91,46 +95,46 @@ class WithTemperature:
         return self.step(output, micro_batch)
 
 
-class IgnoresTemperature(ReferenceEngine):
+class IgnoresTemperature(ReferenceBackend):
     """Log-probs are computed at temperature 1, whatever was asked for."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        return super()._sequence(ids, WithTemperature(step, 1.0))
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return super().sequence(ids, WithTemperature(step, 1.0))
 
 
-class LogitsWithoutTemperature(ReferenceEngine):
+class LogitsWithoutTemperature(ReferenceBackend):
     """Log-probs are right; logits come as the model gave them."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         if "logits" in outputs:
             outputs["logits"] = outputs["logits"] * step.temperature
         return outputs
 
 
-class ValuesOverTemperature(ReferenceEngine):
+class ValuesOverTemperature(ReferenceBackend):
     """Values are divided by the temperature."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         return {n: v / step.temperature if n == "values" else v for n, v in outputs.items()}
 
 
-class ScoresTheFirstToken(ReferenceEngine):
+class ScoresTheFirstToken(ReferenceBackend):
     """The score comes from the wrong end of the sequence."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         if "scores" in outputs:
-            outputs["scores"] = super()._sequence(ids[:1], step)["scores"]
+            outputs["scores"] = super().sequence(ids[:1], step)["scores"]
         return outputs
 
 
 class AttendsToNeighbours(Packed):
     """Causal attention over the whole pack, across the boundaries of sequences."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        base = self._packed.model.base_model
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        base = self.packed.model.base_model
 
         def one_segment(
             module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
@@ -139,7 +143,7 @@ class AttendsToNeighbours(Packed):
 
         hook = base.register_forward_pre_hook(one_segment, with_kwargs=True)
         try:
-            return super()._outputs(micro_batch, step)
+            return super().outputs(micro_batch, step)
         finally:
             hook.remove()
 
@@ -147,8 +151,8 @@ class AttendsToNeighbours(Packed):
 class PositionsRunOn(Packed):
     """Positions do not restart in each packed sequence; rotary embeddings hide it, absolute ones do not."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        base = self._packed.model.base_model
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        base = self.packed.model.base_model
 
         def running(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             positions = torch.arange(micro_batch.num_tokens)[None] % 64
@@ -156,7 +160,7 @@ class PositionsRunOn(Packed):
 
         hook = base.register_forward_pre_hook(running, with_kwargs=True)
         try:
-            return super()._outputs(micro_batch, step)
+            return super().outputs(micro_batch, step)
         finally:
             hook.remove()
 
@@ -164,62 +168,66 @@ class PositionsRunOn(Packed):
 class ChunkEdge(Packed):
     """The last row of each full chunk of a chunked kernel is dropped."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         if output.logprobs is None:
             return output
         kept = torch.arange(micro_batch.num_tokens) % 512 != 511
         return replace(output, logprobs=torch.where(kept, output.logprobs, 0.0))
 
 
-class ZeroIsPadding(ReferenceEngine):
+class ZeroIsPadding(ReferenceBackend):
     """Tokens with the id 0 are taken for padding and masked in attention."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        if self.config.model.head != "lm":
-            return super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.context.config.model.head != "lm":
+            return super().sequence(ids, step)
         mask = (ids != 0).long()[None]
         logits = self.model(input_ids=ids[None], attention_mask=mask, use_cache=False).logits[0].float()
-        return self._language_model(ids, logits / step.temperature, step)
+        return self.language_model(ids, logits / step.temperature, step)
 
 
-class SortsByLength(ReferenceEngine):
+class SortsByLength(ReferenceBackend):
     """Sequences are sorted by length inside a micro-batch, and their outputs stay in that order."""
 
-    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        order = sorted(range(batch.num_sequences), key=lambda index: -batch.lengths[index])
-        return super()._forward(batch.select(order), step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        order = sorted(range(micro_batch.num_sequences), key=lambda index: -micro_batch.lengths[index])
+        return super().outputs(micro_batch.select(order), step)
 
 
-class DropoutInEvaluation(ReferenceEngine):
+class DropoutInEvaluation(ReferenceBackend):
     """The module stays in training mode."""
 
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         self.model.train()
 
 
-class NeverBackInTrainingMode(ReferenceEngine):
+class NeverBackInTrainingMode(ReferenceBackend):
     """The first evaluation turns dropout off for good."""
 
     _evaluated = False
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        self._evaluated |= forward_only
-        super()._run(micro_batches, step, forward_only)
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        self._evaluated |= mode == "forward"
+        super().run(micro_batches, step, mode)
 
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         self.model.train(training and not self._evaluated)
 
 
-class GivesUndeclaredLogits(ReferenceEngine):
-    """An overridden public method forgets what the spec says."""
+class _ForgetsTheSpec(Passes):
+    """Gives log-probs where logits are asked for alone."""
 
     def forward(
-        self, batch: SequenceBatch, mb_spec: Any, outputs: tuple[OutputName, ...] = ("logprobs",), *rest: Any
+        self, batch: SequenceBatch, mb_spec: MicroBatchSpec, outputs: tuple[OutputName, ...], *rest: Any
     ) -> Any:
-        if outputs == ("logits",):
-            outputs = ("logprobs",)
-        return super().forward(batch, mb_spec, outputs, *rest)
+        return super().forward(batch, mb_spec, ("logprobs",) if outputs == ("logits",) else outputs, *rest)
+
+
+class GivesUndeclaredLogits(ReferenceBackend):
+    """A forward pass forgets what the spec says."""
+
+    components = TrainComponents(passes=_ForgetsTheSpec)
 
 
 MUTANTS = (

@@ -11,44 +11,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from mutants.bases import Packed, Replicated
 from mutants.zoo import DP2, Mutant
 
 
-class DetachedLogits(ReferenceEngine):
+class DetachedLogits(ReferenceBackend):
     """Logits are right and have no graph."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         return {name: value.detach() if name == "logits" else value for name, value in outputs.items()}
 
 
-class LogitsScaledInPlace(ReferenceEngine):
+class LogitsScaledInPlace(ReferenceBackend):
     """The log-probs' kernel divides by the temperature in place, and the logits are divided again."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         if {"logits", "logprobs"} <= outputs.keys():
             outputs["logits"] = outputs["logits"] / step.temperature
         return outputs
 
 
-class DetachedBootstrap(ReferenceEngine):
+class DetachedBootstrap(ReferenceBackend):
     """The value after the last token has no graph."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         return {name: value.detach() if name == "bootstrap" else value for name, value in outputs.items()}
 
 
-class TrainedValuesOverTemperature(ReferenceEngine):
+class TrainedValuesOverTemperature(ReferenceBackend):
     """Values are divided by the temperature where they are trained."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         scale = step.temperature if step.trained_only else 1.0
         return {n: v / scale if n == "values" else v for n, v in outputs.items()}
 
@@ -56,8 +57,8 @@ class TrainedValuesOverTemperature(ReferenceEngine):
 class ValuesLoseAChunkEdge(Packed):
     """The first row of each further chunk of values is lost."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         if output.values is None:
             return output
         place = torch.arange(micro_batch.num_tokens)
@@ -67,39 +68,42 @@ class ValuesLoseAChunkEdge(Packed):
 class LogitsLoseAChunkEdge(Packed):
     """The same of logits."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         if output.logits is None:
             return output
         place = torch.arange(micro_batch.num_tokens)[:, None]
         return replace(output, logits=torch.where((place % 128 == 0) & (place > 0), 0.0, output.logits))
 
 
-class ScoresBeforeTheLastPosition(ReferenceEngine):
+class ScoresBeforeTheLastPosition(ReferenceBackend):
     """A sequence of the largest length is read one token too early."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        longest = self.config.model.head == "reward" and len(ids) == self.model.config.max_position_embeddings
-        return super()._sequence(ids[:-1] if longest else ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        longest = (
+            self.context.config.model.head == "reward"
+            and len(ids) == self.model.config.max_position_embeddings
+        )
+        return super().sequence(ids[:-1] if longest else ids, step)
 
 
 class LongPassLosesGradients(Packed):
     """On the second rank, the log-probs behind the 200th token of a pass have no graph."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
-        if output.logprobs is None or self.world.rank == 0:
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        if output.logprobs is None or self.context.world.rank == 0:
             return output
         early = torch.arange(micro_batch.num_tokens) < 200
         return replace(output, logprobs=torch.where(early, output.logprobs, output.logprobs.detach()))
 
 
-class SecondBlockOfTheVocabulary(ReferenceEngine):
+class SecondBlockOfTheVocabulary(ReferenceBackend):
     """A kernel that loops over blocks of 1,024 token ids leaves the second out of the softmax."""
 
     @staticmethod
-    def _language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = ReferenceEngine._language_model(ids, logits, step)
+    def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = ReferenceBackend.language_model(ids, logits, step)
         if "logprobs" in outputs:
             known = logits[:-1, :1024].logsumexp(-1)
             chosen = logits[:-1].gather(1, ids[1:, None]).squeeze(1)
@@ -110,55 +114,54 @@ class SecondBlockOfTheVocabulary(ReferenceEngine):
 class OddTailOfABucket(Replicated):
     """Gradients are reduced in pairs of elements, and the last one of an odd number stays each rank's own."""
 
-    def _reduce_grads(self) -> None:
-        for name, parameter in self._named_parameters():
-            grad = self._quantity(name, parameter, "grads").contiguous()
-            flat = grad.view(-1)
-            dist.all_reduce(flat[: len(flat) // 2 * 2], group=self.world.group)
-            parameter.grad = grad
+    def reduce_grads(self) -> None:
+        for part in self.state().local("grads"):
+            flat = part.tensor.contiguous().view(-1)
+            dist.all_reduce(flat[: len(flat) // 2 * 2], group=self.context.world.group)
+            part.tensor.copy_(flat.view_as(part.tensor))
 
 
 class EqualLengthsMixed(Packed):
     """Two sequences of one length are taken for the columns of their tokens, not for the rows."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         count = micro_batch.num_sequences
         if count == 1 or len(set(micro_batch.lengths)) > 1 or micro_batch.max_length < 3:
-            return super()._outputs(micro_batch, step)
+            return super().outputs(micro_batch, step)
         mixed = micro_batch.input_ids.view(-1, count).T.reshape(-1)
-        return super()._outputs(replace(micro_batch, input_ids=mixed), step)
+        return super().outputs(replace(micro_batch, input_ids=mixed), step)
 
 
-class ComputesTheSameOnce(ReferenceEngine):
+class ComputesTheSameOnce(ReferenceBackend):
     """A sequence whose ids came before in the micro-batch takes over their outputs, without a graph."""
 
-    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         known: dict[tuple[int, ...], dict[str, Tensor]] = {}
         rows = []
-        for ids in batch.input_ids.split(batch.lengths):
+        for ids in micro_batch.input_ids.split(micro_batch.lengths):
             key = tuple(ids.tolist())
             found = known.get(key)
-            rows.append({n: v.detach() for n, v in found.items()} if found else self._sequence(ids, step))
+            rows.append({n: v.detach() for n, v in found.items()} if found else self.sequence(ids, step))
             known.setdefault(key, rows[-1])
         return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
-class AtMost24Sequences(ReferenceEngine):
+class AtMost24Sequences(ReferenceBackend):
     """Sequences behind the 24th of a micro-batch have no graph."""
 
-    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        rows = [self._sequence(ids, step) for ids in batch.input_ids.split(batch.lengths)]
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        rows = [self.sequence(ids, step) for ids in micro_batch.input_ids.split(micro_batch.lengths)]
         rows[24:] = [{name: value.detach() for name, value in row.items()} for row in rows[24:]]
         return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
-class SkipsTheEighthMicroBatch(ReferenceEngine):
+class SkipsTheEighthMicroBatch(ReferenceBackend):
     """The eighth micro-batch of a pass has no backward pass."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for number, part in enumerate(micro_batches):
-            loss = step(self._forward(part, step), part)
-            if not forward_only and number != 7:
+            loss = step(self.outputs(part, step), part)
+            if mode != "forward" and number != 7:
                 loss.backward()
 
 

@@ -8,117 +8,164 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.guards import require_optimizer
+from core_rl.engine.persistence import Persistence
+from core_rl.engine.updates import Updates
 from core_rl.reference import SPEC as REFERENCE
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
+from core_rl.state.store import TensorStore
+from mutants.bases import CountsItself, OwnExport
 from mutants.zoo import Mutant
 
 
-class EntropyInBits(ReferenceEngine):
+class EntropyInBits(ReferenceBackend):
     """The entropy comes in another unit than the contract's."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         return {name: v / math.log(2) if name == "entropy" else v for name, v in outputs.items()}
 
 
-class NormAfterClipping(ReferenceEngine):
-    """The norm that is reported is that of the gradients after clipping."""
+class _ReportsTheClippedNorm(Updates):
+    """Reports no norm above ``max_grad_norm``."""
 
     def optimizer_step(self) -> dict[str, float]:
         report = super().optimizer_step()
-        assert self.config.optimizer is not None
-        largest = self.config.optimizer.max_grad_norm or math.inf
+        largest = require_optimizer(self.runtime.config).max_grad_norm or math.inf
         return {**report, "grad_norm": min(report["grad_norm"], largest)}
 
 
-class GradientsThreeTimesTheOthers(ReferenceEngine):
+class NormAfterClipping(ReferenceBackend):
+    """The norm that is reported is that of the gradients after clipping."""
+
+    components = TrainComponents(updates=_ReportsTheClippedNorm)
+
+
+class GradientsThreeTimesTheOthers(ReferenceBackend):
     """Every backward pass is scaled once more than the core has asked for."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for micro_batch in micro_batches:
-            loss = step(self._forward(micro_batch, step), micro_batch)
-            if not forward_only:
+            loss = step(self.outputs(micro_batch, step), micro_batch)
+            if mode != "forward":
                 (3.0 * loss).backward()
 
 
-class ScheduleAdvancedTwice(ReferenceEngine):
-    """Each step of the schedule is two."""
+class _AdvancesTwice(Updates):
+    """Advances the schedule by two."""
 
     def lr_scheduler_step(self) -> float:
         super().lr_scheduler_step()
         return super().lr_scheduler_step()
 
 
-class LossScaleOfTheSecondStep(ReferenceEngine):
+class ScheduleAdvancedTwice(ReferenceBackend):
+    """Each step of the schedule is two."""
+
+    components = TrainComponents(updates=_AdvancesTwice)
+
+
+class LossScaleOfTheSecondStep(ReferenceBackend):
     """From the second update on, the loss is scaled by what the first one was divided by."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        scale = 0.5 if self.progress.updates else 1.0
+    _stepped = False
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        scale = 0.5 if self._stepped else 1.0
         for micro_batch in micro_batches:
-            loss = step(self._forward(micro_batch, step), micro_batch)
-            if not forward_only:
+            loss = step(self.outputs(micro_batch, step), micro_batch)
+            if mode != "forward":
                 (scale * loss).backward()
 
+    def step(self, scale: float, lr: float, count: int) -> None:
+        self._stepped = True
+        super().step(scale, lr, count)
 
-class FirstMomentForgotten(ReferenceEngine):
+
+class FirstMomentForgotten(ReferenceBackend):
     """Every other step begins without the momentum of the step before."""
 
-    def _step(self, scale: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         assert self.optimizer is not None
-        if self.progress.updates % 2:
+        if count % 2 == 0:
             for state in self.optimizer.state.values():
                 state["exp_avg"].zero_()
-        super()._step(scale)
+        super().step(scale, lr, count)
 
 
-class SecondMomentsDroppedOnLoad(ReferenceEngine):
+class SecondMomentsDroppedOnLoad(OwnExport):
     """A load fills the weights and the first moments only."""
 
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
         if kind != "exp_avg_sq":
-            super()._load_named_tensors(kind, source)
+            super().import_tensors(kind, source)
 
 
-class StepCountOfTheOtherEngine(ReferenceEngine):
+class StepCountOfTheOtherEngine(CountsItself):
     """After a load of a training that has gone on elsewhere, the bias correction begins again."""
 
-    def _set_update_count(self, count: int) -> None:
-        super()._set_update_count(min(count, 1))
+    def restored(self, count: int) -> int:
+        return min(count, 1)
 
 
-class RoundsWhatItSaves(ReferenceEngine):
-    """A portable checkpoint holds the weights of the compute dtype, not the float32 ones beside them."""
+class _Rounds(TensorStore):
+    """Rounds weights in float32 while a checkpoint is saved."""
 
-    _saving = False
+    saving = False
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        self._saving = meta.format == "portable"
-        super().save(meta)
-        self._saving = False
-
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
-            rounded = self._saving and kind == "master" and value is not None
+    def stream(self, kind: str) -> NamedTensors:
+        for name, value in super().stream(kind):
+            rounded = self.saving and kind == "master" and value is not None
             yield name, value.to(torch.bfloat16).float() if rounded and value is not None else value
 
 
-class WrapsTheNamesOfMasters(ReferenceEngine):
-    """Float32 weights are exported under the names of a wrapper; they load where the same wrapper is."""
+class _SavesRounded(Persistence):
+    """Tells the store when a portable checkpoint is saved."""
 
-    def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
-        return {_wrapped(name, kind): shape for name, shape in super()._tensor_shapes(kind).items()}
+    def save(self, meta: SaveLoadMeta) -> None:
+        tensors = self.runtime.tensors
+        assert isinstance(tensors, _Rounds)
+        tensors.saving = meta.format == "portable"
+        super().save(meta)
+        tensors.saving = False
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
-        for name, value in super()._named_tensors(kind):
+
+class RoundsWhatItSaves(ReferenceBackend):
+    """A portable checkpoint has the weights of the compute dtype, not those in float32."""
+
+    components = TrainComponents(tensors=_Rounds, persistence=_SavesRounded)
+
+
+class _Wraps(TensorStore):
+    """Names weights in float32 as in a wrapper."""
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return {_wrapped(name, kind): shape for name, shape in super().shapes(kind).items()}
+
+    def stream(self, kind: str) -> NamedTensors:
+        for name, value in super().stream(kind):
             yield _wrapped(name, kind), value
 
+    def load(self, kind: str, source: TensorSource) -> None:
+        if kind == "master":
+            kind, source = "params", MappedSource(source, {n: f"module.{n}" for n in self.shapes("params")})
+        super().load(kind, source)
 
-def _wrapped(name: str, kind: TensorKind) -> str:
+
+def _wrapped(name: str, kind: str) -> str:
     return f"module.{name}" if kind == "master" else name
+
+
+class WrapsTheNamesOfMasters(ReferenceBackend):
+    """Float32 weights are exported under the names of a wrapper; they load where the same wrapper is."""
+
+    components = TrainComponents(tensors=_Wraps)
 
 
 MUTANTS = (

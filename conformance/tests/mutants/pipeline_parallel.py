@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toy_pp.engine import PipelineEngine, Way
+from toy_pp.engine import PipelineBackend, Way
 
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
-from core_rl.state.grad_norm import GradShard
+from mutants.bases import OwnNorm
 from mutants.zoo import PP2, Mutant
 
 TIED = "embed_tokens.weight"
@@ -19,59 +20,59 @@ TIED = "embed_tokens.weight"
 # -------------------------------------------------------------------- schedule
 
 
-class ScheduleDividesByMicroBatches(PipelineEngine):
+class ScheduleDividesByMicroBatches(PipelineBackend):
     """The schedule divides by the number of micro-batches, after the core has divided by the weight."""
 
-    def _backward_order(self, ways: list[Way]) -> list[Way]:
+    def backward_order(self, ways: list[Way]) -> list[Way]:
         if self.is_last:
             for way in ways:
                 way.sent = way.sent / len(ways)
         return ways
 
 
-class LossOfLastMicroBatch(PipelineEngine):
+class LossOfLastMicroBatch(PipelineBackend):
     """Only the last micro-batch of a pass goes backward on the last stage; the others give gradients of zero."""
 
-    def _backward_order(self, ways: list[Way]) -> list[Way]:
+    def backward_order(self, ways: list[Way]) -> list[Way]:
         if self.is_last:
             for way in ways[:-1]:
                 way.sent = way.sent * 0.0
         return ways
 
 
-class PositionsLostOnTheWay(PipelineEngine):
+class PositionsLostOnTheWay(PipelineBackend):
     """Later stages take every token for a first one."""
 
-    def _positions(self, batch: SequenceBatch) -> Tensor:
-        return super()._positions(batch) if self.is_first else torch.zeros_like(batch.input_ids)
+    def positions(self, batch: SequenceBatch) -> Tensor:
+        return super().positions(batch) if self.is_first else torch.zeros_like(batch.input_ids)
 
 
-class ActivationsInHalf(PipelineEngine):
+class ActivationsInHalf(PipelineBackend):
     """Activations travel between stages in bfloat16."""
 
-    def _receive(self, batch: SequenceBatch) -> Tensor:
-        received = super()._receive(batch).detach().bfloat16().float()
+    def receive(self, batch: SequenceBatch) -> Tensor:
+        received = super().receive(batch).detach().bfloat16().float()
         return received.requires_grad_(torch.is_grad_enabled())
 
 
 # ----------------------------------------------------------------- tied weights
 
 
-class TiedGradientOfLastStage(PipelineEngine):
+class TiedGradientOfLastStage(PipelineBackend):
     """The two copies of a tied embedding are not added up: what is exported is the head's part."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
+    def reduce(self, name: str, grad: Tensor) -> None:
         if name.endswith(TIED) and self.model.config.tie_word_embeddings and not self.is_last:
             grad.zero_()
-        super()._reduce(name, grad)
+        super().reduce(name, grad)
 
 
-class TiedCopiesDrift(PipelineEngine):
+class TiedCopiesDrift(PipelineBackend):
     """The last stage has the sum of both gradients; the first steps its copy with its own."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
+    def reduce(self, name: str, grad: Tensor) -> None:
         own = grad.clone()
-        super()._reduce(name, grad)
+        super().reduce(name, grad)
         if name.endswith(TIED) and self.model.config.tie_word_embeddings and self.is_first:
             grad.copy_(own)
 
@@ -79,53 +80,53 @@ class TiedCopiesDrift(PipelineEngine):
 # ------------------------------------------------------------------------ norm
 
 
-class NormOfLastStage(PipelineEngine):
+class NormOfLastStage(PipelineBackend, OwnNorm):
     """Each stage computes a norm of what it holds, and the last one reports its own."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
+    def counted(self) -> Iterable[LocalSlice]:
         layers = self.model.config.num_hidden_layers
-        for shard in super()._grad_shards():
-            first = any(f"layers.{layer}." in shard.name for layer in range(layers // 2))
-            if not first and TIED not in shard.name:
-                yield shard
+        for part in super().counted():
+            first = any(f"layers.{layer}." in part.name for layer in range(layers // 2))
+            if not first and TIED not in part.name:
+                yield part
 
 
-class TiedCountedTwice(PipelineEngine):
+class TiedCountedTwice(PipelineBackend, OwnNorm):
     """Both copies of the tied embedding go into the norm."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        for shard in super()._grad_shards():
-            yield shard
-            if shard.name.endswith(TIED) and self.model.config.tie_word_embeddings:
-                yield shard
+    def counted(self) -> Iterable[LocalSlice]:
+        for part in super().counted():
+            yield part
+            if part.name.endswith(TIED) and self.model.config.tie_word_embeddings:
+                yield part
 
 
-class FirstStageStale(PipelineEngine):
+class FirstStageStale(PipelineBackend):
     """The first stage computes with the weights that it had before the steps."""
 
-    _old: Tensor | None = None
+    old: Tensor | None = None
 
-    def _forward_stage(self, batch: SequenceBatch, step: MicroBatchStep) -> Way:
+    def forward_stage(self, batch: SequenceBatch, step: MicroBatchStep) -> Way:
         if not self.is_first:
-            return super()._forward_stage(batch, step)
+            return super().forward_stage(batch, step)
         weight = self.model.get_parameter("model.layers.0.mlp.down_proj.weight")
-        if self._old is None:
-            self._old = weight.detach().clone()
-        present, weight.data = weight.data, self._old
-        way = super()._forward_stage(batch, step)
+        if self.old is None:
+            self.old = weight.detach().clone()
+        present, weight.data = weight.data, self.old
+        way = super().forward_stage(batch, step)
         weight.data = present
         return way
 
 
-class FrozenStageSendsNothingBack(PipelineEngine):
+class FrozenStageSendsNothingBack(PipelineBackend):
     """Behind a stage whose layers are frozen, gradients are zero."""
 
-    def _backward_stage(self, way: Way) -> None:
+    def backward_stage(self, way: Way) -> None:
         trunk: Any = self.model.base_model
         frozen = not any(parameter.requires_grad for parameter in trunk.layers[-1].parameters())
         if way.received is not None and way.received.requires_grad and frozen:
             way.received.register_hook(torch.zeros_like)
-        super()._backward_stage(way)
+        super().backward_stage(way)
 
 
 MUTANTS = (

@@ -16,32 +16,32 @@ from mutants.zoo import Mutant
 class Autocast(Packed):
     """A correct engine in bfloat16: matrices multiply in it, and the softmax is in float32."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         with torch.autocast("cpu", torch.bfloat16):
-            return super()._outputs(micro_batch, step)
+            return super().outputs(micro_batch, step)
 
 
 class SoftmaxInHalf(Autocast):
     """The upcast before the softmax is lost."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         return replace(output, logprobs=output["logprobs"].bfloat16().float())
 
 
 class ScoresInHalf(Autocast):
     """The scalar head of a reward model is not in float32."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         return output if output.scores is None else replace(output, scores=output.scores.bfloat16().float())
 
 
 class NoiseEverywhere(Packed):
     """An approximate kernel: each log-prob is off by half of what a single one may be, up or down."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         signs = 1.0 - 2.0 * (micro_batch.position_ids % 2)
         noise = torch.where(micro_batch.position_ids > 0, 2e-5 * signs, 0.0)
         return replace(output, logprobs=output["logprobs"] + noise)

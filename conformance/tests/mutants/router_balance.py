@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
-from core_rl.reference.train import ReferenceEngine
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.passes import Passes
+from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.routers import Routing, balance_loss
 from core_rl_conformance.profile import MOE
 from mutants.bases import Packed
@@ -24,15 +28,15 @@ from mutants.zoo import DP2, Mutant
 class _Scaled(Packed):
     """The balance of a micro-batch is multiplied by a factor that depends on the cut."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._outputs(micro_batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         if output.aux_loss is None:
             return output
         return replace(output, aux_loss=output.aux_loss * self._factor(micro_batch))
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         self._micro_batches = micro_batches
-        super()._run(micro_batches, step, forward_only)
+        super().run(micro_batches, step, mode)
 
     def _factor(self, micro_batch: SequenceBatch) -> float:
         raise NotImplementedError
@@ -51,46 +55,46 @@ class BalanceOfRanks(_Scaled):
 
     def _factor(self, micro_batch: SequenceBatch) -> float:
         own = float(sum(part.num_tokens for part in self._micro_batches))
-        (whole,) = self.world.sum([own])
-        return whole / (self.world.size * own)
+        (whole,) = self.context.world.sum([own])
+        return whole / (self.context.world.size * own)
 
 
 class BalanceOfEachRank(_Scaled):
     """Each rank adds the balance of all ranks, as context-parallel ranks did that share one sequence."""
 
     def _factor(self, micro_batch: SequenceBatch) -> float:
-        return float(self.world.size)
+        return float(self.context.world.size)
 
 
 class BalanceOfTheBatch(Packed):
     """A micro-batch is taken for one sequence, so that its balance depends on the company."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         if "aux_loss" not in step.outputs:
-            return super()._outputs(micro_batch, step)
-        with self._packed._routers.watch() as routings:
-            found = self._packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
+            return super().outputs(micro_batch, step)
+        with self.packed.routers.watch() as routings:
+            found = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
         whole = torch.tensor([0, micro_batch.num_tokens])
         return ModelOutput(**found, aux_loss=balance_loss(routings, whole))
 
 
-class BalanceOfPadding(ReferenceEngine):
+class BalanceOfPadding(ReferenceBackend):
     """Rows are padded to a multiple of 16, and what routers choose for padding counts as well."""
 
-    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+    def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         ids = F.pad(row.input_ids, (0, -row.num_tokens % 16))
-        found = super()._routed(SequenceBatch.from_sequences([ids]), step)
+        found = super().routed(SequenceBatch.from_sequences([ids]), step)
         return {name: value if value.dim() == 0 else value[: row.num_tokens] for name, value in found.items()}
 
 
 class BalanceOfTrainedTokens(Packed):
     """Only tokens that are trained are balanced."""
 
-    def _outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         if "aux_loss" not in step.outputs:
-            return super()._outputs(micro_batch, step)
-        with self._packed._routers.watch() as routings:
-            found = self._packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
+            return super().outputs(micro_batch, step)
+        with self.packed.routers.watch() as routings:
+            found = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
         mask = micro_batch.loss_mask
         counts = [int(part.sum()) for part in mask.split(micro_batch.lengths)]
         bounds = torch.tensor([0, *(count for count in counts if count)]).cumsum(0)
@@ -98,30 +102,39 @@ class BalanceOfTrainedTokens(Packed):
         return ModelOutput(**found, aux_loss=balance_loss(kept, bounds))
 
 
-class BalanceWithoutGradient(ReferenceEngine):
+class BalanceWithoutGradient(ReferenceBackend):
     """The balance is reported, and trains nothing."""
 
-    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._forward(batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         return output if output.aux_loss is None else replace(output, aux_loss=output.aux_loss.detach())
 
 
-class BalanceInsteadOfLoss(ReferenceEngine):
+class BalanceInsteadOfLoss(ReferenceBackend):
     """Where the balance is asked for, the loss itself trains nothing."""
 
-    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._forward(batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         if output.aux_loss is None or output.logprobs is None:
             return output
         return replace(output, logprobs=output.logprobs.detach())
 
 
-class BalanceInEvaluation(ReferenceEngine):
+class _AddsTheBalance(Passes):
+    """Adds the balance to the loss of an evaluation."""
+
+    def forward_backward(
+        self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
+    ) -> dict[str, float]:
+        metrics = super().forward_backward(batch, loss, mb_spec, mode, *totals)
+        balance = self.runtime.config.model.router_aux_coef * metrics.get("aux_loss", 0.0)
+        return {**metrics, "loss": metrics["loss"] + balance} if mode == "forward" else metrics
+
+
+class BalanceInEvaluation(ReferenceBackend):
     """The loss of an evaluation is that with the balance."""
 
-    def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
-        metrics = super().eval_batch(batch, loss, mb_spec)
-        return {**metrics, "loss": metrics["loss"] + self.config.model.router_aux_coef * metrics["aux_loss"]}
+    components = TrainComponents(passes=_AddsTheBalance)
 
 
 ALONE = "I18.aux-gradient"

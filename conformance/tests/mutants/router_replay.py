@@ -8,77 +8,77 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.routers import Routers
 from core_rl_conformance.profile import MOE
+from mutants.bases import TrainContext
 from mutants.zoo import Mutant
 
 
-class ReplaysOnDiscardedRouters(ReferenceEngine):
+class ReplaysOnDiscardedRouters(ReferenceBackend):
     """Replay is bound to the routers of a model that was replaced since: it does nothing, without an error."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         self._discarded = Routers(copy.deepcopy(self.model))
 
-    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+    def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         kept = {name: value for name, value in row.tokens.items() if name != "routing"}
-        return super()._routed(replace(row, tokens=kept), step)
+        return super().routed(replace(row, tokens=kept), step)
 
 
-class ReplaysInForwardOnly(ReferenceEngine):
+class ReplaysInForwardOnly(ReferenceBackend):
     """Training chooses for itself."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        self._training = not forward_only
-        super()._run(micro_batches, step, forward_only)
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        self._training = mode != "forward"
+        super().run(micro_batches, step, mode)
 
-    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+    def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         if not self._training:
-            return super()._routed(row, step)
+            return super().routed(row, step)
         kept = {name: value for name, value in row.tokens.items() if name != "routing"}
-        return super()._routed(replace(row, tokens=kept), step)
+        return super().routed(replace(row, tokens=kept), step)
 
 
-class ReplaysOneLayerForAll(ReferenceEngine):
+class ReplaysOneLayerForAll(ReferenceBackend):
     """Every layer replays what the first one chose."""
 
-    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+    def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         if "routing" in row.tokens:
             row = row.with_tokens(routing=row["routing"][:, :1].expand_as(row["routing"]))
-        return super()._routed(row, step)
+        return super().routed(row, step)
 
 
-class RecordsLayersBackwards(ReferenceEngine):
+class RecordsLayersBackwards(ReferenceBackend):
     """The last layer's choices come first."""
 
-    def _forward(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        output = super()._forward(batch, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
         return output if output.routing is None else replace(output, routing=output.routing.flip(1))
 
 
-class ReplayGoesOn(ReferenceEngine):
+class ReplayGoesOn(ReferenceBackend):
     """The routing of one sequence stays in force for the next batch that has none."""
 
     _last: Tensor | None = None
 
-    def _routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
+    def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         self._last = row.tokens.get("routing", self._last)
         if self._last is not None and len(self._last) == row.num_tokens:
             row = row.with_tokens(routing=self._last)
-        return super()._routed(row, step)
+        return super().routed(row, step)
 
 
-class GatesOfItsOwnChoice(ReferenceEngine):
+class GatesOfItsOwnChoice(ReferenceBackend):
     """Experts are replayed, and weighed with the gates of those that the router would take now."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         for name, router in self.model.named_modules():
             if name.endswith("mlp.gate"):
                 router.register_forward_hook(_own_gates)

@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from mutants.zoo import Mutant
 
 
-class OneTokenIsNone(ReferenceEngine):
+class OneTokenIsNone(ReferenceBackend):
     """A micro-batch with a single trained token is taken for an empty one."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
-            loss = step(self._forward(part, step), part)
-            if not forward_only and int(part.loss_mask.sum()) != 1:
+            loss = step(self.outputs(part, step), part)
+            if mode != "forward" and int(part.loss_mask.sum()) != 1:
                 loss.backward()
 
 
-class DropsWithNothingToPredict(ReferenceEngine):
+class DropsWithNothingToPredict(ReferenceBackend):
     """A micro-batch of sequences of one token drops the gradients of those before it."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         for part in micro_batches:
-            loss = step(self._forward(part, step), part)
-            if forward_only:
+            loss = step(self.outputs(part, step), part)
+            if mode == "forward":
                 continue
             if part.max_length == 1:
-                self._zero_grad()
+                self.zero_grad()
             else:
                 loss.backward()
 

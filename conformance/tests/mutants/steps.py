@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
-from core_rl.state.grad_norm import GradShard
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.passes import Passes
+from core_rl.engine.updates import Updates
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import OwnNorm, TrainContext
 from mutants.zoo import Mutant
 
 
-class ClippingForgotten(ReferenceEngine):
+class ClippingForgotten(ReferenceBackend):
     """The norm is computed, and the gradients are not scaled."""
 
-    def _step(self, scale: float) -> None:
-        super()._step(1.0)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(1.0, lr, count)
 
 
-class DecaysEverything(ReferenceEngine):
+class DecaysEverything(ReferenceBackend):
     """Norms and biases decay like matrices."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
-        assert self.optimizer is not None and self.config.optimizer is not None
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        assert self.optimizer is not None and self.context.config.optimizer is not None
         for group in self.optimizer.param_groups:
-            group["weight_decay"] = self.config.optimizer.weight_decay
+            group["weight_decay"] = self.context.config.optimizer.weight_decay
 
 
-class CoupledDecay(ReferenceEngine):
+class CoupledDecay(ReferenceBackend):
     """Adam with L2 regularisation: the decay goes through the moments."""
 
-    def _step(self, scale: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         assert self.optimizer is not None
         groups = self.optimizer.param_groups
         decays = [group["weight_decay"] for group in groups]
@@ -47,149 +51,172 @@ class CoupledDecay(ReferenceEngine):
             group["weight_decay"] = 0.0
             for parameter in group["params"]:
                 parameter.grad.mul_(scale).add_(parameter.detach(), alpha=decay)
-        super()._step(1.0)
+        super().step(1.0, lr, count)
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = decay
 
 
-class EpsilonHardCoded(ReferenceEngine):
+class EpsilonHardCoded(ReferenceBackend):
     """The configured epsilon does not reach the optimizer."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["eps"] = 1e-5
 
 
-class LearningRateLagsBehind(ReferenceEngine):
+class LearningRateLagsBehind(ReferenceBackend):
     """Each step uses the learning rate of the step before."""
 
     _next: float | None = None
 
-    def _set_lr(self, lr: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         previous, self._next = self._next, lr
-        super()._set_lr(lr if previous is None else previous)
+        super().step(scale, lr if previous is None else previous, count)
 
 
-class HalfPrecisionMoments(ReferenceEngine):
+class HalfPrecisionMoments(ReferenceBackend):
     """Moments are kept in bfloat16."""
 
-    def _step(self, scale: float) -> None:
-        super()._step(scale)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
         assert self.optimizer is not None
         for state in self.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name].copy_(state[name].bfloat16())
 
 
-class NormsAreNotTrained(ReferenceEngine):
+class NormsAreNotTrained(ReferenceBackend):
     """The optimizer was built without the vectors."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         if self.optimizer is not None:
             self.optimizer.param_groups = self.optimizer.param_groups[:1]
 
 
-class FrozenParametersDecay(ReferenceEngine):
+class FrozenParametersDecay(ReferenceBackend):
     """Frozen parameters still decay."""
 
-    def _step(self, scale: float) -> None:
-        super()._step(scale)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if not parameter.requires_grad:
                     parameter.mul_(1 - 1e-3)
 
 
-class StaleHead(ReferenceEngine):
+class StaleHead(ReferenceBackend):
     """The head computes with a copy of its weights from the first pass."""
 
     _copy: Tensor | None = None
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        if self.config.model.head != "lm":
-            return super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.context.config.model.head != "lm":
+            return super().sequence(ids, step)
         head = self.model.get_output_embeddings()
         if self._copy is None:
             self._copy = head.weight.detach().clone()
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         # The right gradient, at stale values.
         weight = self._copy + head.weight - head.weight.detach()
-        return self._language_model(ids, hidden @ weight.T / step.temperature, step)
+        return self.language_model(ids, hidden @ weight.T / step.temperature, step)
 
 
-class GradientOfOtherSide(ReferenceEngine):
+class GradientOfOtherSide(ReferenceBackend):
     """What is exported is right; the optimizer steps on something else."""
 
-    def _step(self, scale: float) -> None:
-        super()._step(2.0 * scale)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(2.0 * scale, lr, count)
 
 
-class NanSurvivesTheSkip(ReferenceEngine):
+class NanSurvivesTheSkip(ReferenceBackend):
     """Gradients that are not finite are not dropped with the skipped step."""
 
-    def _zero_grad(self) -> None:
-        if all(bool(grad.isfinite().all()) for _, grad in self._grads()):
-            super()._zero_grad()
+    def zero_grad(self) -> None:
+        if all(bool(grad.isfinite().all()) for _, grad in self.state().local_grads()):
+            super().zero_grad()
 
 
-class InfinityIsFiltered(ReferenceEngine):
+class InfinityIsFiltered(OwnNorm):
     """The norm leaves out gradients that are not finite, so the step is made with them."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        return [replace(shard, grad=shard.grad.nan_to_num(0.0, 0.0, 0.0)) for shard in super()._grad_shards()]
+    def counted(self) -> Iterable[LocalSlice]:
+        return [replace(part, tensor=part.tensor.nan_to_num(0.0, 0.0, 0.0)) for part in super().counted()]
 
 
-class TrainsWithoutOptimizer(ReferenceEngine):
-    """An overridden ``train_batch`` takes any engine for trainable."""
+class _Evaluates(Passes):
+    """Evaluates where there is no optimizer."""
 
-    def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
-        if self.config.optimizer is None:
-            return self.eval_batch(batch, loss, mb_spec)
-        return super().train_batch(batch, loss, mb_spec)
+    def forward_backward(
+        self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
+    ) -> dict[str, float]:
+        mode = mode if self.runtime.config.optimizer else "forward"
+        return super().forward_backward(batch, loss, mb_spec, mode, *totals)
 
 
-class StepsWithoutTokens(ReferenceEngine):
-    """A batch in which nothing counts still decays the weights."""
+class _StepsInVain(Updates):
+    """Makes no step where there is no optimizer."""
 
     def optimizer_step(self) -> dict[str, float]:
-        if not self._pending.weight:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.mul_(1 - 1e-4)
+        return super().optimizer_step() if self.runtime.config.optimizer else {}
+
+
+class TrainsWithoutOptimizer(ReferenceBackend):
+    """Any engine is taken for trainable."""
+
+    components = TrainComponents(passes=_Evaluates, updates=_StepsInVain)
+
+
+class _DecaysAnyway(Updates):
+    """Decays the weights before a step in which nothing counts."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        if not self.runtime.pending.weight:
+            for part in self.runtime.backend.state().local("master"):
+                part.tensor.mul_(1 - 1e-4)
         return super().optimizer_step()
 
 
-class CountsItsOwnVersion(ReferenceEngine):
+class StepsWithoutTokens(ReferenceBackend):
+    """A batch in which nothing counts still decays the weights."""
+
+    components = TrainComponents(updates=_DecaysAnyway)
+
+
+class _RaisesTheVersion(Updates):
+    """Counts steps as versions."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        report, run = super().optimizer_step(), self.runtime
+        run.progress = replace(run.progress, version=run.progress.version + int(report["update_successful"]))
+        return report
+
+
+class CountsItsOwnVersion(ReferenceBackend):
     """Each step raises the version, which is the driver's."""
 
-    def _step(self, scale: float) -> None:
-        super()._step(scale)
-        self._progress = replace(self._progress, version=self._progress.version + 1)
+    components = TrainComponents(updates=_RaisesTheVersion)
 
 
-class UntiesTheHead(ReferenceEngine):
+class UntiesTheHead(ReferenceBackend):
     """The head becomes a parameter of its own when the model is built."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         self._separate = self.model.get_output_embeddings().weight.detach().clone()
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        super()._run(micro_batches, step, forward_only)
-
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        if self.config.model.head != "lm":
-            return super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.context.config.model.head != "lm":
+            return super().sequence(ids, step)
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         weight = self.model.get_output_embeddings().weight
         attached = self._separate + weight - weight.detach()
-        return self._language_model(ids, hidden @ attached.T / step.temperature, step)
+        return self.language_model(ids, hidden @ attached.T / step.temperature, step)
 
-    def _step(self, scale: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         before = self.model.get_output_embeddings().weight.detach().clone()
-        super()._step(scale)
+        super().step(scale, lr, count)
         # Half of what the shared matrix moves: as if each use had its own optimizer.
         self._separate += 0.5 * (self.model.get_output_embeddings().weight.detach() - before)
 

@@ -2,78 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import TensorKind, WeightUpdateMeta
-from core_rl.backend.tensors import NamedTensors
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.receiving import receiving_buckets
 from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutBackend
-from core_rl.reference.train import ReferenceEngine
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.stream import receiving_buckets
+from mutants.uploads import Sends, Whole
 from mutants.zoo import Mutant
 
 
-class SendsItself(ReferenceEngine):
-    """Sends what `_sent` yields."""
-
-    def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """The weights."""
-        send_tensors(self._sent(), meta)
-
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.named_tensors("params"):
-            assert tensor is not None
-            yield name, tensor
-
-
-class CollectsViews(SendsItself):
+class CollectsViews(Sends):
     """Exports pass through one buffer, and all of them are collected before the first is sent."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
         buffer = torch.empty(1 << 20)
-        for name, tensor in super()._named_tensors(kind):
-            assert tensor is not None
-            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
-
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        yield from list(super()._sent())
+        yield from [(name, buffer[: full.numel()].view(full.shape).copy_(full)) for name, full in tensors]
 
 
-class ForgetsTheLastBucket(SendsItself):
+class ForgetsTheLastBucket(Sends):
     """A bucket is sent when it is full, and the last one never is."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        yield from list(super()._sent())[:-1]
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        yield from [(name, tensor.clone()) for name, tensor in tensors][:-1]
 
 
-class IgnoresStrides(SendsItself):
+class IgnoresStrides(Sends):
     """A transposed matrix is sent as it lies in memory."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in super()._sent():
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        for name, tensor in tensors:
             moved = name.endswith("q_proj.weight")
             yield name, tensor.t().contiguous().view(tensor.shape) if moved else tensor
 
 
-class SendsTheStepBefore(SendsItself):
+class SendsTheStepBefore(Sends):
     """What is sent was gathered when weights were sent last."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        now = [(name, tensor.clone()) for name, tensor in super()._sent()]
-        before = self.__dict__.setdefault("_gathered", now)
-        self._gathered = now
+    gathered: list[tuple[str, Tensor]] | None = None
+
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        now = [(name, tensor.clone()) for name, tensor in tensors]
+        before, self.gathered = self.gathered or now, now
         yield from before
 
 
-class BroadcastsInAnotherOrder(SendsItself):
+class BroadcastsInAnotherOrder(Sends):
     """Tensors are announced by name and broadcast by size."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        whole = [(name, tensor.clone()) for name, tensor in super()._sent()]
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        whole = [(name, tensor.clone()) for name, tensor in tensors]
         last: dict[tuple[int, ...], Tensor] = {}
         for name, tensor in whole:  # among equal shapes, nobody notices
             yield name, last.get(tuple(tensor.shape), tensor)
@@ -88,11 +69,11 @@ class SendsTheStepBeforeToo(SendsTheStepBefore):
     """The same, for the check of a pair."""
 
 
-class SendsTheTieTwice(SendsItself):
+class SendsTheTieTwice(Sends):
     """A tied head is sent beside the embedding."""
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in super()._sent():
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        for name, tensor in tensors:
             yield name, tensor
             if name == "model.embed_tokens.weight":
                 yield "lm_head.weight", tensor.clone()

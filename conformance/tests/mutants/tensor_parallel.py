@@ -11,71 +11,70 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from toy_tp.collectives import add_up, enter, gather
-from toy_tp.engine import BEFORE_COLUMN, TensorParallelEngine, partial_gradient
+from toy_tp.engine import BEFORE_COLUMN, TensorParallelBackend, partial_gradient
 from toy_tp.vocabulary import Vocabulary
 from transformers import PreTrainedModel
 
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.distributed.comm import Comm
-from core_rl.state.grad_norm import GradShard, global_grad_norm
+from core_rl.state.grad_norm import global_grad_norm
+from mutants.bases import OwnNorm
 from mutants.zoo import TP2, TP2SP, Mutant
 
 # ------------------------------------------------------------------------ norm
 
 
-class ReplicasCountedOnEachRank(TensorParallelEngine):
+class ReplicasCountedOnEachRank(TensorParallelBackend, OwnNorm):
     """Each rank adds the replicated parameters to the norm."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        for shard in super()._grad_shards():
-            everywhere = len(shard.duplicates) == self.world.size
-            yield replace(shard, duplicates=() if everywhere else shard.duplicates)
+    def counted(self) -> Iterable[LocalSlice]:
+        return (replace(part, replica=0) for part in super().counted())
 
 
-class NormOfOneRanksShards(TensorParallelEngine):
+class NormOfOneRanksShards(TensorParallelBackend, OwnNorm):
     """The norm is that of the first rank's parts."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        for shard in super()._grad_shards():
-            yield replace(shard, duplicates=tuple(range(self.world.size)))
+    def counted(self) -> Iterable[LocalSlice]:
+        return super().counted() if self.context.world.rank == 0 else ()
 
 
-class ClipsByItsOwnNorm(TensorParallelEngine):
-    """The reported norm is right; each rank clips by the norm of what it holds."""
+class ClipsByItsOwnNorm(TensorParallelBackend):
+    """The reported norm is right; each rank clips by the norm of its own parts."""
 
-    def _step(self, scale: float) -> None:
-        assert self.config.optimizer is not None
-        limit = self.config.optimizer.max_grad_norm
+    def step(self, scale: float, lr: float, count: int) -> None:
+        assert self.context.config.optimizer is not None
+        limit = self.context.config.optimizer.max_grad_norm
         if limit is not None:
-            own = [replace(shard, duplicates=()) for shard in self._grad_shards()]
+            own = (replace(part, replica=0) for part in self.state().local("grads"))
             scale = min(1.0, limit / (global_grad_norm(own, Comm()) + 1e-6))
-        super()._step(scale)
+        super().step(scale, lr, count)
 
 
 # ------------------------------------------------------------------- gradients
 
 
-class HeadNormsNotReduced(TensorParallelEngine):
+class HeadNormsNotReduced(TensorParallelBackend):
     """The norms of queries and keys keep the gradient of one rank's heads."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
+    def reduce(self, name: str, grad: Tensor) -> None:
         if not partial_gradient(name):
-            super()._reduce(name, grad)
+            super().reduce(name, grad)
 
 
-class HeadNormsReducedOnOneRank(TensorParallelEngine):
+class HeadNormsReducedOnOneRank(TensorParallelBackend):
     """The rank that exports has the whole gradient of these norms; the others step with their own."""
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
+    def reduce(self, name: str, grad: Tensor) -> None:
         own = grad.clone()
-        super()._reduce(name, grad)
+        super().reduce(name, grad)
         if partial_gradient(name) and self.tensor_parallel_rank > 0:
             grad.copy_(own)
 
 
-class InputGradientNotReduced(TensorParallelEngine):
+class InputGradientNotReduced(TensorParallelBackend):
     """What goes into column-parallel matrices gets the gradient of one rank's columns."""
 
-    def _enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output
 
 
@@ -87,7 +86,7 @@ class SummingGather(Vocabulary):
         return log_p.gather(1, ids[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
-class GatherSumsDuplicates(TensorParallelEngine):
+class GatherSumsDuplicates(TensorParallelBackend):
     """Logits are gathered before the softmax, by a gather whose backward pass adds up."""
 
     vocabulary_type = SummingGather
@@ -107,32 +106,32 @@ class _KeptForBackward(torch.autograd.Function):
         return grad @ kept, grad.T @ states, None
 
 
-class BackwardKeepsOldHead(TensorParallelEngine):
+class BackwardKeepsOldHead(TensorParallelBackend):
     """A copy of the head is laid out for the backward pass once, and outlives the steps."""
 
-    _kept: Tensor | None = None
+    kept: Tensor | None = None
 
-    def _columns(self, states: Tensor) -> Tensor:
+    def columns(self, states: Tensor) -> Tensor:
         weight = self.head_weight()
-        if self._kept is None:
-            self._kept = weight.detach().clone()
-        result: Tensor = _KeptForBackward.apply(enter(states, self.tensor_parallel_group), weight, self._kept)  # type: ignore[no-untyped-call]
+        if self.kept is None:
+            self.kept = weight.detach().clone()
+        result: Tensor = _KeptForBackward.apply(enter(states, self.tensor_parallel_group), weight, self.kept)  # type: ignore[no-untyped-call]
         return result
 
 
 # --------------------------------------------------------------------- forward
 
 
-class ResidualAddedOnEachRank(TensorParallelEngine):
+class ResidualAddedOnEachRank(TensorParallelBackend):
     """The sum over ranks comes after the residual, which is added ``tp`` times."""
 
-    def _connect(self, model: PreTrainedModel) -> None:
+    def connect(self, model: PreTrainedModel) -> None:
         for name, module in model.named_modules():
             if name.endswith(BEFORE_COLUMN):
-                module.register_forward_hook(self._enter_shards)
+                module.register_forward_hook(self.enter_shards)
             elif name.endswith("o_proj") or re.search(r"layers\.\d+$", name):
                 # The layer's output in place of down_proj's.
-                module.register_forward_hook(self._leave_shards)
+                module.register_forward_hook(self.leave_shards)
 
 
 class OwnMaximum(Vocabulary):
@@ -142,7 +141,7 @@ class OwnMaximum(Vocabulary):
         return logits.detach().max(dim=-1).values
 
 
-class MaximumOfOneShard(TensorParallelEngine):
+class MaximumOfOneShard(TensorParallelBackend):
     """The softmax adds up exponentials that were shifted differently."""
 
     vocabulary_type = OwnMaximum
@@ -155,7 +154,7 @@ class OwnPartition(Vocabulary):
         return weights.sum(-1)
 
 
-class PartitionOfOneShard(TensorParallelEngine):
+class PartitionOfOneShard(TensorParallelBackend):
     """Each rank normalises over its own part of the vocabulary."""
 
     vocabulary_type = OwnPartition
@@ -170,7 +169,7 @@ class PaddedRows(Vocabulary):
         return chosen, entropy
 
 
-class EntropyOverPaddedRows(TensorParallelEngine):
+class EntropyOverPaddedRows(TensorParallelBackend):
     """Log-probs are over the vocabulary, and the entropy is over its padded form."""
 
     vocabulary_type = PaddedRows
@@ -181,7 +180,7 @@ class OwnTargets(Vocabulary):
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         highest = self.highest(logits)[:, None]
-        own, index = self._own(ids, logits.shape[1])
+        own, index = self.own_rows(ids, logits.shape[1])
         shifted = logits - highest
         chosen = torch.where(own, shifted.gather(1, index[:, None]).squeeze(1), 0.0)
         weights = shifted.exp()
@@ -189,7 +188,7 @@ class OwnTargets(Vocabulary):
         return chosen - partition.log(), self.entropy(shifted, weights, partition)
 
 
-class TargetsOfOtherRanksLost(TensorParallelEngine):
+class TargetsOfOtherRanksLost(TensorParallelBackend):
     """The sum over ranks of the chosen logits is left out."""
 
     vocabulary_type = OwnTargets
@@ -202,7 +201,7 @@ class OwnEntropy(Vocabulary):
         return partition.log() - (weights * shifted).sum(-1) / partition
 
 
-class EntropyOfOneShard(TensorParallelEngine):
+class EntropyOfOneShard(TensorParallelBackend):
     """Log-probs are over the vocabulary, and the entropy's sum over one part of it."""
 
     vocabulary_type = OwnEntropy
@@ -211,73 +210,73 @@ class EntropyOfOneShard(TensorParallelEngine):
 class RowOfTwoRanks(Vocabulary):
     """Ids are compared with the end of a part as if it were the last of its rows."""
 
-    def _own(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def own_rows(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         own = (ids >= self.start) & (ids <= self.start + count)
         return own, torch.where(own, ids - self.start, 0).clamp(max=count - 1)
 
 
-class FirstRowOfAPartTwice(TensorParallelEngine):
+class FirstRowOfAPartTwice(TensorParallelBackend):
     """The first row of a rank's part counts on the rank before as well, which takes its own last one for it."""
 
     vocabulary_type = RowOfTwoRanks
 
 
-class RowBiasAddedOnEachRank(TensorParallelEngine):
+class RowBiasAddedOnEachRank(TensorParallelBackend):
     """Each rank adds the bias to its part of the sum."""
 
-    def _leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        bias = self._row_biases.get(module)
+    def leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        bias = self.row_biases.get(module)
         added = output if bias is None else output + bias.to_local()
-        return self._own_tokens(add_up(added, self.tensor_parallel_group))
+        return self.own_tokens(add_up(added, self.tensor_parallel_group))
 
 
 # ----------------------------------------------------------- sequence parallel
 
 
-class NormsOfOwnTokens(TensorParallelEngine):
+class NormsOfOwnTokens(TensorParallelBackend):
     """The norms of layers keep the gradient of one rank's tokens."""
 
-    def _is_partial(self, name: str) -> bool:
+    def is_partial(self, name: str) -> bool:
         return partial_gradient(name)
 
 
-class FinalNormOfOwnTokens(TensorParallelEngine):
+class FinalNormOfOwnTokens(TensorParallelBackend):
     """Of all norms, the last one is left out of the sum over ranks."""
 
-    def _is_partial(self, name: str) -> bool:
-        return name != "model.norm.weight" and super()._is_partial(name)
+    def is_partial(self, name: str) -> bool:
+        return name != "model.norm.weight" and super().is_partial(name)
 
 
-class RowBiasOfOwnTokens(TensorParallelEngine):
+class RowBiasOfOwnTokens(TensorParallelBackend):
     """A bias that each rank adds to its own tokens keeps the gradient of those."""
 
-    def _is_partial(self, name: str) -> bool:
-        return not name.endswith("o_proj.bias") and super()._is_partial(name)
+    def is_partial(self, name: str) -> bool:
+        return not name.endswith("o_proj.bias") and super().is_partial(name)
 
 
-class RegionsSumDuplicates(TensorParallelEngine):
+class RegionsSumDuplicates(TensorParallelBackend):
     """The last states are gathered with a backward pass that adds up what all ranks have alike."""
 
-    def _columns(self, states: Tensor) -> Tensor:
-        return super()._columns(enter(states, self.tensor_parallel_group))
+    def columns(self, states: Tensor) -> Tensor:
+        return super().columns(enter(states, self.tensor_parallel_group))
 
 
 # ---------------------------------------------------------------------- layout
 
 
-class TakesHalfAHead(TensorParallelEngine):
+class TakesHalfAHead(TensorParallelBackend):
     """Nobody compares the degree with the number of heads."""
 
-    def _check_heads(self, model: PreTrainedModel) -> None:
+    def check_heads(self, model: PreTrainedModel) -> None:
         return
 
 
-class OneRankRefuses(TensorParallelEngine):
+class OneRankRefuses(TensorParallelBackend):
     """The other rank waits for it."""
 
-    def _check_heads(self, model: PreTrainedModel) -> None:
+    def check_heads(self, model: PreTrainedModel) -> None:
         if self.tensor_parallel_rank == 0:
-            super()._check_heads(model)
+            super().check_heads(model)
         Comm(self.tensor_parallel_group).barrier()
 
 

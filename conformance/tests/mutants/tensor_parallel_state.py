@@ -9,131 +9,119 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from toy_tp.collectives import enter
-from toy_tp.engine import TensorParallelEngine
+from toy_tp.engine import TensorParallelBackend
 
-from core_rl.backend.meta import FinetuneSpec, TensorKind
-from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.checkpoint import shards
-from core_rl.distributed.process_group import RankAddress
-from core_rl.state.gather import LocalPart
+from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
+from core_rl.state.snapshot import Shard
+from mutants.bases import OwnCheckpoint, OwnExport, TrainContext
+from mutants.unchanged import unchanged
 from mutants.zoo import TP2, Mutant
 
 
-class _LeavesBehind(TensorParallelEngine):
+class _LeavesBehind(TensorParallelBackend):
     """All ranks but the first leave some parameters as they were."""
 
-    def _stays(self, name: str) -> bool:
+    def stays(self, name: str) -> bool:
+        """Whether the parameter ``name`` does not move."""
         raise NotImplementedError
 
-    @torch.no_grad()
-    def _step(self, scale: float) -> None:
-        kept = [
-            (self._local(parameter).tensor, self._local(parameter).tensor.clone())
-            for name, parameter in self.model.named_parameters()
-            if self.tensor_parallel_rank > 0 and self._stays(name)
-        ]
-        super()._step(scale)
-        for parameter, before in kept:
-            parameter.copy_(before)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        behind = self.tensor_parallel_rank > 0
+        with unchanged(p for p in self.state().local("master") if behind and self.stays(p.name)):
+            super().step(scale, lr, count)
 
 
 class TiedShardStays(_LeavesBehind):
     """The second rank's rows of the tied embedding are not in its optimizer."""
 
-    def _stays(self, name: str) -> bool:
+    def stays(self, name: str) -> bool:
         return name == "model.embed_tokens.weight"
 
 
 class ReplicasDriftApart(_LeavesBehind):
     """Only the rank that exports trains the norms."""
 
-    def _stays(self, name: str) -> bool:
+    def stays(self, name: str) -> bool:
         return name.endswith("norm.weight")
 
 
 class ScalarHeadTrainsOnOneRank(_LeavesBehind):
     """Only the rank that exports trains the value head."""
 
-    def _stays(self, name: str) -> bool:
+    def stays(self, name: str) -> bool:
         return name == "score.weight"
 
 
-class RanksDrawTheirOwnHeads(TensorParallelEngine):
+class RanksDrawTheirOwnHeads(TensorParallelBackend):
     """A new head is drawn from another seed on each rank."""
 
-    def _seed(self) -> int:
-        return self.config.seed + (self.tensor_parallel_rank if self.config.model.path else 0)
+    def seed(self) -> int:
+        return self.context.seed + (self.tensor_parallel_rank if self.context.config.model.path else 0)
 
 
-class ScalarHeadLoadsOnOneRank(TensorParallelEngine):
+class ScalarHeadLoadsOnOneRank(TensorParallelBackend, OwnExport):
     """Only the rank that exports takes the value head of a checkpoint."""
 
-    @torch.no_grad()
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        score = dict(self.model.named_parameters()).get("score.weight")
-        before = None if score is None else self._local(score).tensor.clone()
-        super()._load_named_tensors(kind, source)
-        if score is not None and before is not None and self.tensor_parallel_rank > 0:
-            self._local(score).tensor.copy_(before)
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        behind = self.tensor_parallel_rank > 0
+        with unchanged(p for p in self.state().local("master") if behind and p.name == "score.weight"):
+            super().import_tensors(kind, source)
 
 
-class HeadUntiedOnOneRank(TensorParallelEngine):
+class HeadUntiedOnOneRank(TensorParallelBackend):
     """The second rank's rows of the head are a copy that stays as it was."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
-        if self.config.model.head == "lm":
-            self._copy = self.head_weight().detach().clone()
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if context.config.model.head == "lm":
+            self.copy = self.head_weight().detach().clone()
 
-    def _columns(self, states: Tensor) -> Tensor:
+    def columns(self, states: Tensor) -> Tensor:
         if self.tensor_parallel_rank == 0:
-            return super()._columns(states)
+            return super().columns(states)
         weight = self.head_weight()
         # The right gradient, at other values.
-        attached = self._copy + weight - weight.detach()
+        attached = self.copy + weight - weight.detach()
         return F.linear(enter(states, self.tensor_parallel_group), attached)
 
 
-class ShardsExportedInTheWrongOrder(TensorParallelEngine):
+class ShardsExportedInTheWrongOrder(TensorParallelBackend, OwnExport):
     """The parts of queries, keys and values are joined in the reverse order of their ranks."""
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+    def export_tensors(self, kind: str) -> NamedTensors:
         weights = kind in ("params", "master")
-        for name, tensor in super()._named_tensors(kind):
-            turned = weights and re.search(r"[qkv]_proj\.", name)
-            yield (
-                name,
-                torch.cat(tensor.chunk(self.layout.tp)[::-1]) if turned and tensor is not None else tensor,
-            )
+        for name, tensor in super().export_tensors(kind):
+            if weights and re.search(r"[qkv]_proj\.", name) and tensor is not None:
+                yield name, torch.cat(tensor.chunk(self.context.layout.tp)[::-1])
+            else:
+                yield name, tensor
 
 
-class OddVocabularyShifts(TensorParallelEngine):
+class _HalvesRoundedDown(MappedSource):
+    """The second half of the rows begins at half of them, rounded down."""
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        if slices is not None and slices[0].start > 0:
+            first = self.shape(name)[0] // 2
+            slices = (slice(first, first + slices[0].stop - slices[0].start), *slices[1:])
+        return super().read(name, slices)
+
+
+class OddVocabularyShifts(TensorParallelBackend, OwnExport):
     """When it loads, the second part of an odd vocabulary is taken to begin at half of it, rounded down."""
 
-    _loads = False
-
-    def _load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        self._loads = True
-        super()._load_named_tensors(kind, source)
-        self._loads = False
-
-    def _local(self, tensor: Tensor) -> LocalPart:
-        part = super()._local(tensor)
-        if self._loads and isinstance(tensor, DTensor) and tensor.placements[0] == Shard(0):
-            first = tensor.shape[0] // self.layout.tp * self.tensor_parallel_rank
-            return replace(part, offsets=(first, *part.offsets[1:]))
-        return part
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        super().import_tensors(kind, _HalvesRoundedDown(source, {name: name for name in source.names()}))
 
 
-class NormSavedInPart(TensorParallelEngine):
+class NormSavedInPart(TensorParallelBackend, OwnCheckpoint):
     """A norm of the model's own counts as sharded when it is saved: 1/TP of it is written."""
 
-    def _shards(self, with_optimizer: bool) -> Iterator[shards.Shard]:
-        for shard in super()._shards(with_optimizer):
+    def shards(self, with_optimizer: bool) -> Iterator[Shard]:
+        for shard in super().shards(with_optimizer):
             in_part = shard.name.startswith("master/") and "_norm." in shard.name
-            written = len(shard.tensor) // self.layout.tp if in_part else len(shard.tensor)
+            written = len(shard.tensor) // self.context.layout.tp if in_part else len(shard.tensor)
             missing = torch.zeros_like(shard.tensor[written:])
             yield replace(shard, tensor=torch.cat([shard.tensor[:written], missing]))
 

@@ -11,58 +11,57 @@ from dataclasses import replace
 
 import torch
 
-from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
-from mutants.bases import Replicated
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import Replicated, TrainContext
 
 
-class DiesInEvaluation(ReferenceEngine):
+class DiesInEvaluation(ReferenceBackend):
     """The process ends in the middle of a pass."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        if forward_only:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if mode == "forward":
             os._exit(3)
-        super()._run(micro_batches, step, forward_only)
+        super().run(micro_batches, step, mode)
 
 
-class ExitsInEvaluation(ReferenceEngine):
+class ExitsInEvaluation(ReferenceBackend):
     """Somebody calls ``sys.exit`` with a success."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        if forward_only:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if mode == "forward":
             sys.exit(0)
-        super()._run(micro_batches, step, forward_only)
+        super().run(micro_batches, step, mode)
 
 
-class HangsInEvaluation(ReferenceEngine):
+class HangsInEvaluation(ReferenceBackend):
     """A pass that never ends."""
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        if forward_only:
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if mode == "forward":
             time.sleep(3600)
-        super()._run(micro_batches, step, forward_only)
+        super().run(micro_batches, step, mode)
 
 
 class LeavesAChild(DiesInEvaluation):
     """It starts a process of its own and dies without ending it."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+    def build(self, context: TrainContext) -> None:
         subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(3600)  # {CHILD}"])
-        super()._build(addr, ft_spec)
+        super().build(context)
 
 
 CHILD = "the child of an engine"
 
 
-class _Changed(ReferenceEngine):
+class _Changed(ReferenceBackend):
     """Its outputs go through ``_change``."""
 
-    def _forward(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        return self._change(super()._forward(micro_batch, step))
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        return self._change(super().outputs(micro_batch, step))
 
     def _change(self, output: ModelOutput) -> ModelOutput:
         raise NotImplementedError
@@ -89,21 +88,21 @@ class NotANumber(_Changed):
         return replace(output, logprobs=output["logprobs"] * torch.nan)
 
 
-class RunsAsACoroutine(ReferenceEngine):
+class RunsAsACoroutine(ReferenceBackend):
     """A hook that must be awaited; nobody does."""
 
-    async def _run(  # type: ignore[override]
-        self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool
+    async def run(  # type: ignore[override]
+        self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode
     ) -> None:
-        super()._run(micro_batches, step, forward_only)
+        super().run(micro_batches, step, mode)
 
 
 class RanksDisagree(Replicated):
     """The second rank computes with other weights."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
-        if self.world.rank == 1:
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if self.context.world.rank == 1:
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.mul_(1.01)

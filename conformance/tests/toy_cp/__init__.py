@@ -19,7 +19,7 @@ SPEC = EngineSpec(
     name="toy-cp",
     kind="train",
     protocol=(0, 2),
-    factory="toy_cp.engine:ContextParallelEngine",
+    factory="toy_cp.engine:ContextParallelBackend",
     config="core_rl.reference.config:ReferenceConfig",
     capabilities=frozenset(
         {

@@ -1,11 +1,9 @@
-"""`ContextParallelEngine`: every rank holds the whole model, and computes a part of the tokens of each sequence.
+"""`ContextParallelBackend`: every rank holds the whole model, and computes a part of the tokens of each sequence.
 
 A test double: families without sliding windows and soft caps.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,85 +11,75 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import BuildContext
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.distributed.process_group import RankAddress
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_engine import HFTrainEngine
+from core_rl.toolkit.hf_backend import HFBackend
 from toy_cp.shard import ATTENTION, TokenShard, register_attention
 
-__all__ = ["ContextParallelEngine"]
+__all__ = ["ContextParallelBackend"]
 
 
-class ContextParallelEngine(HFTrainEngine):
+class ContextParallelBackend(HFBackend[TrainEngineConfig]):
     """``cp`` ranks share the tokens of each sequence; ``dp`` groups of them see different sequences."""
 
     shard_type: type[TokenShard] = TokenShard
 
-    def _groups(self, world: Comm) -> RankGroups:
-        self._mesh = init_device_mesh(
-            self.device.type, (self.layout.dp, self.layout.cp), mesh_dim_names=("dp", "cp")
-        )
-        return RankGroups(
-            data_parallel=Comm(self._mesh.get_group("dp"), self.device),
-            model_parallel=Comm(self._mesh.get_group("cp"), self.device),
-        )
-
-    @property
-    def context_parallel_group(self) -> dist.ProcessGroup:
+    def groups(self, world: Comm, config: TrainEngineConfig) -> RankGroups:
+        shape = (config.layout.dp, config.layout.cp)
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp", "cp"))
+        self.context_parallel_group: dist.ProcessGroup = mesh.get_group("cp")
         """The ranks that share the tokens of one batch."""
-        return self._mesh.get_group("cp")
+        return RankGroups(
+            data_parallel=Comm(mesh.get_group("dp"), world.device),
+            model_parallel=Comm(self.context_parallel_group, world.device),
+        )
 
     @property
     def context_parallel_rank(self) -> int:
         """This rank's number in `context_parallel_group`."""
         return dist.get_rank(self.context_parallel_group)
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+    def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         register_attention()
-        model = build_model(self.config.model, seed=self.config.seed, attn_implementation=ATTENTION)
-        nn.Module.to(model, self.device)
+        model = build_model(context.config.model, seed=context.seed, attn_implementation=ATTENTION)
+        nn.Module.to(model, context.device)
         # Dropout differs from rank to rank: they hold different tokens.
-        torch.manual_seed(self.config.seed + self.world.rank)
-        self._adopt(model)
+        torch.manual_seed(context.seed + context.world.rank)
+        self.adopt(model, context)
 
     # ---------------------------------------------------------------- compute
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        for micro_batch in micro_batches:
-            loss = step(self._outputs(micro_batch, step), micro_batch)
-            if not forward_only:
-                loss.backward()
-
-    def _outputs(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        shard = self.shard_type(batch, self.context_parallel_group)
-        hidden = self._trunk(shard)
-        later = torch.ones_like(batch.input_ids, dtype=torch.bool)
-        later[batch.cu_seqlens[:-1].long()] = False
-        if self.config.model.head == "lm":
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        shard = self.shard_type(micro_batch, self.context_parallel_group)
+        hidden = self.trunk(shard)
+        later = torch.ones_like(micro_batch.input_ids, dtype=torch.bool)
+        later[micro_batch.cu_seqlens[:-1].long()] = False
+        if self.context.config.model.head == "lm":
             found = self._language_model(hidden, shard, step)
-            after = {name: self._follows(shard.gathered(value), shard) for name, value in found.items()}
+            after = {name: self.follows(shard.gathered(value), shard) for name, value in found.items()}
             places = {name: later if value.dim() == 1 else later[:, None] for name, value in after.items()}
             return ModelOutput(**{name: torch.where(places[name], after[name], 0.0) for name in after})
         weight = self.model.get_parameter("score.weight")
         states = shard.gathered(F.linear(hidden, weight).squeeze(-1))
-        last = self._ends(states, batch)
-        if self.config.model.head == "reward":
+        last = self.ends(states, micro_batch)
+        if self.context.config.model.head == "reward":
             return ModelOutput(scores=last)
-        return ModelOutput(values=torch.where(later, self._follows(states, shard), 0.0), bootstrap=last)
+        return ModelOutput(values=torch.where(later, self.follows(states, shard), 0.0), bootstrap=last)
 
-    def _follows(self, states: Tensor, shard: TokenShard) -> Tensor:
+    def follows(self, states: Tensor, shard: TokenShard) -> Tensor:
         """What stands at a token's state, ``[T, ...]``, moved to the token that it predicts."""
         return states.roll(1, 0)
 
-    def _ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:
+    def ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:
         """The values ``[B]`` after the last token of each sequence."""
         return states[batch.cu_seqlens[1:].long() - 1]
 
-    def _trunk(self, shard: TokenShard) -> Tensor:
+    def trunk(self, shard: TokenShard) -> Tensor:
         """The last hidden states of this rank's tokens ``[t, H]``."""
         hidden: Tensor = self.model.base_model(
             input_ids=shard.own(shard.input_ids)[None],
@@ -117,14 +105,12 @@ class ContextParallelEngine(HFTrainEngine):
 
     # -------------------------------------------------------------- gradients
 
-    def _reduce_grads(self) -> None:
+    def reduce_grads(self) -> None:
         """Every rank has the gradient of its own tokens."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._reduce(name, parameter.grad)
+        for name, grad in self.gradients():
+            self.reduce(name, grad)
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
+    def reduce(self, name: str, grad: Tensor) -> None:
+        """Add up one gradient over ranks."""
         dist.all_reduce(grad, group=self.context_parallel_group)
-        dist.all_reduce(grad, group=self.data_parallel_group.group)
+        dist.all_reduce(grad, group=self.context.groups.data_parallel.group)

@@ -31,7 +31,7 @@ class TokenShard:
         self.rank = dist.get_rank(group)
         ranks = dist.get_world_size(group)
         added = max(0, ranks - batch.num_tokens)
-        self.sizes = self._sizes(batch.num_tokens + added, ranks)
+        self.sizes = self.split_sizes(batch.num_tokens + added, ranks)
         self.start = sum(self.sizes[: self.rank])
         self.stop = self.start + self.sizes[self.rank]
         self.input_ids = F.pad(batch.input_ids, (0, added))
@@ -39,7 +39,7 @@ class TokenShard:
         lengths = torch.tensor([*batch.lengths, *[1] * added], device=batch.input_ids.device)
         self.sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
-    def _sizes(self, tokens: int, ranks: int) -> tuple[int, ...]:
+    def split_sizes(self, tokens: int, ranks: int) -> tuple[int, ...]:
         return tuple(tokens // ranks + (rank < tokens % ranks) for rank in range(ranks))
 
     def own(self, value: Tensor) -> Tensor:

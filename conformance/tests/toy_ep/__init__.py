@@ -20,7 +20,7 @@ SPEC = EngineSpec(
     name="toy-ep",
     kind="train",
     protocol=(0, 2),
-    factory="toy_ep.engine:ExpertParallelEngine",
+    factory="toy_ep.engine:ExpertParallelBackend",
     config="core_rl.reference.config:ReferenceConfig",
     capabilities=frozenset(
         {

@@ -18,7 +18,7 @@ SPEC = EngineSpec(
     name="toy-pp",
     kind="train",
     protocol=(0, 2),
-    factory="toy_pp.engine:PipelineEngine",
+    factory="toy_pp.engine:PipelineBackend",
     config="core_rl.reference.config:ReferenceConfig",
     capabilities=frozenset(
         {

@@ -1,4 +1,4 @@
-"""`PipelineEngine`: each rank computes some of the layers, and hands activations on (GPipe, arXiv:1811.06965).
+"""`PipelineBackend`: each rank computes some of the layers, and hands activations on (GPipe, arXiv:1811.06965).
 
 A test double: families that are built like Llama. Every rank keeps all weights in memory and computes with
 those of its stage; gradients are added over stages, so a tied embedding gets both of its parts.
@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import BuildContext, PassMode
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.distributed.process_group import RankAddress
 from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_engine import HFTrainEngine
+from core_rl.toolkit.hf_backend import HFBackend
 
-__all__ = ["PipelineEngine", "Way"]
+__all__ = ["PipelineBackend", "Way"]
 
 
 @dataclass
@@ -39,25 +39,19 @@ class Way:
     """``[T, H]``, or the loss on the last stage."""
 
 
-class PipelineEngine(HFTrainEngine):
+class PipelineBackend(HFBackend[TrainEngineConfig]):
     """``pp`` ranks share the layers of a model; ``dp`` groups of them see different sequences."""
 
-    # ----------------------------------------------------------------- places
-
-    def _groups(self, world: Comm) -> RankGroups:
-        self._mesh = init_device_mesh(
-            self.device.type, (self.layout.dp, self.layout.pp), mesh_dim_names=("dp", "pp")
-        )
-        return RankGroups(
-            data_parallel=Comm(self._mesh.get_group("dp"), self.device),
-            model_parallel=Comm(self._mesh.get_group("pp"), self.device),
-            output_source=self.layout.pp - 1,
-        )
-
-    @property
-    def stage_group(self) -> dist.ProcessGroup:
+    def groups(self, world: Comm, config: TrainEngineConfig) -> RankGroups:
+        shape = (config.layout.dp, config.layout.pp)
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp", "pp"))
+        self.stage_group: dist.ProcessGroup = mesh.get_group("pp")
         """The ranks that share the layers of one copy."""
-        return self._mesh.get_group("pp")
+        return RankGroups(
+            data_parallel=Comm(mesh.get_group("dp"), world.device),
+            model_parallel=Comm(self.stage_group, world.device),
+            output_source=config.layout.pp - 1,
+        )
 
     @property
     def stage(self) -> int:
@@ -72,46 +66,45 @@ class PipelineEngine(HFTrainEngine):
     @property
     def is_last(self) -> bool:
         """Whether this stage has the final norm and the head."""
-        return self.stage == self.layout.pp - 1
+        return self.stage == self.context.layout.pp - 1
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+    def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         register_packed_attention()
-        model = build_model(self.config.model, seed=self.config.seed, attn_implementation=PACKED_ATTENTION)
-        nn.Module.to(model, self.device)
-        torch.manual_seed(self.config.seed + self.world.rank)
-        self._adopt(model)
+        model = build_model(context.config.model, seed=context.seed, attn_implementation=PACKED_ATTENTION)
+        nn.Module.to(model, context.device)
+        torch.manual_seed(context.seed + context.world.rank)
+        self.adopt(model, context)
 
     # --------------------------------------------------------------- schedule
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        ways = [self._forward_stage(micro_batch, step) for micro_batch in micro_batches]
-        if not forward_only:
-            for way in self._backward_order(ways):
-                self._backward_stage(way)
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        ways = [self.forward_stage(micro_batch, step) for micro_batch in micro_batches]
+        if mode != "forward":
+            for way in self.backward_order(ways):
+                self.backward_stage(way)
 
-    def _backward_order(self, ways: list[Way]) -> list[Way]:
+    def backward_order(self, ways: list[Way]) -> list[Way]:
         """Micro-batches in the order in which they go backward; the same on all stages."""
         return ways
 
-    def _forward_stage(self, batch: SequenceBatch, step: MicroBatchStep) -> Way:
-        received = None if self.is_first else self._receive(batch)
-        hidden = self._layers(batch, received)
+    def forward_stage(self, batch: SequenceBatch, step: MicroBatchStep) -> Way:
+        """Run the layers of this stage on one micro-batch."""
+        self.received = None if self.is_first else self.receive(batch)
         if self.is_last:
-            return Way(received, self._scaled(step(self._outputs(hidden, batch, step), batch)))
+            return Way(self.received, step(self.outputs(batch, step), batch))
+        hidden = self.layers(batch)
         dist.send(hidden.detach(), group=self.stage_group, group_dst=self.stage + 1)
-        return Way(received, hidden)
+        return Way(self.received, hidden)
 
-    def _receive(self, batch: SequenceBatch) -> Tensor:
+    def receive(self, batch: SequenceBatch) -> Tensor:
+        """The states ``[T, H]`` before this stage."""
         size = self.model.config.get_text_config().hidden_size
-        received = torch.empty(batch.num_tokens, size, device=self.device)
+        received = torch.empty(batch.num_tokens, size, device=self.context.device)
         dist.recv(received, group=self.stage_group, group_src=self.stage - 1)
         return received.requires_grad_(torch.is_grad_enabled())
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        """What the schedule runs backward on."""
-        return loss
-
-    def _backward_stage(self, way: Way) -> None:
+    def backward_stage(self, way: Way) -> None:
+        """Run backward through this stage, and pass the gradient to the one before."""
         if self.is_last:
             way.sent.backward()
         else:
@@ -125,13 +118,13 @@ class PipelineEngine(HFTrainEngine):
 
     # ---------------------------------------------------------------- compute
 
-    def _layers(self, batch: SequenceBatch, received: Tensor | None) -> Tensor:
+    def layers(self, batch: SequenceBatch) -> Tensor:
         """The states ``[T, H]`` after this stage."""
         trunk: Any = self.model.base_model
-        hidden = (trunk.embed_tokens(batch.input_ids) if received is None else received)[None]
-        positions = self._positions(batch)[None]
+        hidden = (trunk.embed_tokens(batch.input_ids) if self.received is None else self.received)[None]
+        positions = self.positions(batch)[None]
         layers = trunk.layers
-        share = -(-len(layers) // self.layout.pp)
+        share = -(-len(layers) // self.context.layout.pp)
         for layer in layers[self.stage * share : (self.stage + 1) * share]:
             hidden = layer(
                 hidden,
@@ -143,19 +136,21 @@ class PipelineEngine(HFTrainEngine):
         result: Tensor = (trunk.norm(hidden) if self.is_last else hidden)[0]
         return result
 
-    def _positions(self, batch: SequenceBatch) -> Tensor:
+    def positions(self, batch: SequenceBatch) -> Tensor:
+        """The positions of tokens in their sequences ``[T]``."""
         return batch.position_ids
 
-    def _outputs(self, hidden: Tensor, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        later = torch.ones_like(batch.input_ids, dtype=torch.bool)
-        later[batch.cu_seqlens[:-1].long()] = False
-        if self.config.model.head == "lm":
-            found = self._language_model(hidden.roll(1, 0), batch.input_ids, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        hidden = self.layers(micro_batch)
+        later = torch.ones_like(micro_batch.input_ids, dtype=torch.bool)
+        later[micro_batch.cu_seqlens[:-1].long()] = False
+        if self.context.config.model.head == "lm":
+            found = self._language_model(hidden.roll(1, 0), micro_batch.input_ids, step)
             places = {name: later if value.dim() == 1 else later[:, None] for name, value in found.items()}
             return ModelOutput(**{name: torch.where(places[name], found[name], 0.0) for name in found})
         states = F.linear(hidden, self.model.get_parameter("score.weight")).squeeze(-1)
-        last = states[batch.cu_seqlens[1:].long() - 1]
-        if self.config.model.head == "reward":
+        last = states[micro_batch.cu_seqlens[1:].long() - 1]
+        if self.context.config.model.head == "reward":
             return ModelOutput(scores=last)
         return ModelOutput(values=torch.where(later, states.roll(1), 0.0), bootstrap=last)
 
@@ -173,14 +168,12 @@ class PipelineEngine(HFTrainEngine):
 
     # -------------------------------------------------------------- gradients
 
-    def _reduce_grads(self) -> None:
+    def reduce_grads(self) -> None:
         """A stage has the gradients of what it used."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._reduce(name, parameter.grad)
+        for name, grad in self.gradients():
+            self.reduce(name, grad)
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
+    def reduce(self, name: str, grad: Tensor) -> None:
+        """Add up one gradient over stages and ranks."""
         dist.all_reduce(grad, group=self.stage_group)
-        dist.all_reduce(grad, group=self.data_parallel_group.group)
+        dist.all_reduce(grad, group=self.context.groups.data_parallel.group)

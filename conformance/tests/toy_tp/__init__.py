@@ -23,7 +23,7 @@ SPEC = EngineSpec(
     name="toy-tp",
     kind="train",
     protocol=(0, 2),
-    factory="toy_tp.engine:TensorParallelEngine",
+    factory="toy_tp.engine:TensorParallelBackend",
     config="core_rl.reference.config:ReferenceConfig",
     capabilities=frozenset(
         {

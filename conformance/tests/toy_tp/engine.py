@@ -1,14 +1,13 @@
-"""`TensorParallelEngine`: heads, MLP columns and vocabulary rows are spread over ranks, norms are replicated.
+"""`TensorParallelBackend`: heads, MLP columns and vocabulary rows are spread over ranks, norms are replicated.
 
 With sequence parallelism (arXiv:2205.05198), what is between them is spread over ranks along the tokens.
 
-A parameter is a `DTensor`, which knows its full shape and its place; the model computes with the local
+A parameter is a `DTensor`, which knows its full shape and its placement; the model computes with the local
 part. It is a test double: families that are built like Llama, and head counts that the degree divides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -21,21 +20,20 @@ from torch.func import functional_call
 from toy_cp.collectives import gather_parts, gather_tokens
 from transformers import PreTrainedModel
 
-from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import BuildContext
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.distributed.process_group import RankAddress
 from core_rl.errors import LayoutError
-from core_rl.state.gather import LocalPart
 from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_engine import HFTrainEngine
+from core_rl.toolkit.hf_backend import HFBackend
 from toy_tp.collectives import add_up, enter, split_tokens
 from toy_tp.vocabulary import Vocabulary
 
-__all__ = ["BEFORE_COLUMN", "TensorParallelEngine", "partial_gradient"]
+__all__ = ["BEFORE_COLUMN", "TensorParallelBackend", "partial_gradient"]
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose output features (or vocabulary rows) are spread: dimension 0 of weight and bias."""
@@ -62,26 +60,21 @@ def partial_gradient(name: str) -> bool:
     return _owner(name) in INSIDE
 
 
-class TensorParallelEngine(HFTrainEngine):
-    """``tp`` ranks hold one copy of the model; ``dp`` copies see different sequences."""
+class TensorParallelBackend(HFBackend[TrainEngineConfig]):
+    """``tp`` ranks share one copy of the model; ``dp`` copies see different sequences."""
 
     vocabulary_type: type[Vocabulary] = Vocabulary
 
-    # ----------------------------------------------------------------- places
-
-    def _groups(self, world: Comm) -> RankGroups:
-        self._mesh = init_device_mesh(
-            self.device.type, (self.layout.dp, self.layout.tp), mesh_dim_names=("dp", "tp")
-        )
+    def groups(self, world: Comm, config: TrainEngineConfig) -> RankGroups:
+        shape = (config.layout.dp, config.layout.tp)
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp", "tp"))
+        self._mesh = mesh["tp"]
+        self.tensor_parallel_group: dist.ProcessGroup = mesh.get_group("tp")
+        """The ranks that share one copy of the model."""
         return RankGroups(
-            data_parallel=Comm(self._mesh.get_group("dp"), self.device),
-            model_parallel=Comm(self._mesh.get_group("tp"), self.device),
+            data_parallel=Comm(mesh.get_group("dp"), world.device),
+            model_parallel=Comm(self.tensor_parallel_group, world.device),
         )
-
-    @property
-    def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold one copy of the model."""
-        return self._mesh.get_group("tp")
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -90,50 +83,53 @@ class TensorParallelEngine(HFTrainEngine):
 
     # ------------------------------------------------------------------ build
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
+    def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         register_packed_attention()
-        model = build_model(self.config.model, seed=self._seed(), attn_implementation=PACKED_ATTENTION)
-        self._check_heads(model)
-        self._connect(model)
+        self.context = context
+        model = build_model(context.config.model, seed=self.seed(), attn_implementation=PACKED_ATTENTION)
+        self.check_heads(model)
+        self.connect(model)
         self._shard(model)
         self._vocabulary = self.vocabulary_type(model.config.vocab_size, self.tensor_parallel_group)
-        # Dropout differs from rank to rank: they hold different heads.
-        torch.manual_seed(self.config.seed + self.world.rank)
-        self._adopt(model)
+        # Dropout differs from rank to rank: they have different heads.
+        torch.manual_seed(context.seed + context.world.rank)
+        self.adopt(model, context)
 
-    def _seed(self) -> int:
+    def seed(self) -> int:
         """The seed of weights that no file gives: the same on every rank."""
-        return self.config.seed
+        return self.context.seed
 
-    def _check_heads(self, model: PreTrainedModel) -> None:
+    def check_heads(self, model: PreTrainedModel) -> None:
         """Shards of attention projections must be whole heads."""
         counts = model.config.num_attention_heads, model.config.num_key_value_heads
-        if any(count % self.layout.tp for count in counts):
-            raise LayoutError(f"tp={self.layout.tp} must divide the attention and key/value heads {counts}")
+        if any(count % self.context.layout.tp for count in counts):
+            raise LayoutError(
+                f"tp={self.context.layout.tp} must divide the attention and key/value heads {counts}"
+            )
 
-    def _connect(self, model: PreTrainedModel) -> None:
+    def connect(self, model: PreTrainedModel) -> None:
         """Let collectives run where replicated values enter shards, and where parts are summed."""
         sandwiched = any(name.endswith(BEFORE_COLUMN_OF_GEMMA[1]) for name, _ in model.named_modules())
         for name, module in model.named_modules():
             if name.endswith(BEFORE_COLUMN_OF_GEMMA if sandwiched else BEFORE_COLUMN):
-                module.register_forward_hook(self._enter_shards)
+                module.register_forward_hook(self.enter_shards)
             elif name.endswith(ROW):
-                module.register_forward_hook(self._leave_shards)
+                module.register_forward_hook(self.leave_shards)
 
-    def _enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if self.layout.sequence_parallel:
+    def enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if self.context.layout.sequence_parallel:
             return gather_parts(output, self._tokens, output.dim() - 2, self.tensor_parallel_group)
         return enter(output, self.tensor_parallel_group)
 
-    def _leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """The sum over ranks, and what is added to it once."""
-        total = self._own_tokens(add_up(output, self.tensor_parallel_group))
-        bias = self._row_biases.get(module)
+        total = self.own_tokens(add_up(output, self.tensor_parallel_group))
+        bias = self.row_biases.get(module)
         return total if bias is None else total + bias.to_local()
 
-    def _own_tokens(self, value: Tensor) -> Tensor:
+    def own_tokens(self, value: Tensor) -> Tensor:
         """What this rank goes on with of ``[..., T, H]``, between two parallel regions."""
-        if not self.layout.sequence_parallel:
+        if not self.context.layout.sequence_parallel:
             return value
         return split_tokens(value, self._tokens, self.tensor_parallel_group)
 
@@ -143,7 +139,7 @@ class TensorParallelEngine(HFTrainEngine):
         for module in model.modules():
             for name, whole in list(module.named_parameters(recurse=False)):
                 setattr(module, name, parts[id(whole)])
-        self._row_biases = {
+        self.row_biases = {
             module: cast("DTensor", module.bias)
             for name, module in model.named_modules()
             if name.endswith(ROW) and module.bias is not None
@@ -152,10 +148,10 @@ class TensorParallelEngine(HFTrainEngine):
     def _part(self, name: str, whole: nn.Parameter) -> nn.Parameter:
         place, local = self._placement(name), whole.detach()
         if isinstance(place, Shard):
-            local = local.chunk(self.layout.tp, place.dim)[self.tensor_parallel_rank]
+            local = local.chunk(self.context.layout.tp, place.dim)[self.tensor_parallel_rank]
         part = DTensor.from_local(
-            local.to(self.device, copy=True, memory_format=torch.contiguous_format),
-            self._mesh["tp"],
+            local.to(self.context.device, copy=True, memory_format=torch.contiguous_format),
+            self._mesh,
             [place],
             run_check=False,
             shape=whole.shape,
@@ -171,23 +167,17 @@ class TensorParallelEngine(HFTrainEngine):
 
     # ---------------------------------------------------------------- compute
 
-    def _run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, forward_only: bool) -> None:
-        for micro_batch in micro_batches:
-            loss = step(self._outputs(micro_batch, step), micro_batch)
-            if not forward_only:
-                loss.backward()
-
-    def _outputs(self, batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        hidden = self._trunk(batch)
-        later = torch.ones_like(batch.input_ids, dtype=torch.bool)
-        later[batch.cu_seqlens[:-1].long()] = False
-        if self.config.model.head == "lm":
-            found = self._language_model(hidden.roll(1, 0), batch.input_ids, step)
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        hidden = self._trunk(micro_batch)
+        later = torch.ones_like(micro_batch.input_ids, dtype=torch.bool)
+        later[micro_batch.cu_seqlens[:-1].long()] = False
+        if self.context.config.model.head == "lm":
+            found = self._language_model(hidden.roll(1, 0), micro_batch.input_ids, step)
             places = {name: later if value.dim() == 1 else later[:, None] for name, value in found.items()}
             return ModelOutput(**{name: torch.where(places[name], found[name], 0.0) for name in found})
         states = F.linear(hidden, _local(self.model.score)).squeeze(-1)
-        last = states[batch.cu_seqlens[1:].long() - 1]
-        if self.config.model.head == "reward":
+        last = states[micro_batch.cu_seqlens[1:].long() - 1]
+        if self.context.config.model.head == "reward":
             return ModelOutput(scores=last)
         return ModelOutput(values=torch.where(later, states.roll(1), 0.0), bootstrap=last)
 
@@ -198,8 +188,8 @@ class TensorParallelEngine(HFTrainEngine):
         if (padding := getattr(embedding, "padding_idx", None)) is not None:
             # The whole model's embedding gives this token no gradient.
             whole = torch.where((batch.input_ids == padding)[:, None], whole.detach(), whole)
-        self._tokens = tuple(len(part) for part in batch.input_ids.tensor_split(self.layout.tp))
-        embedded = self._own_tokens(whole * getattr(embedding, "scalar_embed_scale", 1.0))
+        self._tokens = tuple(len(part) for part in batch.input_ids.tensor_split(self.context.layout.tp))
+        embedded = self.own_tokens(whole * getattr(embedding, "scalar_embed_scale", 1.0))
         inputs = {
             "inputs_embeds": embedded[None],
             "position_ids": batch.position_ids[None],
@@ -211,13 +201,13 @@ class TensorParallelEngine(HFTrainEngine):
         # Added after the sum over ranks.
         local |= {name: torch.zeros_like(value) for name, value in local.items() if _is_row_bias(name)}
         result: Tensor = functional_call(trunk, local, kwargs=inputs).last_hidden_state[0]
-        if self.layout.sequence_parallel:
+        if self.context.layout.sequence_parallel:
             return gather_tokens(result, self._tokens, self.tensor_parallel_group)
         return result
 
     def _language_model(self, states: Tensor, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         """Outputs of the tokens ``ids [T]``, which the ``states [T, H]`` predict."""
-        logits = self._columns(states)
+        logits = self.columns(states)
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         logits = (logits if cap is None else torch.tanh(logits / cap) * cap) / step.temperature
         found: dict[str, Tensor] = {}
@@ -227,7 +217,7 @@ class TensorParallelEngine(HFTrainEngine):
             found["logits"] = self._vocabulary.full(logits)
         return {name: value for name, value in found.items() if name in step.outputs}
 
-    def _columns(self, states: Tensor) -> Tensor:
+    def columns(self, states: Tensor) -> Tensor:
         """This rank's logits ``[T, v]``."""
         return F.linear(enter(states, self.tensor_parallel_group), self.head_weight())
 
@@ -235,36 +225,20 @@ class TensorParallelEngine(HFTrainEngine):
         """This rank's rows of the language-model head, with their graph."""
         return _local(self.model.get_output_embeddings())
 
-    def _reduce_grads(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._reduce(name, self._local(parameter.grad).tensor)
+    def reduce_grads(self) -> None:
+        for name, grad in self.gradients():
+            self.reduce(name, grad)
 
-    def _is_partial(self, name: str) -> bool:
+    def is_partial(self, name: str) -> bool:
         """Whether this rank's gradient of ``name`` is that of its own heads, or of its own tokens."""
-        own_tokens = self.layout.sequence_parallel and ("norm" in name or _is_row_bias(name))
+        own_tokens = self.context.layout.sequence_parallel and ("norm" in name or _is_row_bias(name))
         return own_tokens or partial_gradient(name)
 
-    def _reduce(self, name: str, grad: Tensor) -> None:
-        if self._is_partial(name):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        """Add up one gradient over ranks."""
+        if self.is_partial(name):
             dist.all_reduce(grad, group=self.tensor_parallel_group)
-        dist.all_reduce(grad, group=self.data_parallel_group.group)
-
-    # ------------------------------------------------- how a tensor is spread
-
-    def _local(self, tensor: Tensor) -> LocalPart:
-        if not isinstance(tensor, DTensor):
-            return super()._local(tensor)
-        local, offsets, place = tensor.to_local(), [0] * tensor.dim(), tensor.placements[0]
-        if isinstance(place, Shard):
-            # All parts but the last are of the size of the first.
-            offsets[place.dim] = -(-tensor.shape[place.dim] // self.layout.tp) * self.tensor_parallel_rank
-        return LocalPart(local, tuple(offsets))
-
-    def _copy_world(self) -> Comm:
-        return Comm(self.tensor_parallel_group)
+        dist.all_reduce(grad, group=self.context.groups.data_parallel.group)
 
 
 def _local(module: nn.Module | Tensor | None) -> Tensor:

@@ -23,13 +23,13 @@ class Vocabulary:
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         """The rows ``ids [T]`` of the matrix whose part on this rank is ``weight [v, H]``."""
-        own, index = self._own(ids, len(weight))
+        own, index = self.own_rows(ids, len(weight))
         return add_up(torch.where(own[:, None], F.embedding(index, weight), 0.0), self.group)
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs of ``ids [T]`` and entropies ``[T]`` from this rank's columns ``logits [T, v]``."""
         shifted = logits - self.highest(logits)[:, None]
-        own, index = self._own(ids, logits.shape[1])
+        own, index = self.own_rows(ids, logits.shape[1])
         chosen = self.total(torch.where(own, shifted.gather(1, index[:, None]).squeeze(1), 0.0))
         weights = shifted.exp()
         partition = self.partition(weights)
@@ -55,7 +55,7 @@ class Vocabulary:
         """The sum over ranks."""
         return add_up(part, self.group)
 
-    def _own(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def own_rows(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Which of ``ids`` are rows of this rank, and their numbers in it (0 for the others)."""
         own = (ids >= self.start) & (ids < self.start + count)
         return own, torch.where(own, ids - self.start, 0)

@@ -1,8 +1,9 @@
-"""``core-rl engines``: what is installed, and what each engine can do."""
+"""``core-rl engines``: the installed engines, their capabilities and config fields."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -69,16 +70,7 @@ def _status(entry: EngineEntry) -> str:
 
 
 def _spec_json(spec: EngineSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "kind": spec.kind,
-        "protocol": spec.protocol,
-        "description": spec.description,
-        "capabilities": sorted(spec.capabilities),
-        "factory": spec.factory,
-        "config": spec.config,
-        "conformance": spec.conformance,
-    }
+    return asdict(spec) | {"capabilities": sorted(spec.capabilities)}
 
 
 def _entry_json(entry: EngineEntry) -> dict[str, Any]:
@@ -98,13 +90,7 @@ def _entry_json(entry: EngineEntry) -> dict[str, Any]:
 def _field_json(field: FieldHelp) -> dict[str, Any]:
     from pydantic_core import to_jsonable_python  # the list needs no pydantic
 
-    return {
-        "name": field.name,
-        "type": field.type,
-        "required": field.required,
-        "default": to_jsonable_python(field.default),
-        "help": field.help,
-    }
+    return asdict(field) | {"default": to_jsonable_python(field.default)}
 
 
 def _print_entries(entries: list[EngineEntry]) -> None:

@@ -1,4 +1,4 @@
-"""Reading what installed distributions declare under the entry-point group ``rl_engines``."""
+"""Entry points of installed distributions in the group ``rl_engines``."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ class TensorStore:
         self, backend: AnyTrainBackend, world: Comm, writer: int, *, half: bool = False, lora: bool = False
     ) -> None:
         self._backend = backend
-        self._world = world
+        self.world = world
+        """All ranks of the engine."""
         self._writer = writer
         self._half = half
         self._placements: dict[str, Placements] = {}
@@ -68,7 +69,7 @@ class TensorStore:
 
     def _placed(self, kind: str) -> Placements:
         if kind not in self._placements:
-            self._placements[kind] = gather_placements(self._backend.state(), kind, self._world)
+            self._placements[kind] = gather_placements(self._backend.state(), kind, self.world)
         return self._placements[kind]
 
     # ----------------------------------------------------------------- export
@@ -81,7 +82,7 @@ class TensorStore:
             return
         placed, slices, convert = self._exported(kind)
         gather = Gather(
-            world=self._world, writer=self._writer, convert=convert, dtype_of=partial(self._dtype, kind)
+            world=self.world, writer=self._writer, convert=convert, dtype_of=partial(self._dtype, kind)
         )
         yield from gather.stream(placed, slices)
 
@@ -115,7 +116,7 @@ class TensorStore:
         names = [name for product in self._products.values() for name in (product.a, product.b)]
         placed = self._restricted("master", names)
         chosen = (part for part in self._backend.state().local("master") if part.name in placed.shapes)
-        gather = Gather(world=self._world, writer=self._writer, on_all_ranks=True)
+        gather = Gather(world=self.world, writer=self._writer, on_all_ranks=True)
         stream = gather.stream(placed, chosen)
         return {name: full.detach().float().clone() for name, full in stream if full is not None}
 
@@ -145,7 +146,7 @@ class TensorStore:
                 if part.name in names:
                     part.tensor.copy_(source.read(part.name, part.region))
 
-        on_all(self._world, read, f"cannot load {kind!r}", WeightsError)
+        on_all(self.world, read, f"cannot load {kind!r}", WeightsError)
         self._backend.after_load(frozenset({target}))
 
     # ------------------------------------------------------- over local slices
@@ -155,14 +156,14 @@ class TensorStore:
         if isinstance(self._backend, SupportsOwnGradNorm):
             return self._backend.grad_norm()
         self._placed("grads")  # once: gradients that tile wrongly give a wrong norm
-        return global_grad_norm(self._backend.state().local("grads"), self._world)
+        return global_grad_norm(self._backend.state().local("grads"), self.world)
 
     def base_digest(self) -> str:
         """A digest of the weights without the adapter, the same at every layout and on all ranks; collective."""
         names = self.shapes("params")
         own = self._backend.state().local("master")
         parts = ((p.name, p.tensor) for p in own if p.replica == 0 and p.name in names)
-        return digest_of_parts(self._world, parts)
+        return digest_of_parts(self.world, parts)
 
     def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
         """This rank's slices with replica 0 as shards ``KIND/NAME``, in export dtype; collective."""

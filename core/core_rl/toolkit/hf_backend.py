@@ -104,15 +104,17 @@ class HFBackend(TrainBackend[C]):
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and this rank's parts of all gradients, in the same order on every rank; missing ones become 0."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                yield name, local_part(parameter.grad).tensor
+
     def _grad_buckets(self) -> Iterator[list[Tensor]]:
-        """All gradients in the same order on every rank, also where a rank has none of its own."""
         bucket: list[Tensor] = []
-        for parameter in self.model.parameters():
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grad = local_part(parameter.grad).tensor
+        for _, grad in self.gradients():
             if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > REDUCE_BYTES:
                 yield bucket
                 bucket = []

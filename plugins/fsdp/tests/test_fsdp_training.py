@@ -12,7 +12,7 @@ import torch
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.shard import shard
+from core_rl.data.partition import shard
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms import PPOActorConfig, PPOActorInterface

@@ -1,4 +1,4 @@
-"""Names of the batch fields that algorithms read and write; the user guide describes each."""
+"""Names of the batch fields that algorithms read and write."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from core_rl.backend.loss import LossSpec
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.shard import shard
+from core_rl.data.partition import shard
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError

@@ -11,8 +11,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError
-from core_rl.rollout.episode import AcceptFn
-from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
+from core_rl.rollout.workflow import AcceptFn, RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.datasets import NUMBER
 from core_rl_trainer.environments import Environment

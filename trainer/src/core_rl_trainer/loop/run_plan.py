@@ -166,7 +166,7 @@ def _role(role: str, prepared: PreparedRun, sequences: int, limit: int) -> RoleP
 def _ranks(config: TrainEngineConfig, sequences: int, longest: int, limit: int) -> Iterator[RankPlan]:
     share = math.ceil(sequences / config.layout.dp)
     for rank in range(config.layout.world_size):
-        coordinates = config.layout.place(rank)
+        coordinates = config.layout.coordinates(rank)
         each = max(1, limit // longest)  # sequences of a micro-batch, if all are as long as the longest
         yield RankPlan(
             rank=rank, coordinates=coordinates, sequences=share, micro_batches=math.ceil(share / each)

@@ -1,4 +1,4 @@
-"""Names and shapes as transformers writes them, for models that hold fused experts."""
+"""Checkpoint names and shapes as transformers writes them, for models with fused experts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from core_rl.backend.tensors import TensorDict
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.toolkit import checkpoint_layout as written_form
+from core_rl.toolkit import checkpoint_layout
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.dtensor import LocalPart
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -47,58 +47,50 @@ def model(kind: str) -> PreTrainedModel:
     return built
 
 
-def written(built: PreTrainedModel, form: WrittenForm) -> dict[str, Tensor]:
+def written(built: PreTrainedModel, layout: CheckpointLayout) -> dict[str, Tensor]:
     return {
         name: part
         for held, value in built.named_parameters()
-        for name, part in form.cut(held, value.detach())
+        for name, part in layout.cut(held, value.detach())
     }
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_is_what_save_pretrained_writes(kind: str, tmp_path: Path) -> None:
     built = model(kind)
-    form = WrittenForm.of(built)
+    layout = CheckpointLayout.of(built)
     built.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
-    parts = written(built, form)
+    parts = written(built, layout)
     assert parts.keys() == files.keys()
     assert all(torch.equal(parts[name], files[name]) for name in files)
     held = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    assert form.shapes(held) == {name: tuple(value.shape) for name, value in files.items()}
+    assert layout.shapes(held) == {name: tuple(value.shape) for name, value in files.items()}
 
 
 def test_a_piece_of_a_fused_parameter_keeps_nothing_else_alive() -> None:
     built = model("qwen3_moe")
     name, fused = next((n, p.detach()) for n, p in built.named_parameters() if n.endswith("gate_up_proj"))
-    for _, part in WrittenForm.of(built).cut(name, fused):
+    for _, part in CheckpointLayout.of(built).cut(name, fused):
         assert part.is_contiguous() and part.untyped_storage().nbytes() == part.numel() * part.element_size()
-
-
-class Counting(TensorDict):
-    """A source that counts the elements that were read."""
-
-    read_elements = 0
-
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        found = super().read(name, slices)
-        self.read_elements += found.numel()
-        return found
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_a_region_of_a_held_tensor_is_read_from_written_ones(data: st.DataObject) -> None:
-    built = BUILT
-    form = WrittenForm.of(built)
-    source = Counting(written(built, form))
-    name, value = data.draw(st.sampled_from([(n, p.detach()) for n, p in built.named_parameters()]))
+def test_boxes_of_any_part_are_views_of_it_at_their_offsets(data: st.DataObject) -> None:
+    layout = CheckpointLayout.of(BUILT)
+    files = written(BUILT, layout)
+    name, value = data.draw(st.sampled_from([(n, p.detach()) for n, p in BUILT.named_parameters()]))
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in value.shape]
     region = tuple(slice(start, stop) for start, stop in bounds)
-    found = form.held(source).read(name, region)
-    assert torch.equal(found, value[region])
-    assert source.read_elements == value[region].numel() == math.prod(stop - start for start, stop in bounds)
-    assert form.held(source).shape(name) == tuple(value.shape)
+    part = LocalPart(value[region], tuple(start for start, _ in bounds))
+    boxes = list(layout.local(name, part, tuple(value.shape)))
+    for checkpoint_name, offsets, tensor in boxes:
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+        assert torch.equal(tensor, files[checkpoint_name][box])
+        assert tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    assert len({checkpoint_name for checkpoint_name, _, _ in boxes}) == len(boxes)
+    assert sum(tensor.numel() for _, _, tensor in boxes) == math.prod(stop - start for start, stop in bounds)
 
 
 BUILT = model("qwen3_moe")
@@ -114,9 +106,9 @@ def test_a_conversion_that_computes_is_refused(monkeypatch: pytest.MonkeyPatch) 
         "no cut of": lambda _, held: dict(list(held.items())[1:]),
     }
     for message, convert in conversions.items():
-        monkeypatch.setattr(written_form, "revert_weight_conversion", convert)
+        monkeypatch.setattr(checkpoint_layout, "revert_weight_conversion", convert)
         with pytest.raises(UnsupportedCapability, match=message):
-            WrittenForm.of(BUILT)
+            CheckpointLayout.of(BUILT)
 
 
 @pytest.mark.parametrize(

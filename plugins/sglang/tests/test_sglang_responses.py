@@ -1,4 +1,4 @@
-"""What is asked of SGLang, and what its answers mean."""
+"""Requests in SGLang's format, and the meaning of its responses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import RolloutError
-from core_rl_sglang.answers import StaleServer, generation_body, to_response
-from core_rl_sglang.router import BLOCK, SLACK, PrefixRouter
+from core_rl_sglang.pool import BLOCK, SLACK, PrefixRouter
+from core_rl_sglang.responses import StaleServer, generation_body, to_response
 
 EOS = {2, 5}
 
 
-def answer(ids: list[int], finish: dict[str, Any], versions: Any = None) -> dict[str, Any]:
+def generated(ids: list[int], finish: dict[str, Any], versions: Any = None) -> dict[str, Any]:
     spans = [{"version": "0", "start": 0, "end": len(ids)}] if versions is None else versions
     return {
         "output_ids": ids,
@@ -45,7 +45,7 @@ def test_answers_end_as_the_contract_says(
     sampling: dict[str, Any], ids: list[int], finish: str, kept: list[int], reason: str
 ) -> None:
     request = LLMRequest(input_ids=(1,), sampling=SamplingParams(**sampling))
-    found = to_response(request, answer(ids, {"type": finish}), EOS, "here:1")
+    found = to_response(request, generated(ids, {"type": finish}), EOS, "here:1")
     assert (list(found.output_ids), found.stop_reason) == (kept, reason)
     assert len(found.logprobs) == len(found.versions) == len(kept)
 
@@ -63,7 +63,7 @@ def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
         start += length
     finish = {"type": "length" if start else "abort"}
     request = LLMRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=30, ignore_eos=True))
-    found = to_response(request, answer([7] * start, finish, spans), EOS, "here:1")
+    found = to_response(request, generated([7] * start, finish, spans), EOS, "here:1")
     assert list(found.versions) == [v for v, length in enumerate(lengths) for _ in range(length)]
 
 
@@ -77,7 +77,7 @@ def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
 )
 def test_versions_that_are_not_ours_or_not_of_all_tokens(spans: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="here:1"):
-        to_response(LLMRequest(input_ids=(1,)), answer([7, 7], {"type": "length"}, spans), EOS, "here:1")
+        to_response(LLMRequest(input_ids=(1,)), generated([7, 7], {"type": "length"}, spans), EOS, "here:1")
 
 
 def test_all_that_a_generation_config_could_set_is_said() -> None:

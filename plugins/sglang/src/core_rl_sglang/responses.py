@@ -1,31 +1,21 @@
-"""Requests as SGLang takes them, and its answers as the core takes them."""
+"""Requests in SGLang's format, and its responses in the core's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams, StopReason
 from core_rl.errors import RolloutError
 
-__all__ = ["Piece", "StaleServer", "generation_body", "next_piece", "to_response"]
-
+__all__ = ["StaleServer", "generation_body", "to_partial_response", "to_response"]
 
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Tokens of an answer that goes on, and their log-probs."""
-
-    output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-
 class StaleServer(RolloutError):
-    """The server answered with weights that this engine never gave it: somebody has started it anew."""
+    """The server responded with weights that this engine never gave it: it has been restarted."""
 
 
 def generation_body(request: LLMRequest, rid: str) -> dict[str, Any]:
@@ -39,7 +29,7 @@ def generation_body(request: LLMRequest, rid: str) -> dict[str, Any]:
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """All that could otherwise come from the model's generation config is said."""
+    """All parameters that could otherwise come from the model's generation config."""
     top_k, top_p = sampling.top_k, sampling.top_p
     if top_k == 1 and not sampling.greedy:
         # SGLang takes top_k = 1 for greedy decoding, and reports log-probs without the temperature then.
@@ -57,29 +47,29 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
     }
     if sampling.seed is not None:
-        # Without --enable-deterministic-inference the server takes no notice. It holds 31 bits.
+        # Without --enable-deterministic-inference the server ignores it. It has 31 bits.
         found["sampling_seed"] = sampling.seed % 2**31
     return found
 
 
-def to_response(request: LLMRequest, answer: Any, eos: Collection[int], address: str) -> LLMResponse:
-    """The answer of the server at ``address`` to ``request``; ``eos`` are the end-of-sequence tokens of the model.
+def to_response(request: LLMRequest, response: Any, eos: Collection[int], address: str) -> LLMResponse:
+    """The response of the server at ``address`` to ``request``; ``eos`` are the model's end-of-sequence tokens.
 
-    Raises `RolloutError` for an answer that is none, and `StaleServer` for one by foreign weights.
+    Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
     """
     try:
-        return _response(request, answer, eos, address)
+        return _response(request, response, eos, address)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise RolloutError(
-            f"SGLang server {address} gave an answer to request {request.rid} that cannot be read "
-            f"({type(error).__name__}: {error}): {str(answer)[:300]}"
+            f"SGLang server {address} sent a response to request {request.rid} that cannot be read "
+            f"({type(error).__name__}: {error}): {str(response)[:300]}"
         ) from error
 
 
-def next_piece(event: Any, seen: int, address: str) -> Piece | None:
-    """What an event of a streamed answer adds to ``seen`` tokens; None for the last event, which is the answer.
+def to_partial_response(event: Any, seen: int, address: str) -> PartialResponse | None:
+    """The tokens of a streamed event after the first ``seen``; None for the last event, which is the whole response.
 
-    Raises `RolloutError` for an event that is none.
+    Raises `RolloutError` for a malformed event.
     """
     try:
         meta = event["meta_info"]
@@ -91,11 +81,11 @@ def next_piece(event: Any, seen: int, address: str) -> Piece | None:
         raise RolloutError(
             f"SGLang server {address} streamed something that cannot be read ({error!r}): {str(event)[:300]}"
         ) from error
-    return Piece(output_ids=ids, logprobs=logprobs)
+    return PartialResponse(output_ids=ids, logprobs=logprobs)
 
 
-def _response(request: LLMRequest, answer: Any, eos: Collection[int], address: str) -> LLMResponse:
-    meta, ids = answer["meta_info"], tuple(answer["output_ids"])
+def _response(request: LLMRequest, response: Any, eos: Collection[int], address: str) -> LLMResponse:
+    meta, ids = response["meta_info"], tuple(response["output_ids"])
     versions: tuple[int, ...] = ()
     finish = meta["finish_reason"]
     aborted = finish["type"] == "abort"
@@ -112,8 +102,8 @@ def _response(request: LLMRequest, answer: Any, eos: Collection[int], address: s
         raise ValueError("its log-probs are of other tokens than its output_ids")
     sampling = request.sampling
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-    # A server that ignores EOS ignores stop_token_ids too, and calls an answer whose last token ends it too long.
-    end = next((place + 1 for place, token in enumerate(ids) if token in stops), None)
+    # A server that ignores EOS ignores stop_token_ids too, and reports "length" where the last token ends it.
+    end = next((index + 1 for index, token in enumerate(ids) if token in stops), None)
     reason: StopReason = "abort" if aborted else "length"
     return LLMResponse(
         rid=request.rid,

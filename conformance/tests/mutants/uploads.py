@@ -1,0 +1,49 @@
+"""A correct backend that passes on what the core sends to inference engines, so that a mutant can bend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.persistence import Persistence
+from core_rl.reference.train import ReferenceBackend
+from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.sender import send_tensors
+
+Whole = Iterator[tuple[str, Tensor]]
+
+
+class PassedUploads(Persistence):
+    """Uploads of one process; all but those by disk pass through the backend."""
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        run, backend = self.runtime, self.runtime.backend
+        assert isinstance(backend, Sends)
+        if meta.method == "disk":
+            super().upload_weights(meta)
+            return
+        lora = run.config.model.lora if meta.method == "lora" else None
+        stream = self.named_tensors("params" if lora is None else "adapter")
+        adapter = None
+        if lora is not None:
+            base = run.tensors.base_digest() if meta.verify else None
+            adapter = backend.described(AdapterMetadata.of(lora, base))
+        whole = ((name, tensor) for name, tensor in stream if tensor is not None)
+        send_tensors(backend.sent(whole, meta), meta, adapter=adapter)
+
+
+class Sends(ReferenceBackend):
+    """Sends what `sent` yields."""
+
+    components = TrainComponents(persistence=PassedUploads)
+
+    def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
+        """The stream to send, out of the right one."""
+        return tensors
+
+    def described(self, adapter: AdapterMetadata) -> AdapterMetadata:
+        """The description of an adapter to send, out of the right one."""
+        return adapter
