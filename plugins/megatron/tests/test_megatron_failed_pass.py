@@ -14,6 +14,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
+from core_rl_megatron.backend import MegatronBackend
 
 LOSS = LossSpec(fn=support.weighted_nll)
 CUT = MicroBatchSpec(max_tokens=24)
@@ -57,6 +58,7 @@ def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> 
         with ExitStack() as stack:
             stack.callback(engine.destroy)
             if failing:
+                assert isinstance(engine.backend, MegatronBackend)
                 hook = engine.backend.model.chunks[0].register_forward_pre_hook(_FailsOnce())
                 with engine.train_mode(), pytest.raises(_OutOfMemory):
                     engine.train_batch(support.batch(5), LOSS, CUT)
