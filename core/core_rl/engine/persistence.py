@@ -15,7 +15,7 @@ from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
 from core_rl.engine.updates import Updates
 from core_rl.errors import EngineStateError
-from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_weights
 
 __all__ = ["Persistence"]
