@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import secrets
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -16,8 +20,9 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
-PLUGINS = ["trainer", "plugins/fsdp", "plugins/megatron", "plugins/sglang"]
-EXAMPLES = ["examples/core-rl-ddp"]
+TRAINER = "trainer"
+PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
+EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Those with layouts, on which the checks below are repeated.
 DISTRIBUTED_ENGINES = ["fsdp", "megatron"]
@@ -35,10 +40,14 @@ ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRI
 
 
 def _install(session: nox.Session, *extras: str) -> None:
-    """Install core-rl with ``extras``, and every plugin of this repository, from the checkout."""
+    """Install core-rl with ``extras``, and every plugin of this repository, from the checkout.
+
+    The trainer is installed with ``train`` and ``dev``, as pip does for users.
+    """
+    trainer = [TRAINER] if {"dev", "train"} & set(extras) else []
     examples = EXAMPLES if "dev" in extras else []
-    plugins = [argument for plugin in PLUGINS + examples for argument in ("-e", plugin)]
-    session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *plugins)
+    parts = [argument for part in trainer + PLUGINS + examples for argument in ("-e", part)]
+    session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *parts)
 
 
 def _quick(session: nox.Session) -> tuple[bool, list[str]]:
@@ -49,6 +58,11 @@ def _quick(session: nox.Session) -> tuple[bool, list[str]]:
 def _lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+
+
+def _import_contract(session: nox.Session) -> None:
+    """The layers of the packages, as `[tool.importlinter]` has them."""
+    session.run("lint-imports")
 
 
 def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> None:
@@ -99,13 +113,16 @@ def tests(session: nox.Session) -> None:
     quick, arguments = _quick(session)
     _install(session, "dev")
     _lint(session)
+    _import_contract(session)
     session.run("mypy")
-    session.run("pytest", *STEALING, *(["-m", "not slow"] if quick else []), *arguments, env=ENV)
+    session.run(
+        "pytest", *STEALING, "-m", "not slow and not nightly" if quick else "not nightly", *arguments, env=ENV
+    )
     # Every check on a layout of two ranks, and a few on the others: `-s conformance` runs all on all of them.
     _conformance(session, ENGINES, "--quick")
     if not quick:
         _conformance(
-            session, DISTRIBUTED_ENGINES, "--turns=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS)
+            session, DISTRIBUTED_ENGINES, "--sample-every=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS)
         )
     _sglang(session, "--quick", "--layout=dp1")
 
@@ -143,14 +160,19 @@ def wheels(session: nox.Session) -> None:
     """Build the wheels, install them in a clean place, and use them away from the checkout."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), ".", *PLUGINS)
-    built = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), ".", TRAINER, *PLUGINS)
+    trainer = str(next(dist.glob("core_rl_trainer-*.whl")))
+    built = [str(wheel) for wheel in sorted(dist.glob("*.whl")) if str(wheel) != trainer]
     session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *built, "core-rl[conformance]")
     # Not below the checkout, where pytest would find its configuration.
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('core_rl_trainer')")
         session.run("core-rl", "engines", "--strict")
         suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
         session.run("pytest", *_engine_options(ENGINES), *suite, env=ENV)
+        session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), trainer)
+        session.run("core-rl", "train", "--help")
+        session.run("python", "-c", "from core_rl_trainer import run_recipe")
 
 
 @nox.session
@@ -165,7 +187,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def trl(session: nox.Session) -> None:
     """Compare losses with the own ones of TRL, and read datasets, in an environment that has both."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     session.install("trl==1.16.0")
     session.run("pytest", "interop", *session.posargs, env=ENV)
 
@@ -186,6 +208,67 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Check the documentation: links lead somewhere, and code in it parses."""
-    _install(session, "conformance")
-    session.run("pytest", "core/tests/test_docs.py", *session.posargs)
+    """Run the code of the documentation, and build the site into site/; a broken link fails."""
+    _install(session, "conformance", "train", "docs")
+    session.run("pytest", "docs/tests", *session.posargs, env=ENV)
+    session.run("mkdocs", "build", "--strict")
+
+
+def _nightly_engine(engine: str) -> Callable[[nox.Session, int], None]:
+    def run(session: nox.Session, seed: int) -> None:
+        _conformance(session, [engine], f"--seed={seed}")
+
+    return run
+
+
+def _nightly_pairs(session: nox.Session, seed: int) -> None:
+    _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
+
+
+def _nightly_tests(session: nox.Session, seed: int) -> None:
+    session.run("pytest", *STEALING, "-m", "nightly", f"--hypothesis-seed={seed}", env=ENV)
+
+
+def _nightly_mutants(session: nox.Session, seed: int) -> None:
+    zoo = "conformance/tests/test_mutants.py"
+    session.run("pytest", zoo, f"--first-seed={seed}", *STEALING, env=ENV)
+
+
+def _nightly_sglang(session: nox.Session, seed: int) -> None:
+    _sglang(session, f"--seed={seed}")
+
+
+NIGHTLY: dict[str, Callable[[nox.Session, int], None]] = {
+    "tests": _nightly_tests,
+    "mutants": _nightly_mutants,
+    "reference": _nightly_engine("reference"),
+    "rollout": _nightly_engine("reference-rollout"),
+    "fsdp": _nightly_engine("fsdp"),
+    "megatron": _nightly_engine("megatron"),
+    "pairs": _nightly_pairs,
+    "sglang": _nightly_sglang,
+}
+NIGHTLY_RECORD = ROOT / ".nox" / "nightly.json"
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """Run all there is, or the parts that are named: `-- PART ...`. What passed on this commit is not run again."""
+    unknown = [part for part in session.posargs if part not in NIGHTLY]
+    if unknown:
+        session.error(f"no such part: {', '.join(unknown)}; there are {', '.join(NIGHTLY)}")
+    _install(session, "dev")
+    commit = str(session.run("git", "rev-parse", "HEAD", external=True, silent=True)).strip()
+    dirty = bool(session.run("git", "status", "--porcelain", external=True, silent=True))
+    passed = json.loads(NIGHTLY_RECORD.read_text()) if NIGHTLY_RECORD.exists() else {}
+    for part in session.posargs or NIGHTLY:
+        if passed.get(part, {}).get("commit") == commit and not dirty:
+            session.log(f"{part} passed on {commit[:10]} with seed {passed[part]['seed']}")
+            continue
+        seed, started = secrets.randbelow(2**20), time.monotonic()
+        session.log(f"{part}: seed {seed}")
+        NIGHTLY[part](session, seed)
+        if not dirty:
+            minutes = round((time.monotonic() - started) / 60, 1)
+            passed[part] = {"commit": commit, "seed": seed, "minutes": minutes}
+            NIGHTLY_RECORD.write_text(json.dumps(passed, indent=2) + "\n")

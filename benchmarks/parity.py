@@ -3,7 +3,7 @@
     python benchmarks/parity.py [--steps 50] [--figure docs/figures/megatron-and-fsdp.svg]
 
 Answers a question that users of verl left open (verl #4710: Megatron's gradient norm three times FSDP's on the same
-data): prints the largest differences of losses and of gradient norms, and draws both runs.
+data): prints the largest differences of losses and of gradient norms, and draws both runs (``pip install matplotlib``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -139,6 +138,8 @@ def differences(curve: list[tuple[float, float]], first: list[tuple[float, float
 
 def draw(curves: Mapping[str, list[tuple[float, float]]], path: Path) -> None:
     """Both quantities over the steps, one line for each run, and how far the norms are apart."""
+    import matplotlib as mpl  # of its own: nothing else here needs it
+
     mpl.use("svg")
     from matplotlib import pyplot as plt
 

@@ -33,7 +33,7 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.weight_sync.sender import send_tensors
-from core_rl_sglang.answers import generation_body
+from core_rl_sglang.responses import generation_body
 
 REQUESTS, IN_FLIGHT, PROMPT, ANSWER = 256, 64, 32, 16
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}

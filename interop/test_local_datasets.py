@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.rows import check_prompt, read_rows
+from core_rl_trainer.data.examples import check_prompt, read_examples
 
 
 def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
@@ -21,25 +21,25 @@ def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
 def test_rows_of_a_saved_dataset(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3}]
     table(rows).save_to_disk(tmp_path / "saved")
-    assert read_rows(tmp_path / "saved", check_prompt) == rows
+    assert read_examples(tmp_path / "saved", check_prompt) == rows
 
 
 def test_chat_messages_of_a_saved_dataset(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "1+1="}]}]
     table(rows).save_to_disk(tmp_path / "saved")
-    assert read_rows(tmp_path / "saved", check_prompt) == rows
+    assert read_examples(tmp_path / "saved", check_prompt) == rows
 
 
 def test_a_damaged_row_is_named(tmp_path: Path) -> None:
     table([{"prompt": "1+1="}, {"prompt": ""}]).save_to_disk(tmp_path / "saved")
     with pytest.raises(BatchError, match="row 1 needs a text 'prompt'"):
-        read_rows(tmp_path / "saved", check_prompt)
+        read_examples(tmp_path / "saved", check_prompt)
 
 
 def test_splits_and_other_directories_are_refused(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": table([{"prompt": "1+1="}])}).save_to_disk(tmp_path / "splits")
     with pytest.raises(ConfigError, match="name one of them, such as .*/train"):
-        read_rows(tmp_path / "splits", check_prompt)
+        read_examples(tmp_path / "splits", check_prompt)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no dataset"):
-        read_rows(tmp_path / "empty", check_prompt)
+        read_examples(tmp_path / "empty", check_prompt)

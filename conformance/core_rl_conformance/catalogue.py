@@ -10,7 +10,9 @@ A check is a plain function over a `Subject` in a module of `core_rl_conformance
         Look at: where the cause is when it fails.
         '''
 
-To add one, write it there and add its line to the engine author's guide.
+To add one, write it there, and write the page again: ``core-rl checks --markdown docs/checks.md``.
+
+A distribution adds checks of its own by the entry-point group ``core_rl_checks``, whose values name such functions.
 """
 
 from __future__ import annotations
@@ -25,11 +27,25 @@ from types import ModuleType
 from typing import Literal, TypeVar
 
 from core_rl.config.capability import Capability
+from core_rl.errors import ConfigError
+from core_rl.registry.objects import declared_in, load_entry_point
 from core_rl.registry.spec import EngineKind
 
-__all__ = ["CHECKS_DIRECTORY", "Check", "check", "check_of", "load_checks", "natural_order", "paragraphs_of"]
+__all__ = [
+    "CHECKS_DIRECTORY",
+    "Check",
+    "check",
+    "check_of",
+    "checks_in",
+    "declared_checks",
+    "load_checks",
+    "natural_order",
+    "paragraphs_of",
+]
 
 CHECKS_DIRECTORY = Path(__file__).parent / "checks"
+GROUP = "core_rl_checks"
+"""The entry-point group that a distribution declares its checks in."""
 ATTRIBUTE = "__conformance_check__"
 PARAGRAPH = re.compile(r"\n\s*\n|\n(?=(?:Why|Look at):)")
 IDENTIFIER = re.compile(r"(I\d+|contract)\.[a-z0-9]+(-[a-z0-9]+)*")
@@ -166,19 +182,40 @@ def check_of(function: object) -> Check | None:
 
 
 def load_checks() -> dict[str, Check]:
-    """All checks of the suite by identifier, in the order of their modules. Imports torch.
+    """All checks by identifier: those of the suite in the order of modules, then `declared_checks`. Imports torch.
 
-    Raises `ValueError` when two checks have one identifier.
+    Raises `ConfigError` when two checks have one identifier, or when a declared one cannot be loaded.
     """
     checks: dict[str, Check] = {}
-    for module in _modules():
-        for value in vars(module).values():
-            found = check_of(value)
-            if found is None or getattr(value, "__module__", None) != module.__name__:
-                continue
-            if found.identifier in checks:
-                raise ValueError(f"two checks are called {found.identifier!r}; identifiers are unique")
-            checks[found.identifier] = found
+    for found in (*(one for module in _modules() for one in checks_in(module)), *declared_checks()):
+        if found.identifier in checks:
+            raise ConfigError(
+                f"two checks are called {found.identifier!r}, of the modules {found.function.__module__} and "
+                f"{checks[found.identifier].function.__module__}; identifiers are unique"
+            )
+        checks[found.identifier] = found
+    return checks
+
+
+def checks_in(module: ModuleType) -> list[Check]:
+    """The checks that ``module`` defines, in order."""
+    found = (check_of(value) for value in vars(module).values())
+    return [one for one in found if one is not None and one.function.__module__ == module.__name__]
+
+
+def declared_checks() -> list[Check]:
+    """The checks of installed distributions, by the entry-point group ``core_rl_checks``; each names one function.
+
+    Raises `ConfigError` that names the distribution of one that cannot be imported or is no check.
+    """
+    checks = []
+    for point in declared_in(GROUP):
+        if point.error is not None:  # `core-rl engines` reports damaged metadata
+            continue
+        found = check_of(load_entry_point("check", [point], ConfigError))
+        if found is None:
+            raise ConfigError(f"{point.described('check')} is no check; decorate the function with @check")
+        checks.append(found)
     return checks
 
 

@@ -11,10 +11,10 @@ __all__ = ["checks_page", "chosen", "text_of"]
 
 HEAD = """# The checks
 
-Every check of the conformance suite: what it requires of an engine, the real bug behind it, and where to look when it
-fails. `I7` and the like are invariants that the field has learnt the hard way; `contract` are rules of the interface.
-A failure names its check; `core-rl checks NAME` prints the same text in a terminal. This page is written by
-`core-rl checks --markdown docs/checks.md`.
+Every check of the conformance suite: its requirement, the real bug behind it, and where to look when it fails. `I7`
+and the like are invariants that the field has learnt the hard way; `contract` are rules of the interface. A failure
+names its check; `core-rl checks NAME` prints the same text in a terminal. `core-rl checks --markdown docs/checks.md`
+writes this page.
 """
 INVARIANTS = {
     "I1": "However a batch is cut into micro-batches, a step is the same",
@@ -65,9 +65,10 @@ def text_of(check: Check) -> str:
 
 def checks_page(checks: Iterable[Check]) -> str:
     """All checks as Markdown, under their invariants."""
-    parts = [HEAD]
+    ordered = sorted(checks, key=lambda check: natural_order(check.identifier))
+    parts = [HEAD, _table(ordered)]
     invariant = ""
-    for check in sorted(checks, key=lambda check: natural_order(check.identifier)):
+    for check in ordered:
         own = check.identifier.partition(".")[0]
         if own != invariant:
             invariant = own
@@ -76,3 +77,9 @@ def checks_page(checks: Iterable[Check]) -> str:
         paragraphs = "\n\n".join(paragraphs_of(check.description))
         parts.append(f"### {check.identifier}\n\nFor {check.asks}.\n\n{paragraphs}\n")
     return "\n".join(parts)
+
+
+def _table(checks: Iterable[Check]) -> str:
+    """One line for each check, with a link to its entry."""
+    rows = [f"| [{check.identifier}](#{check.anchor}) | {check.asks} | {check.title} |" for check in checks]
+    return "\n".join(["| check | for | requirement |", "| --- | --- | --- |", *rows, ""])

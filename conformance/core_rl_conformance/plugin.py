@@ -72,8 +72,8 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         help="one layout, of several ranks, and one model",
     )
     group.addoption(
-        "--turns",
-        dest="core_rl_turns",
+        "--sample-every",
+        dest="core_rl_sample_every",
         type=_positive,
         default=1,
         metavar="N",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.capability import Capability
@@ -16,7 +17,7 @@ from core_rl.registry.spec import EngineSpec
 
 __all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool"]
 
-MakeEngine = Callable[[EngineSpec, InferenceEngineConfig], InferenceEngine]
+MakeEngine = Callable[[EngineSpec, Any], Any]
 """Makes an inference engine, as `load_engine` does; the suite's own tests plant bugs of the core here."""
 CALL_TIMEOUT_S = 120.0
 """No call on a tiny model takes that long, unless a rank hangs."""
@@ -93,7 +94,7 @@ class ServerPool:
         return engine
 
     def _started(self, spec: EngineSpec, config: InferenceEngineConfig, shared: bool) -> InferenceEngine:
-        engine = self.make(spec, config)
+        engine: InferenceEngine = self.make(spec, config)
         # Kept before it starts: what has been launched is ended even if it never gets ready.
         self._engines[spec.name] = engine
         if spec.supports(Capability.LAUNCH_SERVER):
@@ -104,7 +105,7 @@ class ServerPool:
 
     def connect(self, spec: EngineSpec, config: InferenceEngineConfig) -> InferenceEngine:
         """Another engine at the servers that `start` has launched for ``spec``, for the caller to destroy."""
-        engine = self.make(spec, config)
+        engine: InferenceEngine = self.make(spec, config)
         engine.initialize(self._addresses[spec.name], FinetuneSpec())
         return engine
 

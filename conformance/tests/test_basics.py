@@ -7,7 +7,7 @@ from dataclasses import replace
 from mutants.zoo import DP1, DP2, spec_of
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.session.basics import BASICS, Failures, level
@@ -17,7 +17,7 @@ from core_rl_conformance.session.matrix import Case, Target
 def _case(identifier: str, layout: ParallelLayout = DP1, family: str = "llama") -> Case:
     return Case(
         check=load_checks()[identifier],
-        target=Target(spec=spec_of(ReferenceEngine), profile=Profile()),
+        target=Target(spec=spec_of(ReferenceBackend), profile=Profile()),
         setting=Setting(layout=layout),
         family=family,
         dtype="float32",
@@ -38,7 +38,7 @@ def test_the_most_basic_failure_at_the_same_place_is_named() -> None:
     assert failures.add(other) == ""
 
 
-class _Other(ReferenceEngine):
+class _Other(ReferenceBackend):
     """An engine of another name."""
 
 

@@ -19,7 +19,7 @@ from mutants.unruly import DiesInEvaluation
 from mutants.zoo import DP1, run_check, spec_of
 
 from core_rl.reference import SPEC as REFERENCE
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
@@ -123,7 +123,7 @@ def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: Subject)
     ],
 )
 def test_a_correct_engine_beside_a_broken_one_is_not_judged(
-    bench: Bench, broken: type[ReferenceEngine], identifier: str, said: str, tmp_path: Path
+    bench: Bench, broken: type[ReferenceBackend], identifier: str, said: str, tmp_path: Path
 ) -> None:
     partner = spec_of(broken)
     try:

@@ -18,7 +18,7 @@ from mutants.zoo import spec_of
 from plugin_support import engine, run, run_checks
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance import catalogue
@@ -132,7 +132,7 @@ def test_an_engine_whose_profile_is_wrong_is_named(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     waiver = Waiver(check="I7.nothing", reason="", owner="me", raises=AssertionError)
-    engine(ReferenceEngine, Profile(waivers=(waiver,)))
+    engine(ReferenceBackend, Profile(waivers=(waiver,)))
     result = run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     _assert_line(result, "*engine 'reference-engine': 2 problems*names no check*has no reason*")
@@ -142,7 +142,7 @@ def test_options_that_the_engine_does_not_know_are_named_with_their_setting(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     wrong = Setting(name="hsdp", layout=ParallelLayout(), options={"replica": 2})
-    engine(ReferenceEngine, Profile(settings=(wrong,)))
+    engine(ReferenceBackend, Profile(settings=(wrong,)))
     result = run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     _assert_line(result, "*engine 'reference-engine', layout dp1-hsdp*unknown field 'replica' = 2*")
@@ -156,7 +156,7 @@ def test_a_setting_is_run_by_its_name(
     waiver = Waiver(
         check="I7.logprobs", reason="known", owner="me", raises=AssertionError, layouts=("dp1-seeded",)
     )
-    engine(ReferenceEngine, Profile(families=("llama",), settings=(seeded,), waivers=(waiver,)))
+    engine(ReferenceBackend, Profile(families=("llama",), settings=(seeded,), waivers=(waiver,)))
     options = ["--layout=dp1-seeded", f"--report={tmp_path / 'report.json'}", "-v"]
     result = run_checks(pytester, "reference-engine", "I7.logprobs or I8.temperature", *options)
     result.assert_outcomes(passed=1, failed=1)
@@ -225,7 +225,7 @@ def test_one_check_can_be_named_by_its_node(pytester: pytest.Pytester) -> None:
 def test_two_engines_are_checked_one_after_the_other(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
-    engine(ReferenceEngine)
+    engine(ReferenceBackend)
     result = run(pytester, "--engine=reference-engine", "--engine=reference", "--collect-only", "-q")
     names = [name.partition("[")[2].partition("-dp1")[0] for name in _collected(result)]
     assert list(dict.fromkeys(names)) == ["reference-engine", "reference"]
@@ -299,7 +299,7 @@ def test_a_waived_failure_is_no_failure(pytester: pytest.Pytester, engine: Calla
 def test_a_waiver_that_is_no_longer_needed_fails(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
-    spec = engine(ReferenceEngine, Profile(families=("llama",), waivers=(KNOWN,)))
+    spec = engine(ReferenceBackend, Profile(families=("llama",), waivers=(KNOWN,)))
     result = run_checks(pytester, spec.name, "I7.entropy")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(

@@ -139,7 +139,7 @@ def test_models_take_turns_over_layouts() -> None:
 def test_checks_take_turns_on_further_layouts(name: str, seed: int) -> None:
     settings = tuple(Setting(name=str(number), layout=DP4) for number in range(6))
     target = replace(WIDE, profile=replace(WIDE.profile, layouts=(DP1, DP2, DP4), settings=settings))
-    selection = Selection(seed=seed, turns=3)
+    selection = Selection(seed=seed, sample_every=3)
     found = [str(case.setting) for case in cases(CHECKS[name], target, selection)]
     assert "dp2" in found
     assert 3 <= len(set(found)) == len(found) <= 4

@@ -16,7 +16,7 @@ from mutants.interruptions import SERVING, Served
 from mutants.zoo import DP1, DP2, C, Mutant, make_engine, run_check, spec_of
 
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
 
@@ -94,7 +94,7 @@ def test_mutants_have_names_of_their_own() -> None:
 
 
 CORRECT = {
-    "reference": (spec_of(ReferenceEngine, frozenset({C.DATA_PARALLEL})), DP1),
+    "reference": (spec_of(ReferenceBackend, frozenset({C.DATA_PARALLEL})), DP1),
     "replicated": (spec_of(Replicated), DP2),
     "packed": (spec_of(Packed), DP2),
     "rollout": (spec_of(ReferenceRolloutBackend), DP1),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_support import GroupWorkflow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -41,10 +42,8 @@ from core_rl.reference import ROLLOUT_SPEC, SPEC, rollout
 from core_rl.reference.config import ReferenceConfig, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.sampling import generate
-from core_rl.reference.train import ReferenceEngine
 from core_rl.registry.engines import load_config
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, ModelStore, TinyModel
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2")
 QWEN3 = TinyModel(family="qwen3")
@@ -375,7 +374,7 @@ def test_a_train_engine_uploads_and_the_rollout_engine_agrees_with_it(
 ) -> None:
     trained = TinyModel(family="qwen3", seed=5)
     config = ReferenceConfig(model=ModelConfig(path=str(store.directory(trained))), device="cpu")
-    trainer = ReferenceEngine(SPEC, config)
+    trainer = load_engine(SPEC, config)
     trainer.initialize()
     engine = serve()
     meta = WeightUpdateMeta(path=str(tmp_path / "sync"), version=1, verify=True)
@@ -419,7 +418,7 @@ def test_scores_equal_the_log_probs_of_the_rollout(serve: Serve) -> None:
 
     engine = serve()
     sampling = SamplingParams(max_new_tokens=6, temperature=1.3, top_p=0.9, seed=4)
-    workflow = SingleTurnWorkflow(reward=reward, sampling=sampling, group_size=3)
+    workflow = GroupWorkflow(reward=reward, sampling=sampling, group_size=3)
     batch = engine.rollout([{"prompt_ids": prompt} for prompt in prompts(QWEN3.vocab_size)], workflow, 60)
     scores = engine.score(batch, sampling.logprob_temperature)
     mask = batch.loss_mask

@@ -116,15 +116,13 @@ def test_an_exact_comparison_that_fails_is_beyond_the_limit() -> None:
 def test_points_of_one_comparison_share_a_plot() -> None:
     (scatter,) = scatter_plots(EVERYTHING)
     assert scatter.title == "mine, I2.logprobs: logprobs"
-    assert (scatter.lowest, scatter.highest) == (-2.500001, -1.0)
-    assert scatter.largest_difference == pytest.approx(1e-6)
-    upper, lower = scatter.values
-    area = scatter.area
-    assert (upper.x, upper.y) == (area.right, area.top) and lower.y == pytest.approx(area.bottom, abs=0.01)
+    area = scatter.values.area
+    upper, lower = scatter.values.dots
+    assert (upper.x, upper.y) == (area.right, area.top) and lower.y == area.bottom
     # The engine is below the oracle by 0 and by -1e-6: in the middle, and up.
-    places = [(area.bottom - dot.y) / (area.bottom - area.top) for dot in scatter.differences]
-    assert places == pytest.approx([0.5, 0.95])
-    assert [tick.label for tick in scatter.x_ticks] == ["-2.5", "-1.75", "-1"]
+    assert [dot.y for dot in scatter.differences.dots] == [area.y(0.5), area.y(0.95)]
+    assert [tick.label for tick in scatter.values.x_ticks] == ["-2.5", "-1.75", "-1"]
+    assert [tick.label for tick in scatter.differences.y_ticks] == ["-1.0e-06", "0", "+1.0e-06"]
 
 
 def test_engines_have_plots_of_their_own_and_wrong_points_are_marked() -> None:
@@ -132,8 +130,8 @@ def test_engines_have_plots_of_their_own_and_wrong_points_are_marked() -> None:
     cases = [case(engine=name, measurements=(measured(0.5, points=points),)) for name in ("mine", "other")]
     scatters = scatter_plots(report(*cases))
     assert [scatter.title.partition(",")[0] for scatter in scatters] == ["mine", "other"]
-    assert [[dot.failed for dot in scatter.values] for scatter in scatters] == [[False, True]] * 2
-    assert report_page(report(*cases)).count('class="spot"') == 4
+    assert [[dot.failed for dot in scatter.values.dots] for scatter in scatters] == [[False, True]] * 2
+    assert report_page(report(*cases)).count('class="spot bad"') == 4
 
 
 def test_plots_have_titles_and_named_axes(page: str) -> None:
@@ -146,5 +144,5 @@ def test_plots_have_titles_and_named_axes(page: str) -> None:
 def test_many_points_are_thinned_and_nonfinite_ones_left_out() -> None:
     points = tuple((float(number), float(number)) for number in range(10_000))
     (scatter,) = scatter_plots(report(case(measurements=(measured(0.0, points=((math.nan, 1.0), *points)),))))
-    assert 200 <= len(scatter.values) <= 400
-    assert scatter.highest == 9999.0
+    assert 200 <= len(scatter.values.dots) <= 400
+    assert scatter.values.x_ticks[-1].label == "1e+04"

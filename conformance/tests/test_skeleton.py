@@ -71,7 +71,7 @@ def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.Captu
             (entry,) = [entry for entry in found["engines"] if entry["name"] == "odd-2b"]
             assert (entry["status"], entry["distribution"]) == ("ok", "core-rl-odd-2b")
         else:
-            assert found["factory"] == "core_rl_odd_2b.engine:Odd2bEngine"
+            assert found["factory"] == "core_rl_odd_2b.engine:Odd2bBackend"
             assert "options.bucket_bytes" in [field["name"] for field in found["fields"]]
 
 

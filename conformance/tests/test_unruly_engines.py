@@ -14,7 +14,7 @@ from plugin_support import children, engine, run, run_checks
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.reference import SPEC
-from core_rl.reference.train import ReferenceEngine
+from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.profile import Profile
@@ -35,7 +35,7 @@ SAYS = {
 
 @pytest.mark.parametrize("kind", SAYS, ids=lambda kind: kind.__name__)
 def test_it_fails_its_check_and_the_others_go_on(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], kind: type[ReferenceEngine]
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], kind: type[ReferenceBackend]
 ) -> None:
     spec = engine(kind)
     before = children()
@@ -57,7 +57,7 @@ def test_one_that_hangs_is_asked_no_more(
     result.stdout.fnmatch_lines(
         [
             "*RankTimeout: ranks [[]0] of 1 did not answer forward within 4 s*",
-            "*unruly.py*in _run*",
+            "*unruly.py*in run*",
             "*it hung in 2 checks at dp1 before*",
         ]
     )
@@ -104,7 +104,7 @@ def test_ranks_that_disagree_are_found(pytester: pytest.Pytester, engine: Callab
         ("nowhere_at_all:Engine", "*engine 'broken'*nowhere_at_all*"),
         ("mutants.unruly:Missing", "*engine 'broken'*Missing*"),
         ("mutants.unruly:CHILD", "*engine 'broken'*must be a subclass*"),
-        ("mutants.unruly:RunsAsACoroutine", "*engine 'broken'*_run() must not be an 'async def'*"),
+        ("mutants.unruly:RunsAsACoroutine", "*engine 'broken'*run() must not be an 'async def'*"),
     ],
 )
 def test_one_that_cannot_be_imported_is_named_once(

@@ -15,7 +15,7 @@ CoreRLError
 ├── LossError                  a loss function broke the loss contract
 ├── WeightsError               named tensors that are missing, unexpected or of the wrong shape
 ├── CheckpointError            a checkpoint could not be written or read
-│   ├── CheckpointNotFound     there is nothing (complete) at this place
+│   ├── CheckpointNotFound     the path holds no complete checkpoint
 │   ├── CheckpointDamaged      a file is missing, truncated or changed
 │   └── CheckpointMismatch     the checkpoint belongs to another model, engine or layout
 ├── GroupError                 a group of ranks failed
@@ -100,7 +100,7 @@ class EngineContractError(EngineError):
 
 
 class UnsupportedCapability(EngineError):
-    """Something optional was asked of an engine that does not declare it."""
+    """An optional feature that the engine does not declare was requested."""
 
 
 class BatchError(CoreRLError):
@@ -120,7 +120,7 @@ class CheckpointError(CoreRLError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """There is nothing, or nothing complete, at this place."""
+    """The path holds no complete checkpoint."""
 
 
 class CheckpointDamaged(CheckpointError):

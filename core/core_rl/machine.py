@@ -1,4 +1,4 @@
-"""Where something was computed: what somebody needs who tries to get the same numbers."""
+"""A description of the machine and its packages, for reproducing measured numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import importlib_metadata as metadata
 
-__all__ = ["Machine", "describe_machine"]
+__all__ = ["Machine", "cpu_cores", "describe_machine"]
 
 CORE = "core-rl"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -47,11 +47,16 @@ def describe_machine(distributions: Iterable[str] = (), extra: str | None = None
         python=f"{platform.python_implementation()} {platform.python_version()}",
         system=f"{platform.system()} {platform.release()}",
         processor=_processor(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cpu_cores(),
         threads=torch.get_num_threads(),
         gpus=tuple(gpus),
         packages=_versions([CORE, *distributions], extra),
     )
+
+
+def cpu_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

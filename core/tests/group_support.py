@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,25 +29,30 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
+from core_rl.engine.guards import check_config
 from core_rl.engine.post_hook import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError
+from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class EchoEngine(TrainEngine):
-    """Overrides public methods, as no plugin does, to show what each rank was given."""
+class EchoEngine:
+    """The methods of an engine that `EngineGroup` calls, to show what each rank was given."""
 
-    def initialize(self, addr: RankAddress | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        assert addr is not None
+    def __init__(self, spec: EngineSpec, config: TrainEngineConfig) -> None:
+        check_config(spec, config)
+        self.config = config
+
+    def initialize(self, addr: RankAddress, ft_spec: FinetuneSpec | None = None) -> None:
         assert not Path(addr.store_path).exists()
         assert Path(addr.store_path).parent.is_dir()
         if self.config.seed == FAILING_SEED:
             raise RuntimeError("no memory for the model")
-        self.addr, self.ft_spec, self.device = addr, ft_spec, torch.device("cpu")
+        self.addr, self.ft_spec = addr, ft_spec
         self.calls: list[str] = []
 
     def destroy(self) -> None:
@@ -55,16 +60,20 @@ class EchoEngine(TrainEngine):
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.addr.rank // self.layout.tp
+        return self.addr.rank // self.config.layout.tp
 
     @property
     def data_parallel_size(self) -> int:
-        return self.layout.dp
+        return self.config.layout.dp
 
     @property
     def is_output_rank(self) -> bool:
         # The last tensor-parallel rank, so that taking rank 0's result would be wrong.
-        return self.addr.rank % self.layout.tp == self.layout.tp - 1
+        return self.addr.rank % self.config.layout.tp == self.config.layout.tp - 1
+
+    @property
+    def is_writer(self) -> bool:
+        return self.is_output_rank and self.data_parallel_rank == 0
 
     def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         return {"tokens": batch.num_tokens, "rank": self.addr.rank}
@@ -96,7 +105,19 @@ class EchoEngine(TrainEngine):
         self.calls.append("onload")
 
 
-EchoEngine.__abstractmethods__ = frozenset()  # the hooks: nothing here reaches them
+def echo_engine(engine: object) -> EchoEngine:
+    assert isinstance(engine, EchoEngine)
+    return engine
+
+
+def make_engine(spec: EngineSpec, config: TrainEngineConfig) -> TrainEngine:
+    return cast("TrainEngine", EchoEngine(spec, config))
+
+
+def echo_group(*args: Any, **settings: Any) -> EngineGroup:
+    """An `EngineGroup` whose ranks hold an `EchoEngine`."""
+    return EngineGroup(*args, make_engine=make_engine, **settings)
+
 
 SPEC = EngineSpec(
     name="echo",
@@ -118,11 +139,6 @@ def config(seed: int = 0, **degrees: int) -> TrainEngineConfig:
 # ------------------------------------------------------------------ functions for `run`
 
 
-def echo_engine(engine: TrainEngine) -> EchoEngine:
-    assert isinstance(engine, EchoEngine)
-    return engine
-
-
 def rank_of(engine: TrainEngine) -> int:
     return echo_engine(engine).addr.rank
 
@@ -131,8 +147,8 @@ def whoami(engine: TrainEngine, *args: *Ts) -> tuple[int, *Ts]:
     return (rank_of(engine), *args)
 
 
-def surroundings(engine: TrainEngine) -> dict[str, object]:
-    engine = echo_engine(engine)
+def surroundings(rank: TrainEngine) -> dict[str, object]:
+    engine = echo_engine(rank)
     return {
         "cwd": str(Path.cwd()),
         "variable": os.environ.get("CORE_RL_TEST"),

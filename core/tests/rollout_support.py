@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.registry.spec import EngineSpec
-from core_rl.rollout.workflow import TokenGenerator
+from core_rl.rollout.workflow import TokenGenerator, pack_responses
+from core_rl.seeds import derive_seed
 
 VOCAB, CONTEXT = 50, 32
 ALL = frozenset(
@@ -178,3 +180,34 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 def keys(*values: int) -> list[dict[str, int]]:
     return [{"key": value} for value in values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupWorkflow:
+    """``group_size`` completions of one prompt, each with a reward; a seed is derived for each."""
+
+    reward: Callable[[Sequence[int], Sequence[int], Mapping[str, Any]], float]
+    sampling: SamplingParams
+    group_size: int = 1
+
+    async def arun_episode(
+        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
+    ) -> SequenceBatch | None:
+        prompt, seed = tuple(data["prompt_ids"]), self.sampling.seed
+        responses = await asyncio.gather(
+            *(
+                engine.agenerate(
+                    LLMRequest(
+                        input_ids=prompt,
+                        sampling=self.sampling
+                        if seed is None
+                        else replace(self.sampling, seed=derive_seed(seed, episode, member)),
+                    )
+                )
+                for member in range(self.group_size)
+            )
+        )
+        return pack_responses(responses).with_sequences(
+            rewards=torch.tensor([self.reward(prompt, one.output_ids, data) for one in responses]),
+            group=torch.full((self.group_size,), episode),
+        )

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import training_support as support
 
-from core_rl import __version__, errors
+from core_rl import __version__
 from core_rl.cli import main
 from core_rl.config.capability import Capability
 from core_rl.registry.engines import register_engine
@@ -127,93 +125,6 @@ def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: no installed engine is called 'quux'")
-
-
-class _Training(types.ModuleType):
-    """Stands for `core_rl_trainer`: records the call and does what the test asks."""
-
-    def __init__(self, outcome: BaseException | dict[str, float]) -> None:
-        super().__init__("core_rl_trainer")
-        self.outcome = outcome
-        self.calls: list[tuple[Path, list[str]]] = []
-
-    def run_recipe(self, path: Path, overrides: list[str]) -> dict[str, float]:
-        self.calls.append((path, overrides))
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
-
-
-def _training(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str, float]) -> _Training:
-    training = _Training(outcome)
-    monkeypatch.setitem(sys.modules, "core_rl_trainer", training)
-    return training
-
-
-def test_train_hands_on_the_recipe_and_the_overrides(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    training = _training(monkeypatch, {"reward": 0.5})
-    assert _run("train", "recipe.yaml", "engine=fsdp", "optimizer.lr=1e-5") == 0
-    assert training.calls == [(Path("recipe.yaml"), ["engine=fsdp", "optimizer.lr=1e-5"])]
-    assert capsys.readouterr().out == ""
-
-
-def test_train_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _training(monkeypatch, {"reward": 0.5})
-    assert _run("train", "recipe.yaml", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"reward": 0.5}
-
-
-def test_train_dry_run_prints_the_plan_and_runs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start = support.make_start(tmp_path)
-    recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
-    capsys.readouterr()  # what saving the model printed
-    assert _run("train", str(recipe), "seed=1", "--dry-run", "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["recipe"]["seed"] == 1 and printed["recipe"]["optimizer"]["lr"] == 0.02
-    assert [role["role"] for role in printed["plan"]["roles"]] == ["actor", "reference", "rollout"]
-    assert _run("train", str(recipe), "--dry-run") == 0
-    assert "Nothing was started" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
-
-
-OUTCOMES = [
-    (errors.ConfigError("wrong field"), 2, "error: wrong field"),
-    (errors.LayoutError("wrong layout"), 2, "error: wrong layout"),
-    (errors.EngineNotFound("no engine"), 2, "error: no engine"),
-    (errors.CheckpointDamaged("truncated"), 1, "error: truncated"),
-    (errors.RankFailed("rank 1 failed", 1, "Traceback of rank 1"), 1, "Traceback of rank 1"),
-    (KeyboardInterrupt(), 130, "the same command goes on"),
-]
-
-
-@pytest.mark.parametrize(("outcome", "code", "message"), OUTCOMES)
-def test_exit_codes(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    outcome: BaseException,
-    code: int,
-    message: str,
-) -> None:
-    _training(monkeypatch, outcome)
-    assert _run("train", "recipe.yaml") == code
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
-
-
-def test_what_core_rl_does_not_raise_on_purpose_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    _training(monkeypatch, ZeroDivisionError("a bug"))
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        main(["train", "recipe.yaml"])
-
-
-def test_a_missing_recipe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("train", "no_such_recipe.yaml") == 2
-    assert "no_such_recipe.yaml" in capsys.readouterr().err
 
 
 IMPORTS = """

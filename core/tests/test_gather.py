@@ -1,54 +1,103 @@
-"""Parts of tensors that do not make up a whole are refused before anything is exported."""
+"""Placements of slices over ranks: what does not tile a tensor once is refused; what does is gathered whole."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from checkpoint_support import on_ranks
 
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError
-from core_rl.state.gather import LocalPart, ShardGather
+from core_rl.state.gather import Gather
+from core_rl.state.slices import gather_placements
+
+WHOLE = torch.arange(10.0).view(5, 2)
 
 
-@dataclass(frozen=True)
-class Told(Comm):
-    """A world whose other rank holds ``other``."""
+@dataclass
+class Held:
+    """The sharded state of one rank: slices of one kind."""
 
-    other: Any = None
+    slices: list[LocalSlice]
+    full: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"w": (5, 2)})
+    optimizer_kinds: tuple[str, ...] = ()
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.other]
+    def shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
+        return self.full
 
-
-def part(rows: int, start: int) -> LocalPart:
-    return LocalPart(torch.zeros(rows, 2), (start, 0))
-
-
-@pytest.mark.parametrize(
-    ("own", "other"),
-    [
-        (part(3, 0), part(2, 3)),
-        (part(5, 0), part(5, 0)),
-        (part(5, 0), part(0, 5)),
-    ],
-    ids=["halves", "copies", "all-on-one"],
-)
-def test_parts_that_make_up_a_tensor_are_taken(own: LocalPart, other: LocalPart) -> None:
-    ShardGather(Told(other={"w": other.region}), {"w": own}, {"w": (5, 2)})
+    def local(self, kind: str) -> Iterator[LocalSlice]:
+        return iter(self.slices)
 
 
-@pytest.mark.parametrize(
-    ("own", "other", "problem"),
-    [
-        (part(3, 0), part(1, 3), "8 of 10 elements"),
-        (part(3, 0), part(3, 2), "12 of 10 elements"),
-        (part(3, 0), part(2, 4), "10 of 10 elements"),
-    ],
-    ids=["hole", "overlap", "outside"],
-)
-def test_parts_that_do_not_are_refused(own: LocalPart, other: LocalPart, problem: str) -> None:
-    with pytest.raises(EngineContractError, match=problem):
-        ShardGather(Told(other={"w": other.region}), {"w": own}, {"w": (5, 2)})
+def part(rows: int, start: int, replica: int = 0, name: str = "w") -> LocalSlice:
+    return LocalSlice(name, (start, 0), torch.zeros(rows, 2), replica)
+
+
+def placed(*ranks: Held) -> list[object]:
+    """The placements that each rank finds, or the error that it raises."""
+    return on_ranks(len(ranks), lambda world: gather_placements(ranks[world.rank], "master", world))
+
+
+TILED = {
+    "halves": (part(3, 0), part(2, 3)),
+    "replicas": (part(5, 0), part(5, 0, replica=1)),
+    "all on one": (part(5, 0), part(0, 5)),
+}
+
+
+@pytest.mark.parametrize("case", TILED)
+def test_slices_that_tile_a_tensor_are_taken(case: str) -> None:
+    own, other = TILED[case]
+    first, second = placed(Held([own]), Held([other]))
+    assert first == second and not isinstance(first, Exception)
+
+
+UNTILED = {
+    "hole": ([part(3, 0)], [part(1, 3)], "2 of 10 elements are on no rank"),
+    "overlap": ([part(3, 0)], [part(3, 2)], r"rank 1 has \[3, 2\] at \[2, 0\], which overlaps"),
+    "outside": ([part(3, 0)], [part(2, 4)], r"\[2, 2\] at \[4, 0\] is not inside \[5, 2\]"),
+    "twice": ([part(5, 0)], [part(5, 0)], "overlaps"),
+    "no first replica": (
+        [part(5, 0, replica=1)],
+        [part(5, 0, replica=2)],
+        "10 of 10 elements are on no rank",
+    ),
+    "unknown": ([part(5, 0)], [part(1, 0, name="v")], r"'v' is not in shapes\(\)"),
+}
+
+
+@pytest.mark.parametrize("case", UNTILED)
+def test_slices_that_do_not_are_an_error_of_all_ranks(case: str) -> None:
+    own, other, problem = UNTILED[case]
+    for raised in placed(Held(own), Held(other)):
+        with pytest.raises(EngineContractError, match=problem):
+            raise raised if isinstance(raised, Exception) else AssertionError("nothing was raised")
+
+
+def test_ranks_that_name_other_tensors_are_refused() -> None:
+    raised, _ = placed(Held([part(5, 0)]), Held([], {"w": (5, 3)}))
+    assert isinstance(raised, EngineContractError)
+    assert "shapes() differs between ranks" in str(raised)
+
+
+Cut = Callable[[torch.Tensor], list[tuple[tuple[int, int], torch.Tensor]]]
+CUTS: dict[str, Cut] = {
+    "one slice": lambda full: [((0, 0), full)],
+    "rows": lambda full: [((0, 0), full[:2]), ((2, 0), full[2:])],
+    "boxes": lambda full: [((0, 0), full[:3, :1]), ((0, 1), full[:3, 1:]), ((3, 0), full[3:])],
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_lone_rank_puts_its_slices_together(cut: str, bucket_bytes: int) -> None:
+    slices = [LocalSlice(name, at, box) for name in ("v", "w") for at, box in CUTS[cut](WHOLE)]
+    held = Held(slices, {"v": (5, 2), "w": (5, 2)})
+    gather = Gather(world=Comm(), writer=0, bucket_bytes=bucket_bytes)
+    found = dict(gather.stream(gather_placements(held, "master", Comm()), slices))
+    assert list(found) == ["v", "w"]
+    assert all(full is not None and torch.equal(full, WHOLE) for full in found.values())

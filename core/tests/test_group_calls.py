@@ -39,7 +39,7 @@ MODEL = {"config": {"model_type": "none"}}
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[EngineGroup]:
-    with EngineGroup(support.SPEC, support.config(dp=2, tp=2), timeout_s=120) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2, tp=2), timeout_s=120) as group:
         yield group
 
 
@@ -126,13 +126,13 @@ def test_plain_methods_reach_every_rank(group: EngineGroup) -> None:
 
 
 def test_ranks_adopt_the_drivers_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with EngineGroup(support.SPEC, support.config(dp=1)):
+    with support.echo_group(support.SPEC, support.config(dp=1)):
         pass  # the fork server runs now, and has its own environment
     monkeypatch.setenv("CORE_RL_TEST", "later")
     monkeypatch.chdir(tmp_path)
     ft_spec = FinetuneSpec(dataset_size=7)
     settings: dict[str, Any] = {"timeout_s": 140, "threads_per_rank": 3, "devices": (5, 4)}
-    with EngineGroup(support.SPEC, support.config(dp=2), ft_spec=ft_spec, **settings) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2), ft_spec=ft_spec, **settings) as group:
         for rank, found in enumerate(group.run(support.surroundings)):
             assert found == {
                 "cwd": str(tmp_path),
@@ -147,7 +147,7 @@ def test_ranks_adopt_the_drivers_surroundings(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
-    with EngineGroup(support.SPEC, support.config(dp=2)) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2)) as group:
         group.run(support.say)
         out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["out of rank 0", "out of rank 1"]
@@ -159,7 +159,7 @@ def test_ranks_may_have_children(group: EngineGroup) -> None:
 
 
 def test_another_layout_keeps_the_processes() -> None:
-    with EngineGroup(support.SPEC, support.config(dp=2)) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2)) as group:
         first = group.pids
         assert len(first) == 2
         group.initialize()
@@ -183,7 +183,7 @@ def test_a_refused_config_changes_nothing(group: EngineGroup) -> None:
 
 
 def test_a_real_process_group_meets_through_the_file() -> None:
-    with EngineGroup(support.SPEC, support.config(dp=2)) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2)) as group:
         for world in (2, 1, 3):
             group.initialize(config=support.config(dp=world))
             assert group.run(support.gloo_sum) == [world * (world + 1) / 2] * world
@@ -191,7 +191,7 @@ def test_a_real_process_group_meets_through_the_file() -> None:
 
 def test_the_meeting_place_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with EngineGroup(support.SPEC, support.config(dp=2)) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2)) as group:
         group.initialize()
         assert len(list(tmp_path.iterdir())) == 1
         group.destroy()
@@ -227,7 +227,7 @@ def test_the_meeting_place_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path:
 )
 def test_bad_arguments(arguments: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        EngineGroup(**{"engine": support.SPEC, "config": support.config(dp=1), **arguments})
+        support.echo_group(**{"engine": support.SPEC, "config": support.config(dp=1), **arguments})
 
 
 def test_a_config_is_made_of_its_fields() -> None:
@@ -239,18 +239,18 @@ def test_a_config_is_made_of_its_fields() -> None:
         "device": "cpu",
         "seed": 7,
     }
-    group = EngineGroup(support.SPEC, model=MODEL, **fields)
+    group = support.echo_group(support.SPEC, model=MODEL, **fields)
     assert group.config == TrainEngineConfig.model_validate({"model": MODEL, **fields})
     group.close()
     choices: tuple[dict[str, Any], ...] = ({}, {"optimizer": None})
     for optimizer in choices:
-        group = EngineGroup(support.SPEC, model=ModelConfig.model_validate(MODEL), **optimizer)
+        group = support.echo_group(support.SPEC, model=ModelConfig.model_validate(MODEL), **optimizer)
         assert group.config == TrainEngineConfig.model_validate({"model": MODEL, **optimizer})
         group.close()
 
 
 def test_a_context_that_cannot_build_its_engine_leaves_no_process() -> None:
-    group = EngineGroup(support.SPEC, support.config(support.FAILING_SEED, dp=1))
+    group = support.echo_group(support.SPEC, support.config(support.FAILING_SEED, dp=1))
     pids = group.pids
     with pytest.raises(RankFailed, match="no memory for the model"), group:
         raise AssertionError("the body does not run")
@@ -258,7 +258,7 @@ def test_a_context_that_cannot_build_its_engine_leaves_no_process() -> None:
 
 
 def test_before_initialize_there_is_no_engine() -> None:
-    with closing(EngineGroup(support.SPEC, support.config(dp=1))) as group:
+    with closing(support.echo_group(support.SPEC, support.config(dp=1))) as group:
         with pytest.raises(EngineStateError, match=r"call initialize\(\) first"):
             group.run(support.whoami)
         with group:
@@ -269,6 +269,6 @@ def test_all_groups_are_forked_from_one_server() -> None:
     """The expensive imports happen in the server, and a second group waits for none."""
     servers: set[int] = set()
     for size in (1, 2):
-        with EngineGroup(support.SPEC, support.config(dp=size)) as group:
+        with support.echo_group(support.SPEC, support.config(dp=size)) as group:
             servers.update(group.run(support.parent_pid))
     assert len(servers) == 1

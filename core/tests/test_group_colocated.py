@@ -35,14 +35,17 @@ Pair = tuple[EngineGroup, EngineGroup]
 
 
 def colocated(host: EngineGroup, seed: int = 2, **degrees: int) -> EngineGroup:
-    return EngineGroup(
+    return support.echo_group(
         support.SPEC, support.config(seed, **(degrees or {"dp": 2})), timeout_s=120, colocate_with=host
     )
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with EngineGroup(support.SPEC, support.config(1, dp=2), timeout_s=120) as host, colocated(host) as guest:
+    with (
+        support.echo_group(support.SPEC, support.config(1, dp=2), timeout_s=120) as host,
+        colocated(host) as guest,
+    ):
         yield host, guest
 
 
@@ -149,7 +152,9 @@ def test_what_belongs_to_the_processes_cannot_differ(
     pair: Pair, settings: dict[str, Any], error: type[CoreRLError], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        EngineGroup(support.SPEC, colocate_with=pair[0], **({"config": support.config(dp=2)} | settings))
+        support.echo_group(
+            support.SPEC, colocate_with=pair[0], **({"config": support.config(dp=2)} | settings)
+        )
     assert pair[1].run(support.whoami) == [(0,), (1,)]
 
 

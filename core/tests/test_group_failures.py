@@ -26,13 +26,13 @@ FOREVER_S = 30.0
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[EngineGroup]:
-    with EngineGroup(support.SPEC, support.config(dp=2), timeout_s=120) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120) as group:
         yield group
 
 
 @pytest.fixture
 def group() -> Iterator[EngineGroup]:
-    with EngineGroup(support.SPEC, support.config(dp=2), timeout_s=120) as group:
+    with support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120) as group:
         yield group
 
 

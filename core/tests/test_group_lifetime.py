@@ -27,7 +27,7 @@ import group_support as support
 from core_rl.launch.group import EngineGroup
 
 def start():
-    group = EngineGroup(support.SPEC, support.config(dp=2), timeout_s=120)
+    group = support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120)
     group.initialize()
     print("pids", *group.pids, flush=True)
     return group
@@ -94,7 +94,7 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
 MANY_GROUPS = """
 import threading
 activities = [None, support.hang, support.stop_self, support.hold_interpreter_lock, support.gloo_wait]
-groups = [EngineGroup(support.SPEC, support.config(dp=2), timeout_s=120) for _ in activities]
+groups = [support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120) for _ in activities]
 for group, activity in zip(groups, activities):
     group.initialize()
     if activity:

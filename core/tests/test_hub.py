@@ -40,9 +40,8 @@ for path in sys.argv[1:]:
 PATHS_IN_RANKS = """
 import sys
 import group_support as support
-from core_rl.launch.group import EngineGroup
 if __name__ == "__main__":
-    with EngineGroup(support.SPEC, model={"path": sys.argv[1]}, layout={"dp": 2}, seed=3) as group:
+    with support.echo_group(support.SPEC, model={"path": sys.argv[1]}, layout={"dp": 2}, seed=3) as group:
         print(*group.run(support.model_path), sep="\\n")
         print(group.config.seed)
 """

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from core_rl.config.engine import Head, LoraConfig, ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.lora import written_name
+from core_rl.toolkit.lora import checkpoint_name
 from core_rl.toolkit.meta_build import build_on_meta
 
 SMALL: dict[str, Any] = {
@@ -137,7 +137,7 @@ def test_an_adapter_begins_with_the_same_values(name: str, tmp_path: Path) -> No
     assert unloaded is not None
     assert {value.device.type for value in unloaded.model.parameters()} == {"meta"}
     plain = build_model(model, seed=3, attn_implementation="eager")
-    values = {written_name(held): parameter.detach() for held, parameter in plain.named_parameters()}
+    values = {checkpoint_name(held): parameter.detach() for held, parameter in plain.named_parameters()}
     assert values.keys() == {*unloaded.source.names()}
     assert all(torch.equal(unloaded.source.read(held), value) for held, value in values.items())
     trained = {held for held, parameter in plain.named_parameters() if parameter.requires_grad}

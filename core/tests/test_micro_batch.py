@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.outputs import ModelOutput
-from core_rl.data.shard import shard, shard_plan, unshard_output
+from core_rl.data.partition import shard, shard_plan, unshard_output
 from core_rl.errors import BatchError
 
 

@@ -150,7 +150,7 @@ BROKEN = [
     pytest.param(
         "import gamma_backend.ops", "needs the module 'gamma_backend'", ModuleNotFoundError, id="dependency"
     ),
-    pytest.param("import beta.missing", "the plugin is incomplete", ModuleNotFoundError, id="own module"),
+    pytest.param("import beta.missing", "is incomplete", ModuleNotFoundError, id="own module"),
     pytest.param("from os import no_such", "ImportError", ImportError, id="import name"),
     pytest.param("OTHER = 1", "module 'beta' has no attribute 'SPEC'", type(None), id="no attribute"),
     pytest.param(

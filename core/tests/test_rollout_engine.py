@@ -15,6 +15,7 @@ from rollout_support import (
     CONTEXT,
     VOCAB,
     GatedWorkflow,
+    GroupWorkflow,
     ToyBackend,
     eventually,
     keys,
@@ -43,7 +44,6 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 SHORT = SamplingParams(max_new_tokens=3)
 REQUEST = LLMRequest(input_ids=(1, 2), sampling=SHORT)
@@ -388,34 +388,11 @@ def count(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[st
 
 def test_rollout_end_to_end(engine: InferenceEngine) -> None:
     data = [{"prompt_ids": [value]} for value in (30, 10, 20)]
-    batch = engine.rollout(data, SingleTurnWorkflow(reward=count, sampling=SHORT, group_size=2), timeout=60)
+    batch = engine.rollout(data, GroupWorkflow(reward=count, sampling=SHORT, group_size=2), timeout=60)
     starts = batch.cu_seqlens[:-1].long()
     assert batch.input_ids[starts].tolist() == [30, 30, 10, 10, 20, 20]
     assert batch["rewards"].tolist() == [96, 96, 36, 36, 66, 66]
     assert batch["group"].tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "core-rl" in thread.name]
-
-
-def test_a_reward_that_hangs_ends_the_rollout_and_not_the_engine(engine: InferenceEngine) -> None:
-    free = threading.Event()
-
-    def hang(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
-        free.wait(60)
-        return 0.0
-
-    data = [{"prompt_ids": [30]}]
-    with pytest.raises(RolloutError, match=r"1 of 1 samples have no result after 1 s"):
-        engine.rollout(data, SingleTurnWorkflow(reward=hang, sampling=SHORT), timeout=1)
-    assert (
-        engine.rollout(data, SingleTurnWorkflow(reward=count, sampling=SHORT), timeout=60).num_sequences == 1
-    )
-    engine.destroy()
-    eventually(lambda: our_threads() == ["core-rl-user-code"])
-    free.set()
-    eventually(lambda: our_threads() == [])
 
 
 def test_a_rollout_without_accepted_samples_says_so(engine: InferenceEngine) -> None:

@@ -9,10 +9,11 @@ import torch
 
 from core_rl.backend.metrics import Metric, merge_metrics
 from core_rl.backend.schedule import decays, learning_rate, schedule_length
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.config.engine import OptimizerConfig, ScheduleConfig
 from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError, LossError
-from core_rl.state.grad_norm import GradShard, global_grad_norm
+from core_rl.state.grad_norm import global_grad_norm
 
 COSINE_HALF = 0.1 + 0.9 * 0.5
 RATES = [
@@ -73,14 +74,14 @@ def test_a_metric_that_is_no_metric_or_changes_kind_is_refused() -> None:
 def test_the_norm_is_accumulated_in_float64() -> None:
     grad = torch.full((2_500_000,), 1e-3)
     exact = math.sqrt(len(grad)) * float(grad[0].double())
-    assert global_grad_norm([GradShard("w", grad)], Comm()) == pytest.approx(exact, rel=1e-12)
+    assert global_grad_norm([LocalSlice("w", (0,), grad)], Comm()) == pytest.approx(exact, rel=1e-12)
 
 
-def test_a_duplicate_is_counted_on_its_lowest_rank_only() -> None:
-    here, elsewhere = GradShard("a", torch.tensor([3.0]), (0, 1)), GradShard("b", torch.tensor([4.0]), (1, 0))
-    assert global_grad_norm([here, elsewhere], Comm()) == 5.0
-    assert global_grad_norm([GradShard("a", torch.tensor([3.0]), (-1, 0))], Comm()) == 0.0
+def test_replicas_are_counted_once() -> None:
+    first, other = LocalSlice("a", (0,), torch.tensor([3.0])), LocalSlice("b", (0,), torch.tensor([4.0]), 1)
+    assert global_grad_norm([first, other], Comm()) == 3.0
+    assert global_grad_norm([other], Comm()) == 0.0
 
 
 def test_non_finite_gradients_give_a_non_finite_norm() -> None:
-    assert math.isnan(global_grad_norm([GradShard("w", torch.tensor([1.0, math.nan]))], Comm()))
+    assert math.isnan(global_grad_norm([LocalSlice("w", (0,), torch.tensor([1.0, math.nan]))], Comm()))

@@ -24,8 +24,8 @@ from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync import group as weight_group
 from core_rl.weight_sync import sender as weight_sender
-from core_rl.weight_sync.adapter import AdapterMetadata
 from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
 from core_rl.weight_sync.stream import Bucket, abandon, receiving
 

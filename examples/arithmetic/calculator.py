@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from core_rl_trainer.environments.text import ToolEnvironment
+from core_rl_trainer.environments import ToolEnvironment
 
 
 def calculator(answer: str, _sample: Mapping[str, Any]) -> str | None:

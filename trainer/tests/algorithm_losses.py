@@ -70,7 +70,7 @@ def plain_objective(
 def plain_cispo_gradient(
     objective: objectives.CISPO, new: list[float], old: list[float], advantages: list[float], t: int
 ) -> float:
-    """What the log-prob of token ``t`` is multiplied with."""
+    """The factor of the log-prob of token ``t``."""
     ratio = math.exp(new[t] - old[t])
     return max(min(ratio, 1 + objective.clip_high), 1 - objective.clip_low) * advantages[t]
 

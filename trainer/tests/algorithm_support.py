@@ -1,4 +1,4 @@
-"""What the tests of algorithms share: ragged batches, and a small engine that keeps the loss contract."""
+"""Support of the tests of algorithms: ragged batches, and a small engine that keeps the loss contract."""
 
 from __future__ import annotations
 

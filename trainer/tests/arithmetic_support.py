@@ -39,7 +39,7 @@ def load_example() -> ModuleType:
 def make_start(
     directory: Path, *, tool: bool = False, batch_size: int = 32, max_steps: int = 40, rows: int = 24
 ) -> Path:
-    """What `prepare` writes, after ``max_steps`` of its warm-up, with so many rows, and ``reward.py``."""
+    """The files of `prepare` after ``max_steps`` of its warm-up, with ``rows`` examples, and ``reward.py``."""
     example = load_example()
     settings = example.Settings(
         engine="reference", seed=0, batch_size=batch_size, max_steps=max_steps, tool=tool

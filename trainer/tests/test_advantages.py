@@ -25,7 +25,7 @@ from core_rl_trainer.algorithms.advantages import (
     whiten,
 )
 from core_rl_trainer.algorithms.gae import discounted_sums, gae_advantages, returns_to_go
-from core_rl_trainer.algorithms.kl_control import KLController
+from core_rl_trainer.algorithms.kl import KLController
 from core_rl_trainer.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
 
 lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=7)

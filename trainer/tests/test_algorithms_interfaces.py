@@ -40,8 +40,8 @@ from core_rl_trainer.algorithms.aggregation import Aggregation, FixedLength
 from core_rl_trainer.algorithms.estimators import RLOO
 from core_rl_trainer.algorithms.gae import gae_advantages
 from core_rl_trainer.algorithms.objectives import GSPO, Clipped
+from core_rl_trainer.algorithms.ppo_critic import ValueLoss
 from core_rl_trainer.algorithms.shaping import token_rewards
-from core_rl_trainer.algorithms.value_loss import ValueLoss
 
 ONE = MicroBatchSpec(count=1)
 LENGTHS = [6, 3, 5, 8]
@@ -102,14 +102,14 @@ def test_a_second_owner_of_a_name_is_refused(
     [
         ("ppo-actor", {}, "there is no interface 'ppo-actor'; did you mean 'ppo_actor'"),
         ("nothing_like_it", {}, "Known: .*ppo_actor.*sft"),
-        ("no_such_module:Class", {}, "cannot be loaded"),
-        ("core_rl_trainer.algorithms.sft:Nothing", {}, "cannot be loaded"),
+        ("no_such_module:Class", {}, "there is no module 'no_such_module'"),
+        ("core_rl_trainer.algorithms.sft:Nothing", {}, "has no attribute 'Nothing'"),
         (f"{__name__}:NoConfig", {}, "must be a subclass of ModelInterface"),
         ("ppo_actor", {"clip": 0.1}, "interface 'ppo_actor': unknown field 'clip' = 0.1; remove it"),
         ("ppo_actor", {"loss": {"clip_lo": 0.1}}, "'loss.clipped.clip_lo' = 0.1; did you mean 'clip_low'"),
         ("ppo_actor", {"loss": {"type": "cispo", "lam": 1}}, "unknown field 'loss.cispo.lam'.*clip_high"),
         ("ppo_actor", {"loss": "gspoo"}, "no policy loss 'gspoo'; did you mean 'gspo'"),
-        ("ppo_actor", {"loss": "no_module:fn"}, "'no_module:fn'.* cannot be loaded"),
+        ("ppo_actor", {"loss": "no_module:fn"}, "policy loss 'no_module:fn': there is no module"),
         ("ppo_actor", {"loss": {"type": "os:getcwd", "settings": {"a": 1}}}, "takes no settings"),
         ("ppo_actor", {"advantage": "gea"}, "no advantage rule 'gea'; did you mean 'gae'"),
         ("ppo_actor", {"advantage": {"type": "grpo", "lam": 1}}, "unknown field 'advantage.grpo.lam'"),

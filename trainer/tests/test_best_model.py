@@ -47,7 +47,7 @@ def test_the_best_is_kept(
     best = keep(tmp_path, mode)
     for step, value in enumerate(values):
         offer(best, step, value)
-        best.settle()
+        best.prune()
     assert kept(tmp_path) == [f"step-{expected:08d}"]
     assert (tmp_path / "best_model" / "weights").read_text() == str(expected)
     state = best.state_dict()
@@ -57,7 +57,7 @@ def test_the_best_is_kept(
 def test_a_run_that_goes_on_has_the_model_that_its_checkpoint_knows(tmp_path: Path) -> None:
     best = keep(tmp_path)
     offer(best, 2, 0.5)
-    best.settle()
+    best.prune()
     state = best.state_dict()
     offer(best, 3, 0.9)  # and is killed before the next checkpoint
     assert kept(tmp_path) == ["step-00000002", "step-00000003"]

@@ -17,7 +17,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopR
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import MAX_ABORTS, generate_whole
 from core_rl.seeds import derive_seed
-from core_rl_trainer.environments.environment import Observation
+from core_rl_trainer.environments import Observation
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
 
 STOP = 9
@@ -161,7 +161,7 @@ def test_a_reward_function_scores_the_last_answer() -> None:
     [
         ([KeyError("tool")], "turn 0: the environment Script raised KeyError: 'tool'"),
         ([says(), ValueError("no")], "turn 1: the environment Script raised ValueError: no"),
-        (["hang"], "turn 0: the environment Script gave no answer in 0.1 s"),
+        (["hang"], "turn 0: the environment Script gave no result in 0.1 s"),
         ([(1, 2)], r"turn 0: the environment Script returned (1, 2); step() returns an Observation"),
         ([says(reward=math.nan)], "turn 0: the environment Script returned nan; rewards are finite"),
     ],
@@ -170,14 +170,14 @@ def test_an_environment_that_fails_names_sample_answer_and_turn(
     made: list[Script], script: list[Any], message: str
 ) -> None:
     workflow = MultiTurnWorkflow(environment=Script, step_timeout_s=0.1, group_size=2)
-    with pytest.raises(RolloutError, match=rf"sample 3, answer [01], {re.escape(message)}"):
+    with pytest.raises(RolloutError, match=rf"sample 3, completion [01], {re.escape(message)}"):
         play(workflow, {"prompt_ids": [1], "script": script}, Counter())
     assert [environment.closed for environment in made] == [1, 1]
 
 
 def test_a_prompt_without_room_names_the_sample() -> None:
     with pytest.raises(
-        RolloutError, match="sample 3: a prompt of 2 tokens leaves no room for an answer in 2"
+        RolloutError, match="sample 3: a prompt of 2 tokens leaves no room for a completion in 2"
     ):
         play(MultiTurnWorkflow(environment=Script, max_tokens=2), TALK, Counter())
 

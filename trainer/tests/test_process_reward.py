@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rollout_support
 from rollout_support import eventually
 
 from core_rl.errors import ConfigError, EngineStateError, RolloutError
@@ -68,7 +69,7 @@ def pool() -> Iterator[ProcessReward]:
 
 def ask(reward: ProcessReward, do: str, tmp_path: Path) -> float:
     data = {"do": do, "pids": str(tmp_path / "pids")}
-    return asyncio.run(compute_reward(reward, [1, 2], [3], data, subject="sample 7, answer 1"))
+    return asyncio.run(compute_reward(reward, [1, 2], [3], data, subject="sample 7, completion 1"))
 
 
 def pids(tmp_path: Path) -> list[int]:
@@ -106,7 +107,7 @@ def test_a_coroutine_function_runs_there_too(tmp_path: Path) -> None:
 def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
     pool: ProcessReward, tmp_path: Path, do: str, message: str
 ) -> None:
-    with pytest.raises(RolloutError, match=f"sample 7, answer 1: the reward function score: {message}"):
+    with pytest.raises(RolloutError, match=f"sample 7, completion 1: the reward function score: {message}"):
         ask(pool, do, tmp_path)
     assert ask(pool, "", tmp_path) == 21.0
 
@@ -115,7 +116,9 @@ def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
 def test_a_reward_that_hangs_is_killed_with_its_children(tmp_path: Path, do: str) -> None:
     with ProcessReward(score, timeout_s=1.5) as reward:
         ask(reward, "", tmp_path)
-        message = "sample 7, answer 1: the reward function score: no answer in 1.5 s; its process was killed"
+        message = (
+            "sample 7, completion 1: the reward function score: no result in 1.5 s; its process was killed"
+        )
         with pytest.raises(RolloutError, match=message):
             ask(reward, do, tmp_path)
         eventually(lambda: all(gone(pid) for pid in pids(tmp_path)))
@@ -152,15 +155,14 @@ def test_close_ends_what_is_at_work(tmp_path: Path) -> None:
 
 def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[1]); import test_process_reward as t\n"
+        "import asyncio, sys; sys.path += sys.argv[2:]; import test_process_reward as t\n"
         "from core_rl_trainer.rewards.process import ProcessReward\n"
         "if __name__ == '__main__':\n"
-        "    data = {'do': 'child', 'pids': sys.argv[2]}\n"
+        "    data = {'do': 'child', 'pids': sys.argv[1]}\n"
         "    asyncio.run(ProcessReward(t.score, timeout_s=600)([], [], data))\n"
     )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path / "pids")]
-    )
+    paths = [str(tmp_path / "pids"), str(Path(__file__).parent), str(Path(rollout_support.__file__).parent)]
+    driver = subprocess.Popen([sys.executable, "-c", code, *paths])
     eventually(lambda: (tmp_path / "pids").is_file() and len(pids(tmp_path)) == 2)
     driver.kill()
     driver.wait()

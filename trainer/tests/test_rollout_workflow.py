@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_support import ToyBackend, eventually, toy_config, toy_spec
 
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.workflow import pack_responses
 from core_rl.seeds import derive_seed
@@ -155,7 +157,7 @@ def gives(value: Any) -> RewardFn:
 )
 def test_a_reward_that_fails_names_the_sample(reward: RewardFn, message: str) -> None:
     workflow = SingleTurnWorkflow(reward=reward, reward_timeout_s=60)
-    with pytest.raises(RolloutError, match=f"sample 12, answer 0: {message}"):
+    with pytest.raises(RolloutError, match=f"sample 12, completion 0: {message}"):
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 12))
 
 
@@ -172,7 +174,7 @@ def test_a_reward_that_hangs_is_given_up(kind: str) -> None:
         return 0.0
 
     workflow = SingleTurnWorkflow(reward=hang if kind == "thread" else sleep, reward_timeout_s=0.05)
-    with pytest.raises(RolloutError, match=r"sample 0, answer 0: .* gave no answer in 0\.05 s"):
+    with pytest.raises(RolloutError, match=r"sample 0, completion 0: .* gave no result in 0\.05 s"):
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 0))
     free.set()
 
@@ -207,3 +209,40 @@ def test_packing_ragged_responses_puts_every_value_at_its_token(shapes: list[tup
         assert one["versions"].tolist() == [-1] * prompt + list(range(count))
         assert one["logprobs"].tolist() == [0.0] * prompt + [-0.5 * (i + 1) for i in range(count)]
         assert one["logprobs"].dtype == torch.float32
+
+
+# ------------------------------------------------------------- with an engine
+
+
+def sum_of(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
+    return float(sum(output_ids))
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "core-rl" in thread.name]
+
+
+def test_a_reward_that_hangs_ends_the_rollout_and_not_the_engine() -> None:
+    engine = InferenceEngine(toy_spec(), toy_config(), ToyBackend())
+    engine.initialize()
+    free = threading.Event()
+
+    def hang(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
+        free.wait(60)
+        return 0.0
+
+    data = [{"prompt_ids": [30]}]
+    with pytest.raises(RolloutError, match=r"1 of 1 samples have no result after 1 s"):
+        engine.rollout(
+            data, SingleTurnWorkflow(reward=hang, sampling=SamplingParams(max_new_tokens=3)), timeout=1
+        )
+    assert (
+        engine.rollout(
+            data, SingleTurnWorkflow(reward=sum_of, sampling=SamplingParams(max_new_tokens=3)), timeout=60
+        ).num_sequences
+        == 1
+    )
+    engine.destroy()
+    eventually(lambda: our_threads() == ["core-rl-user-code"])
+    free.set()
+    eventually(lambda: our_threads() == [])

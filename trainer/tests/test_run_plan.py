@@ -41,8 +41,8 @@ def test_a_plan_counts_what_the_run_will_do(start: Path, tmp_path: Path) -> None
     algorithm = {"type_": "ppo", "args": {"kl_coef": 0.05, "minibatches": 2, "epochs": 2}}
     values = support.recipe_values(start, tmp_path / "out", algorithm=algorithm, critic={})
     found = plan(tmp_path, values, "steps=8", "micro_batch_tokens=20")
-    assert (found.steps, found.load.updates_per_step, found.passes) == (8, 4, 3.0)
-    assert (found.sequences_per_step, found.load.longest) == (18, 5 + 4)  # <s>3+4= and four tokens
+    assert (found.steps, found.workload.updates_per_step, found.passes) == (8, 4, 3.0)
+    assert (found.sequences_per_step, found.workload.longest) == (18, 5 + 4)  # <s>3+4= and four tokens
     assert (found.evaluations, found.checkpoints) == (4, 4)  # after 0, 3, 6, 8 and 2, 4, 6, 8
     roles = {role.role: role for role in found.roles}
     assert list(roles) == ["actor", "critic", "reference", "rollout"]
@@ -64,7 +64,7 @@ TWO_BY_TWO = {"actor": [0, 1], "critic": [2, 3], "reference": [3, 2]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "beside", "devices", "says"),
+    ("changes", "colocated_with", "devices", "says"),
     [
         ({}, (None, "actor", "actor"), "000", "actor, critic and reference live in the same 1 process."),
         ({"colocated": False}, (None, None, None), "000", None),
@@ -80,7 +80,7 @@ def test_a_plan_says_which_roles_share_processes_and_devices(
     start: Path,
     tmp_path: Path,
     changes: dict[str, Any],
-    beside: tuple[str | None, ...],
+    colocated_with: tuple[str | None, ...],
     devices: Sequence[str],
     says: str | None,
 ) -> None:
@@ -88,9 +88,9 @@ def test_a_plan_says_which_roles_share_processes_and_devices(
     values = support.recipe_values(start, tmp_path / "out", **({"colocated": True} | PPO | changes))
     found = plan(tmp_path, values)
     *roles, rollout = found.roles
-    assert [role.beside for role in roles] == list(beside)
+    assert [role.colocated_with for role in roles] == list(colocated_with)
     assert [role.devices for role in roles] == [tuple(map(int, own)) for own in devices]
-    assert (rollout.beside, rollout.devices) == (None, ())
+    assert (rollout.colocated_with, rollout.devices) == (None, ())
     text = printed(found)
     assert says in text if says else "live in the same" not in text
     assert ", ".join(devices[1]) in text
@@ -108,7 +108,7 @@ def test_a_plan_is_printed_in_full(start: Path, tmp_path: Path) -> None:
     found = plan(tmp_path, support.recipe_values(start, tmp_path / "out", colocated=False))
     text = printed(found)
     for words in (
-        "6 rows * 3 = 18 sequences",
+        "6 examples * 3 = 18 sequences",
         "reference-rollout",
         "activations",
         "actor: rank",
@@ -221,6 +221,6 @@ def test_a_gradient_of_the_head_comes_on_top_of_those_that_are_kept() -> None:
 @given(*(st.integers(1, 4) for _ in range(4)))
 def test_every_rank_has_a_place_of_its_own(dp: int, tp: int, pp: int, cp: int) -> None:
     layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp)
-    places = [tuple(layout.place(rank).values()) for rank in range(layout.world_size)]
+    places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
     assert places[-1] == (tp - 1, cp - 1, dp - 1, pp - 1)

@@ -83,12 +83,12 @@ def test_a_wrong_recipe_names_field_value_and_fix(
     ("overrides", "message"),
     [
         (["engine=referense"], "Did you mean 'reference'"),
-        (["engine=reference-rollout"], "is for inference; this place needs one for train"),
-        (["rollout.engine=reference"], "is for train; this place needs one for inference"),
+        (["engine=reference-rollout"], "is for inference; this field needs one for train"),
+        (["rollout.engine=reference"], "is for train; this field needs one for inference"),
         (["engines.reference.layuot.dp=2"], "engine 'reference': unknown field 'layuot'"),
         (["algorithm.type_=grop"], "no interface 'grop'; did you mean 'grpo'"),
         (["algorithm.args.clip=0.1"], "unknown field 'clip'"),
-        (["reward=core_rl_trainer.rewards.text:nothing"], "no function 'nothing'"),
+        (["reward=core_rl_trainer.rewards.text:nothing"], "no attribute 'nothing'"),
     ],
 )
 def test_what_a_recipe_names_is_checked_before_anything_starts(
@@ -135,7 +135,7 @@ def test_a_run_leaves_metrics_a_picture_and_a_model(unbroken: Path, start: Path)
     assert all(names <= row.keys() for row in rows[1:])
     assert all(row["update_successful"] == 1 and row["updates"] == 2 for row in rows[1:])
     assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4]
-    assert (unbroken / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (unbroken / "reward.svg").read_text().startswith("<svg")
     assert any((unbroken / "tensorboard").iterdir())
     page = (unbroken / "index.html").read_text()
     assert ">complete<" in page and "Mismatch" in page and "&lt;s&gt;3+1=" in page
@@ -206,7 +206,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
         with pytest.raises(KeyboardInterrupt):
             run(recipe)
     _, text = run(recipe)
-    assert ("going on from the checkpoint of step 2" in text) == (stop_at > 1)
+    assert ("resuming from the checkpoint of step 2" in text) == (stop_at > 1)
     assert support.curve(tmp_path / "out") == support.curve(unbroken)
     weights = [path / "model" / "model.safetensors" for path in (tmp_path / "out", unbroken)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -225,7 +225,7 @@ def test_evaluations_do_not_disturb_the_training(unbroken: Path, start: Path, tm
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(unbroken: Path, start: Path, tmp_path: Path) -> None:
-    """``kill -9`` of the driver's process at three drawn moments; each time the same command goes on."""
+    """``kill -9`` of the driver's process at three drawn moments; each time the same command resumes."""
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe)]
     support.run_killed(command, tmp_path / "out")

@@ -29,9 +29,9 @@ from core_rl.reference.config import ReferenceRolloutConfig
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe
 from core_rl_trainer.data.datasets import NUMBER
-from core_rl_trainer.data.filters import rewards_differ
 from core_rl_trainer.loop.loop import TrainingLoop, interrupted
 from core_rl_trainer.loop.rollouts import Rollouts
+from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 ASYNC = ["rollout.max_head_offpolicyness=2"]
@@ -106,7 +106,7 @@ def test_weights_through_memory_or_a_group_give_the_same_run(recipe: Path, tmp_p
     runs = [run(recipe, f"rollout.sync={sync}", "fresh=true") for sync in ("disk", "tensor", "distributed")]
     timeless = [[{name: row[name] for name in row if "_s" not in name} for row in rows] for rows in runs]
     assert timeless[0] == timeless[1] == timeless[2]
-    assert not list((tmp_path / "out").glob("*.meeting"))
+    assert not list((tmp_path / "out").glob("*.rendezvous"))
 
 
 def test_a_way_for_weights_that_an_engine_lacks_is_refused_before_it_starts(recipe: Path) -> None:
@@ -129,7 +129,7 @@ def test_an_adapter_that_is_not_there_cannot_be_sent(recipe: Path) -> None:
 
 def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe: Path) -> None:
     rows = run(recipe, "algorithm.args.recompute_logprobs=false", "steps=2")
-    assert 0 < rows[0]["mismatch_max"] < 1e-5
+    assert 0 <= rows[0]["mismatch_max"] < 1e-5  # 0 where both engines run the same kernels
 
 
 def outstanding(output: Path) -> list[int]:
@@ -240,7 +240,9 @@ def test_an_answer_goes_on_with_new_weights(start: Path, tmp_path: Path) -> None
 
 def test_groups_without_a_signal_are_replaced(recipe: Path, trained: list[tuple[int, list[int]]]) -> None:
     rows = run(
-        recipe, "rollout.should_accept=core_rl_trainer.data.filters:rewards_differ", "rollout.group_size=2"
+        recipe,
+        "rollout.should_accept=core_rl_trainer.rewards.functions:rewards_differ",
+        "rollout.group_size=2",
     )
     assert all(row["groups_without_signal"] == 0 for row in rows)
     assert rows[-1]["prompts_rejected"] > 0
@@ -272,7 +274,7 @@ def test_prompts_without_room_for_an_answer_are_named_or_left_out(
 ENVIRONMENT = '''
 """A tool that replies to every first answer, and an environment with rewards of its own."""
 
-from core_rl.rollout.environment import Observation
+from core_rl_trainer.environments import Observation
 from core_rl_trainer.environments import ToolEnvironment
 
 
@@ -323,7 +325,7 @@ def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Pat
         "    if sample['_number'] == 8:\n        time.sleep(600)\n    return len(set(answer)) / 4\n"
     )
     named = [f"reward={tmp_path}/slow.py:slow", "rollout.reward_processes=2", "rollout.reward_timeout_s=2"]
-    message = r"sample 8, answer \d: the reward function slow: no answer in 2 s; its process was killed"
+    message = r"sample 8, completion \d: the reward function slow: no result in 2 s; its process was killed"
     with pytest.raises(RolloutError, match=message):
         run(recipe, *named)
     assert [row["step"] for row in support.curve(tmp_path / "out")] == [0, 1]
@@ -336,11 +338,11 @@ def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Pat
         (["reward=null"], "reward = null needs a rollout.environment"),
         (
             ["rollout.environment=nowhere:Env"],
-            "rollout.environment = 'nowhere:Env': 'nowhere' cannot be imported",
+            "rollout.environment = 'nowhere:Env': there is no module 'nowhere'",
         ),
         (
-            ["rollout.should_accept=core_rl_trainer.data.filters:no"],
-            "no function 'no'; it has rewards_differ",
+            ["rollout.should_accept=core_rl_trainer.rewards.functions:no"],
+            "has no attribute 'no'",
         ),
         (
             ["engines.reference-rollout.max_head_offpolicyness=2"],

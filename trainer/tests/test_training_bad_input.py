@@ -1,4 +1,4 @@
-"""What is wrong in a recipe, in data or in rewards: named, before anything starts where it can be seen then."""
+"""Errors in a recipe, in data or in rewards: named, before anything starts where that is possible."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def test_a_filter_that_takes_nothing_ends_the_run(start: Path, tmp_path: Path) -
     values = support.recipe_values(
         start, tmp_path / "out", reward=f"{start}/rewards.py:constant", algorithm=GRPO
     )
-    values["rollout"] |= {"should_accept": "core_rl_trainer.data.filters:rewards_differ", "timeout_s": 6.0}
+    values["rollout"] |= {
+        "should_accept": "core_rl_trainer.rewards.functions:rewards_differ",
+        "timeout_s": 6.0,
+    }
     with pytest.raises(
         RolloutError, match=r"6 of 6 episodes are missing after 6 s.*; \d+ were rejected so far"
     ):
@@ -100,7 +103,7 @@ LONG = {"prompt": "1+" * 20 + "=", "answer": 20}
         (
             (CHAT,),
             "train",
-            "rows.jsonl: row 1: .*no chat template, and the data has chat messages; add a chat_template",
+            "rows.jsonl: example 1: .*no chat template, and the data has chat messages; add a chat_template",
         ),
         (
             (LONG,),
@@ -120,8 +123,8 @@ def test_bad_data_is_named_before_anything_starts(
     values["data"] |= {which: _rows(tmp_path, *rows)}
     if algorithm == "sft":
         message = (
-            message.replace("1 prompts", "1 rows")
-            .replace("prompt 1 \\(42", "row 1 \\(45")
+            message.replace("1 prompts", "1 examples")
+            .replace("prompt 1 \\(42", "example 1 \\(45")
             .replace("28", "32")
         )
     with pytest.raises((BatchError, ConfigError), match=message):

@@ -9,10 +9,15 @@ import pytest
 import training_support as support
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.batches import demonstration_batch, preference_batch
-from core_rl_trainer.data.datasets import DemonstrationDataset, PreferenceDataset, PromptDataset
-from core_rl_trainer.data.encoding import encode_answer, encode_chat, encode_prompt
-from core_rl_trainer.data.rows import check_demonstration, check_preference, read_rows
+from core_rl_trainer.data.datasets import (
+    DemonstrationDataset,
+    PreferenceDataset,
+    PromptDataset,
+    demonstration_batch,
+    preference_batch,
+)
+from core_rl_trainer.data.encoding import encode_chat, encode_completion, encode_prompt
+from core_rl_trainer.data.examples import check_demonstration, check_preference, read_examples
 
 BOS, EOS = support.BOS, support.EOS
 TEMPLATE = (
@@ -47,7 +52,7 @@ def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
 
 @pytest.mark.parametrize("answer", ["3", "3</s>", "3</s></s>"])
 def test_an_answer_ends_with_one_trained_eos(tokenizer: Any, answer: str) -> None:
-    ids, mask = encode_answer(tokenizer, "<s>1+2=", answer)
+    ids, mask = encode_completion(tokenizer, "<s>1+2=", answer)
     assert (ids.count(BOS), ids.count(EOS), ids[0], ids[-1]) == (1, 1, BOS, EOS)
     assert trained_text(tokenizer, ids, mask) == "3</s>"
 
@@ -56,7 +61,7 @@ def test_all_turns_of_the_assistant_are_trained(chatty: Any) -> None:
     ids, mask = encode_chat(chatty, CHAT)
     assert chatty.decode(ids) == "<s>+12=34</s>+5=678</s>"
     assert trained_text(chatty, ids, mask) == "34</s>678</s>"
-    ids, mask = encode_answer(chatty, CHAT[:3], "9")
+    ids, mask = encode_completion(chatty, CHAT[:3], "9")
     assert trained_text(chatty, ids, mask) == "9</s>"
 
 
@@ -94,7 +99,7 @@ def test_a_row_that_the_template_does_not_take_is_named(tmp_path: Path, template
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = template
     support.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": 3}, {"messages": CHAT}])
-    with pytest.raises(BatchError, match=rf"rows.jsonl: row 2: the chat template .*{message}"):
+    with pytest.raises(BatchError, match=rf"rows.jsonl: example 2: the chat template .*{message}"):
         DemonstrationDataset(tmp_path / "rows.jsonl", tokenizer)
 
 
@@ -115,7 +120,7 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token to train"):
-        encode_answer(tokenizer, "1=", "1")
+        encode_completion(tokenizer, "1=", "1")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_a_damaged_pair_is_named(row: dict[str, Any], message: str, tmp_path: Pa
     assert check_preference(good) is None
     support.write_jsonl(tmp_path / "pairs.jsonl", [good, row])
     with pytest.raises(BatchError, match=f"pairs.jsonl: line 2 {message}"):
-        read_rows(tmp_path / "pairs.jsonl", check_preference)
+        read_examples(tmp_path / "pairs.jsonl", check_preference)
 
 
 def test_batches_of_samples(tokenizer: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl_trainer import load_recipe, run_recipe
 from core_rl_trainer.data.datasets import encode_prompt, read_jsonl
-from core_rl_trainer.recipe.named import load_named
+from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.text import TextReward, integer_match
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
 
@@ -52,7 +52,7 @@ def test_a_trained_answer_earns_the_reward(example: ModuleType) -> None:
 
 def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(example: ModuleType) -> None:
     """Played by an engine that writes what the warm-up says: the tokens and their mask are the same."""
-    calculator = load_named(
+    calculator = load_callable(
         "rollout.environment", f"{EXAMPLES}/arithmetic/calculator.py:calculator_environment"
     )
     tokenizer, problem = example.make_tokenizer(tool=True), example.Problem(9, 95)
@@ -86,7 +86,7 @@ def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(ex
     ("answer", "reply"), [("068", None), ("?23+45", ":068="), ("?23+", ":="), ("?1+2+3", ":="), ("", None)]
 )
 def test_the_calculator_replies_to_questions_alone(answer: str, reply: str | None) -> None:
-    calculator = load_named("tool", f"{EXAMPLES}/arithmetic/calculator.py:calculator")
+    calculator = load_callable("tool", f"{EXAMPLES}/arithmetic/calculator.py:calculator")
     assert calculator(answer, {}) == reply
 
 
@@ -116,7 +116,7 @@ def test_every_recipe_without_a_server_is_run_below() -> None:
 
 @pytest.fixture(scope="module")
 def short_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `prepare` writes, with a model that is hardly warmed up, and a few rows; with the calculator in ``tool``."""
+    """The files of `prepare`, with a model that is hardly warmed up, and a few examples; the calculator in ``tool``."""
     directory = tmp_path_factory.mktemp("start")
     for tool, output in ((False, directory), (True, directory / "tool")):
         support.make_start(output, tool=tool, batch_size=4, max_steps=2)

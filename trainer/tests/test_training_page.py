@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from core_rl.config.base import parse_config
 from core_rl.data.batch import SequenceBatch
-from core_rl_trainer.logs.curves import POINTS, Panel, panels
+from core_rl.pages.chart import POINTS, Chart
 from core_rl_trainer.logs.metrics_log import Row
-from core_rl_trainer.logs.page import RunPage
+from core_rl_trainer.logs.page import RunPage, charts_of
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.loop.evaluation import SHOWN, RolloutSample, rollout_samples
-from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -43,24 +43,25 @@ def recipe(output: Path, **changes: Any) -> Recipe:
 # ----------------------------------------------------------------------- curves
 
 
-def test_metrics_that_belong_together_share_a_drawing() -> None:
-    found = {panel.title: [curve.name for curve in panel.curves] for panel in panels(ROWS)}
-    assert found == {
+def test_metrics_that_belong_together_share_a_chart() -> None:
+    main, others = charts_of(ROWS)
+    assert {chart.title: [curve.name for curve in chart.curves] for chart in main} == {
         "Reward": ["reward", "eval_reward", "eval_reward_greedy"],
         "Gradient norm": ["grad_norm"],
         "Seconds of each phase": ["time_update_s"],
-        "odd_<one>": ["odd_<one>"],
     }
+    assert [chart.title for chart in others] == ["odd_<one>"]
 
 
 def _places(points: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in points.split())]
 
 
-def _inside(panel: Panel) -> bool:
+def _inside(chart: Chart) -> bool:
+    area = chart.area
     return all(
-        panel.left <= x <= panel.right and panel.top <= y <= panel.bottom
-        for curve in panel.curves
+        area.left <= x <= area.right and area.top <= y <= area.bottom
+        for curve in chart.curves
         for x, y in _places(curve.line) + _places(curve.band)
     )
 
@@ -76,20 +77,20 @@ def _inside(panel: Panel) -> bool:
 def test_every_value_is_inside_its_axes(values: list[float | None]) -> None:
     rows: list[Row] = [{"step": step, "reward": value} for step, value in enumerate(values)]
     kept = [value for value in values if value is not None]
-    found = panels(rows)
+    found, _ = charts_of(rows)
     assert len(found) == bool(kept)
-    for panel in found:
-        (curve,) = panel.curves
-        assert _inside(panel)
+    for chart in found:
+        (curve,) = chart.curves
+        assert _inside(chart)
         assert len(_places(curve.line)) == math.ceil(len(kept) / math.ceil(len(kept) / POINTS))
-        assert 2 <= len(panel.y_ticks) <= 8
+        assert 2 <= len(chart.y_ticks) <= 8
 
 
 def test_a_spike_is_seen_however_long_the_run_is() -> None:
     rows: list[Row] = [{"step": step, "grad_norm": 100.0 if step == 5003 else 1.0} for step in range(10_000)]
-    (panel,) = panels(rows)
-    top = min(y for _, y in _places(panel.curves[0].band))
-    assert top == panel.top
+    ((chart,), _) = charts_of(rows)
+    top = min(y for _, y in _places(chart.curves[0].band))
+    assert top == chart.area.top
 
 
 # ---------------------------------------------------------------------- samples
@@ -163,9 +164,9 @@ def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -
 
 def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
     places = {
-        "actor": RolePlace(devices=(0, 1)),
-        "critic": RolePlace(devices=(0, 1), beside="actor"),
-        "reward": RolePlace(devices=(3,)),
+        "actor": Placement(devices=(0, 1)),
+        "critic": Placement(devices=(0, 1), colocated_with="actor"),
+        "reward": Placement(devices=(3,)),
     }
     text = RunPage(recipe(tmp_path), tmp_path, places).render(ROWS, [], status="running")
     assert "<th>actor</th><td>2 ranks, on devices 0, 1, in processes of its own</td>" in text

@@ -1,4 +1,4 @@
-"""What a run leaves: metrics, the picture, the directory; and rewards, which are read from text."""
+"""The files of a run: metrics, the picture, the directory; and rewards, which are read from text."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import asyncio
 import errno
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 import training_support as support
 
 from core_rl.config.base import parse_config
 from core_rl.errors import CheckpointError, ConfigError, RolloutError
+from core_rl.pages.chart import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsLog
-from core_rl_trainer.logs.plot import plot_rewards
+from core_rl_trainer.logs.page import main_chart
 from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.functions import compute_reward
-from core_rl_trainer.rewards.text import TextReward, integer_match, load_reward, text_match
+from core_rl_trainer.rewards.functions import compute_reward, load_callable
+from core_rl_trainer.rewards.text import TextReward, integer_match, text_match
 
 # ---------------------------------------------------------------------- metrics
 
@@ -75,20 +78,19 @@ ROWS: list[dict[str, float | None]] = [
 ]
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []], ids=["run", "start", "nothing"])
-def test_the_picture_is_a_png(tmp_path: Path, rows: list[dict[str, float | None]]) -> None:
-    pytest.importorskip("matplotlib")
-    assert plot_rewards(rows, tmp_path / "reward.png", "a run")
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_there_is_no_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("rows", "names"), [(ROWS, 3), (ROWS[:1], 2)], ids=["run", "start"])
+def test_the_picture_is_an_svg_file_with_title_and_legend(
+    rows: list[dict[str, float | None]], names: int
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.WARNING):
-        assert not plot_rewards(ROWS, tmp_path / "reward.png", "a run")
-    assert "pip install matplotlib" in caplog.text
+    chart = main_chart(rows)
+    assert chart is not None
+    texts = [element.text or "" for element in ET.fromstring(svg_document(chart)).iter() if element.text]
+    assert "Reward" in texts
+    assert len([text for text in texts if re.fullmatch(r"(eval_)?reward\w*: 0\.\d → 0\.\d", text)]) == names
+
+
+def test_without_metrics_there_is_no_picture() -> None:
+    assert main_chart([]) is None
 
 
 # ---------------------------------------------------------------------- rewards
@@ -139,22 +141,23 @@ def test_a_text_reward_sees_the_answer_without_special_tokens(fn: Any, expected:
 
 def test_rewards_are_found_by_module_and_by_file(tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text(support.REWARD)
-    assert load_reward("core_rl_trainer.rewards.text:text_match") is text_match
-    assert load_reward(f"{tmp_path}/my_reward.py:even_digits")("2468", {}) == 1.0
+    assert load_callable("reward", "core_rl_trainer.rewards.text:text_match") is text_match
+    assert load_callable("reward", f"{tmp_path}/my_reward.py:even_digits")("2468", {}) == 1.0
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("text_match", "write 'module:function'"),
-        ("no_such_module:f", "'no_such_module' cannot be imported"),
-        ("no_such_file.py:f", "cannot be imported"),
-        ("core_rl_trainer.rewards.text:exact", "no function 'exact'; it has .*text_match"),
+        ("text_match", "reward = 'text_match': .* not of the form 'module:attribute'"),
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("no_such_file.py:f", "importing 'no_such_file.py' raised FileNotFoundError"),
+        ("core_rl_trainer.rewards.text:text_mach", "no attribute 'text_mach'; did you mean 'text_match'"),
+        ("core_rl_trainer.rewards.text:__name__", "which cannot be called"),
     ],
 )
 def test_a_bad_reward_name_says_what_to_write(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_reward(name)
+        load_callable("reward", name)
 
 
 # -------------------------------------------------------------------- directory

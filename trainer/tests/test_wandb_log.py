@@ -1,4 +1,4 @@
-"""Metrics in Weights & Biases, offline: the values of ``metrics.jsonl``, and one run however often it goes on."""
+"""Metrics in Weights & Biases, offline: the values of ``metrics.jsonl``, and one run however often it resumes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _records(directory: Path) -> list[Any]:
-    """What was written for ``wandb sync``, run by run, in order."""
+    """The rows written for ``wandb sync``, run by run, in order."""
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     found = []
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):

@@ -16,7 +16,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss

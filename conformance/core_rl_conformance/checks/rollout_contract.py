@@ -87,7 +87,8 @@ def _another(subject: Subject, engine: InferenceEngine, changes: dict[str, objec
     values = {**engine.config.model_dump(), **changes}
     config = parse_config(load_config(subject.spec), values)
     assert isinstance(config, InferenceEngineConfig)
-    return subject.bench.servers.make(subject.spec, config)
+    made: InferenceEngine = subject.bench.servers.make(subject.spec, config)
+    return made
 
 
 @check("contract.rollout-versions", kind="inference", each="engine")

@@ -14,10 +14,9 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
-from core_rl.reference.receiving import receiving_buckets
-from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import Bucket, abandon, receiving
+from core_rl.weight_sync.stream import Bucket, abandon, receiving, receiving_buckets
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 
 __all__ = ["Caught", "caught", "sent", "tensors_of"]

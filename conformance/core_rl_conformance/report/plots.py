@@ -1,4 +1,4 @@
-"""The geometry of the plots: positions in percent of the drawing, ready for a template to write as SVG."""
+"""The plots of a report: each check's errors in relation to their limits, and engine against oracle."""
 
 from __future__ import annotations
 
@@ -6,53 +6,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from core_rl.pages.chart import Area, Chart, Dot, Tick
 from core_rl_conformance.report.model import CaseRecord, MeasurementRecord, Report
 
-__all__ = ["Dot", "ErrorPlot", "ErrorRow", "Scatter", "Tick", "error_plot", "scatter_plots"]
+__all__ = ["ErrorPlot", "ErrorRow", "Scatter", "error_plot", "scatter_plots"]
 
 EXACT = 1.5
-"""Where errors of zero stand, which a logarithmic axis has no place for."""
+"""The position of errors of zero, in percent: a logarithmic axis has none."""
 LEFT, RIGHT = 9.0, 98.0
-"""The ends of the axis."""
+"""The ends of the axis, in percent."""
 DECADES = (-6, 3)
 """Ratios beyond these powers of ten stand at the ends of the axis."""
 SCATTER_POINTS = 400
 """A plot has no more points that passed; they are taken evenly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Area:
-    """Where the points of a scatter plot stand; around it are the axes."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
-
-
-SQUARE = Area(left=16.0, right=96.0, top=12.0, bottom=84.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dot:
-    """One point."""
-
-    x: float
-    y: float
-    engine: int
-    """The engine's number in the report: its colour."""
-    failed: bool
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tick:
-    """A mark on an axis."""
-
-    at: float
-    label: str
-    minor: bool = False
-    """Left out where there is little room."""
+SQUARE = Area(width=480, height=360, left=77, right=461, top=43, bottom=302)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +42,11 @@ class ErrorPlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Scatter:
-    """What one engine computed against what the oracle did: the values, and the differences."""
+    """The values of one engine against the oracle's, and the differences."""
 
     title: str
-    what: str
-    """What is compared, for the axes."""
-    values: tuple[Dot, ...]
-    differences: tuple[Dot, ...]
-    lowest: float
-    highest: float
-    largest_difference: float
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    difference_ticks: tuple[Tick, ...]
-    area: Area = SQUARE
+    values: Chart
+    differences: Chart
 
 
 def error_plot(report: Report) -> ErrorPlot:
@@ -109,7 +67,7 @@ def error_plot(report: Report) -> ErrorPlot:
         return Dot(
             x=place(worst.ratio),
             y=50.0,
-            engine=numbers[case.engine],
+            number=numbers[case.engine],
             failed=not worst.ratio <= 1,
             label=f"{case.engine} {case.place}: {case.outcome}; {worst.what}: {error}",
         )
@@ -182,37 +140,43 @@ def _scatter(title: str, what: str, number: int, points: Sequence[_Point]) -> Sc
     lowest, highest = min(both), max(both)
     span = highest - lowest or 1.0
     largest = max(abs(point.engine - point.oracle) for point in points)
-
-    def x(value: float) -> float:
-        return SQUARE.left + (SQUARE.right - SQUARE.left) * (value - lowest) / span
-
-    def y(share: float) -> float:
-        return SQUARE.bottom - (SQUARE.bottom - SQUARE.top) * share
-
-    def dot(point: _Point, share: float) -> Dot:
-        label = f"{point.place}: engine {point.engine:.9g}, oracle {point.oracle:.9g}"
-        return Dot(x=x(point.oracle), y=y(share), engine=number, failed=point.failed, label=label)
-
-    shown = _evenly(points)
     middle = (lowest + highest) / 2
-    marks = [lowest, middle, highest] if highest > lowest else [lowest]
-    shares = (0.05, 0.5, 0.95)
+    marks = [
+        ((value - lowest) / span, f"{value:.3g}")
+        for value in (lowest, middle, highest)[: 3 if highest > lowest else 1]
+    ]
+    shown = _evenly(points)
+
+    def chart(
+        kind: str, up: list[tuple[float, str]], shares: Iterable[float], ends: tuple[float, float]
+    ) -> Chart:
+        return Chart(
+            title=f"{title}: {kind}",
+            dots=tuple(
+                Dot(
+                    x=SQUARE.x((point.oracle - lowest) / span),
+                    y=SQUARE.y(share),
+                    number=number,
+                    failed=point.failed,
+                    label=f"{point.place}: engine {point.engine:.9g}, oracle {point.oracle:.9g}",
+                )
+                for point, share in zip(shown, shares, strict=True)
+            ),
+            x_ticks=tuple(Tick(at=SQUARE.x(share), label=label) for share, label in marks),
+            y_ticks=tuple(Tick(at=SQUARE.y(share), label=label) for share, label in up),
+            guide=f"{SQUARE.left},{SQUARE.y(ends[0])} {SQUARE.right},{SQUARE.y(ends[1])}",
+            x_label=f"{what}, oracle",
+            y_label=f"{what}, engine" if kind == "values" else "engine - oracle",
+            area=SQUARE,
+        )
+
+    values = [(point.engine - lowest) / span for point in shown]
+    differences = [0.5 + 0.45 * (point.engine - point.oracle) / (largest or 1.0) for point in shown]
+    around = [(0.05, f"-{largest:.1e}"), (0.5, "0"), (0.95, f"+{largest:.1e}")]
     return Scatter(
         title=title,
-        what=what,
-        values=tuple(dot(point, (point.engine - lowest) / span) for point in shown),
-        differences=tuple(
-            dot(point, 0.5 + 0.45 * (point.engine - point.oracle) / (largest or 1.0)) for point in shown
-        ),
-        lowest=lowest,
-        highest=highest,
-        largest_difference=largest,
-        x_ticks=tuple(Tick(at=x(value), label=f"{value:.3g}") for value in marks),
-        y_ticks=tuple(Tick(at=y((value - lowest) / span), label=f"{value:.3g}") for value in marks),
-        difference_ticks=tuple(
-            Tick(at=y(share), label=label)
-            for share, label in zip(shares, (f"-{largest:.1e}", "0", f"+{largest:.1e}"), strict=True)
-        ),
+        values=chart("values", marks, values, (0.0, 1.0)),
+        differences=chart("differences", around, differences, (0.5, 0.5)),
     )
 
 

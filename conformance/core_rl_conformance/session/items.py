@@ -18,7 +18,7 @@ import pytest
 
 from core_rl.errors import CoreRLError, RankTimeout
 from core_rl_conformance.bench import Bench
-from core_rl_conformance.catalogue import Check, check_of
+from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.outcomes import CaseResult, Measurement, NotRun, Outcome
 from core_rl_conformance.session.basics import Failures
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases
@@ -46,16 +46,16 @@ HANGS = 2
 
 
 class CheckFile(pytest.File):
-    """A module of `core_rl_conformance.checks`."""
+    """A module of `core_rl_conformance.checks`; its ``__init__`` stands for the checks of other distributions."""
 
     def collect(self) -> Iterator[pytest.Item]:
         plan = self.config.stash[PLAN]
-        module = importlib.import_module(f"core_rl_conformance.checks.{self.path.stem}")
-        for value in vars(module).values():
-            check = check_of(value)
-            if check is None or not plan.selection.wants(check.identifier):
-                continue
-            if check.function.__module__ == module.__name__:
+        if self.path.stem == "__init__":
+            checks = declared_checks()
+        else:
+            checks = checks_in(importlib.import_module(f"core_rl_conformance.checks.{self.path.stem}"))
+        for check in checks:
+            if plan.selection.wants(check.identifier):
                 for case in self._cases(check, plan):
                     yield CheckItem.build(self, case)
 

@@ -13,8 +13,8 @@ from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, raise_all
-from core_rl.registry.discovery import load_object
 from core_rl.registry.engines import get_spec, load_config
+from core_rl.registry.objects import load_object
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting
@@ -52,7 +52,7 @@ class Selection:
     dtype: DType | None = None
     seed: int = 0
     quick: bool = False
-    turns: int = 1
+    sample_every: int = 1
     """Above 1, each check is run on the second layout, on every so manieth of the others, and with that part of the
     models."""
     device: str = "cpu"
@@ -61,7 +61,7 @@ class Selection:
     def narrowed(self) -> bool:
         """Whether it leaves something out that the profile names."""
         parts = (self.layouts, self.families, self.checks, self.dtype)
-        return self.quick or self.turns > 1 or any(part is not None for part in parts)
+        return self.quick or self.sample_every > 1 or any(part is not None for part in parts)
 
     def wants(self, identifier: str) -> bool:
         """Whether the check ``identifier`` is selected."""
@@ -267,13 +267,13 @@ def places_of(
     dtypes: Sequence[DType],
     selection: Selection,
 ) -> Iterator[tuple[Setting, str, DType]]:
-    """Where to run: on the first layout with every model, on the second with three; on others models take turns.
+    """Settings, models and dtypes of ``check``: every model on the first layout, three on the second, one on others.
 
-    They do so in settings too, and in further dtypes, which stay on the first two layouts: there checks of what
-    depends on the model run on both, and the others on the second, where ranks share state.
-    These others also take turns from the fourth layout on: each is run on every second one. With ``selection.turns``
-    all checks take turns on all layouts but the second, which every check sees, and with fewer models.
-    A quick session is the second layout with the first model that suits: expected values then serve several checks.
+    Models rotate over settings too, and over further dtypes, which stay on the first two layouts: there checks that
+    depend on the model run on both, and all others on the second, where ranks share state. These others run on every
+    second layout from the fourth on. With ``selection.sample_every`` all checks run on every N-th layout, and on the
+    second one, with fewer models. A quick session is the second layout with the first model that suits: expected
+    values then serve several checks.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
@@ -283,18 +283,18 @@ def places_of(
     # Checks begin at different models, so that a session sees all of them even on a single layout; and with
     # another seed they begin at others.
     first = sum(map(ord, check.identifier)) + selection.seed
-    turns = max(selection.turns, OF_STATE if check.each == "layout" else 1)
-    always = range(EVERY_CHECK) if selection.turns == 1 else (min(1, len(settings) - 1),)
+    every = max(selection.sample_every, OF_STATE if check.each == "layout" else 1)
+    always = range(EVERY_CHECK) if selection.sample_every == 1 else (min(1, len(settings) - 1),)
     for number, dtype in enumerate(dtypes):
         for place, setting in enumerate(settings):
             if number > 0 and place not in _full(check, settings):
                 continue
-            if place not in always and (first + place) % turns:
+            if place not in always and (first + place) % every:
                 continue
             several = check.each == "layout and model" and number == 0 and not setting.name
             several = several and not selection.quick
             count = (len(families), ON_SECOND)[place] if several and place < FULL else 1
-            count = math.ceil(count / selection.turns)
+            count = math.ceil(count / selection.sample_every)
             suited = setting.suited(families)
             turn = 0 if selection.quick else (first + number + place) % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])

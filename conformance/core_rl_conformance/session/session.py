@@ -78,7 +78,7 @@ class ConformanceSession:
     ) -> Generator[None, object, list[pytest.Collector]]:
         """Each module of checks once, whatever name patterns and doctest options say."""
         yield
-        if file_path.parent != CHECKS_DIRECTORY or file_path.suffix != ".py" or file_path.stem == "__init__":
+        if file_path.parent != CHECKS_DIRECTORY or file_path.suffix != ".py":
             return []
         # The same name wherever the suite is installed and however it was asked for.
         nodeid = f"core_rl_conformance/checks/{file_path.name}"
@@ -169,7 +169,7 @@ def _plan(config: pytest.Config) -> Plan:
         dtype=config.getoption("core_rl_dtype"),
         seed=config.getoption("core_rl_seed"),
         quick=config.getoption("core_rl_quick"),
-        turns=config.getoption("core_rl_turns"),
+        sample_every=config.getoption("core_rl_sample_every"),
         device=config.getoption("core_rl_device"),
     )
     try:

@@ -116,3 +116,22 @@ class OwnOffload(Replicated):
 
     def onload(self, part: StatePart) -> None:
         self.copies.pop(part).give_back()
+
+
+class CountsItself(Replicated):
+    """Updates are counted by the backend itself; after a load, from `restored`."""
+
+    counted: int | None = 0
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        self.counted = None
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        before = self.restored(count - 1) if self.counted is None else self.counted
+        self.counted = before + 1
+        super().step(scale, lr, self.counted)
+
+    def restored(self, count: int) -> int:
+        """The number of updates after a load that says ``count``."""
+        return count

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from core_rl.backend.meta import StatePart
 from core_rl.reference.train import ReferenceBackend
+from mutants.bases import OwnOffload
 from mutants.zoo import DP2, Mutant
 
 
-class OneHostBuffer(ReferenceBackend):
+class OneHostBuffer(OwnOffload):
     """Host copies lie in buffers of the process, by name: the engine that comes second overwrites the first's."""
 
     _buffers: dict[str, Tensor] = {}  # noqa: RUF012  that is the bug

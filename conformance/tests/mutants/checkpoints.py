@@ -3,60 +3,65 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.checkpoint.shards import Shard, write_shards
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
+from core_rl.checkpoint.background import Later, publish_later
+from core_rl.checkpoint.shards import ShardFiles, write_shards
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import Replicated, TrainContext
+from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
 
-class MomentsDropped(ReferenceBackend):
+class MomentsDropped(OwnCheckpoint):
     """Sharded checkpoints hold weights only, and load without a word."""
 
-    def shards(self, with_optimizer: bool) -> Iterator[Shard]:
-        return (shard for shard in super().shards(with_optimizer) if not shard.name.startswith("exp_avg"))
-
-    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
-        super().load_sharded(directory, with_optimizer=False)
+    def kinds(self, with_optimizer: bool) -> tuple[str, ...]:
+        return super().kinds(with_optimizer=False)
 
 
-class StepCountStartsAgain(ReferenceBackend):
+class StepCountStartsAgain(CountsItself):
     """The step count of the bias correction is not restored."""
 
-    def _set_update_count(self, count: int) -> None:
-        super()._set_update_count(0)
+    def restored(self, count: int) -> int:
+        return 0
+
+
+class _BeginsToDrawAgain(Persistence):
+    """Random states are those of a new engine after a load."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        super().load(meta)
+        self.runtime.rng.load({"cpu": torch.Generator().manual_seed(0).get_state()})
 
 
 class RandomStateStartsAgain(ReferenceBackend):
     """Dropout after a resume is another one."""
 
-    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
-        super().load_sharded(directory, with_optimizer)
-        torch.manual_seed(0)
+    components = TrainComponents(persistence=_BeginsToDrawAgain)
 
 
-class FrozenWeightsNotSaved(ReferenceBackend):
+class FrozenWeightsNotSaved(OwnCheckpoint):
     """A checkpoint of the trained parameters only."""
 
-    def _load_held(self, kind: TensorKind, source: TensorSource) -> None:
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         frozen = {
             name: p.detach().clone() for name, p in self.model.named_parameters() if not p.requires_grad
         }
-        super()._load_held(kind, source)
+        super().load_sharded(directory, with_optimizer)
         with torch.no_grad():
             for name, value in frozen.items():
                 self.model.get_parameter(name).copy_(value)
 
 
-class OnlyRankZeroLoads(Replicated):
+class OnlyRankZeroLoads(OwnCheckpoint):
     """On another number of ranks, only the first one finds its file."""
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
@@ -64,7 +69,7 @@ class OnlyRankZeroLoads(Replicated):
             super().load_sharded(directory, with_optimizer)
 
 
-class MomentsExportedInHalfPrecision(ReferenceBackend):
+class MomentsExportedInHalfPrecision(OwnExport):
     """What leaves the engine as float32 was rounded on the way."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
@@ -73,18 +78,24 @@ class MomentsExportedInHalfPrecision(ReferenceBackend):
             yield name, value.bfloat16().float() if rounded and value is not None else value
 
 
+class _ForgetsTheSchedule(Persistence):
+    """Saves that no step of the schedule was made."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        progress = self.runtime.progress
+        if meta.format == "portable":
+            self.runtime.progress = replace(progress, lr_steps=0)
+        super().save(meta)
+        self.runtime.progress = progress
+
+
 class ScheduleNotSaved(ReferenceBackend):
     """A portable checkpoint begins the schedule again."""
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        progress = self.progress
-        if meta.format == "portable":
-            self.restore_progress(replace(progress, lr_steps=0))
-        super().save(meta)
-        self.restore_progress(progress)
+    components = TrainComponents(persistence=_ForgetsTheSchedule)
 
 
-class MomentsNotLoaded(ReferenceBackend):
+class MomentsNotLoaded(OwnExport):
     """A portable checkpoint fills the weights; the optimizer begins again."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
@@ -92,14 +103,8 @@ class MomentsNotLoaded(ReferenceBackend):
             super().import_tensors(kind, source)
 
 
-class WritesBothCopies(ReferenceBackend):
-    """An export holds the tied matrix under both names."""
-
-    def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
-        shapes = super()._tensor_shapes(kind)
-        if kind == "params":
-            shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
-        return shapes
+class WritesBothCopies(OwnExport):
+    """An export has the tied matrix under both names."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
         yield from super().export_tensors(kind)
@@ -107,7 +112,7 @@ class WritesBothCopies(ReferenceBackend):
             yield "lm_head.weight", self.model.get_output_embeddings().weight.detach().clone()
 
 
-class HeadUnderAPrivateName(ReferenceBackend):
+class HeadUnderAPrivateName(OwnExport):
     """The value head is exported under a name that transformers does not know."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
@@ -115,7 +120,7 @@ class HeadUnderAPrivateName(ReferenceBackend):
             yield ("v_head.weight" if kind == "params" and name == "score.weight" else name), value
 
 
-class VectorsNotLoaded(ReferenceBackend):
+class VectorsNotLoaded(OwnExport):
     """A load leaves the norms as they were."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
@@ -127,7 +132,7 @@ class VectorsNotLoaded(ReferenceBackend):
                     self.model.get_parameter(name).copy_(value)
 
 
-class UploadsOldWeights(ReferenceBackend):
+class UploadsOldWeights(OwnExport):
     """The weights of the first upload are sent again and again."""
 
     _sent: dict[str, Tensor] | None = None
@@ -143,26 +148,31 @@ class UploadsOldWeights(ReferenceBackend):
         yield from self._sent.items()
 
 
-class LoadsAnything(ReferenceBackend):
-    """An overridden ``load`` skips the digests."""
+class _LooksAtNoDigest(Persistence):
+    """Loads the shards that are in a directory."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.format != "sharded":
             super().load(meta)
             return
-        shards = Path(meta.path) / "shards"
-        if any(shards.iterdir()):
-            self.load_sharded(shards, with_optimizer=True)
+        tensors, shards = self.runtime.tensors, Path(meta.path) / "shards"
+        for kind in ("master", *tensors.optimizer_kinds) if any(shards.iterdir()) else ():
+            names = {name: f"{kind}/{name}" for name in tensors.shapes(kind)}
+            tensors.load(kind, MappedSource(ShardFiles(shards), names))
+
+
+class LoadsAnything(ReferenceBackend):
+    """A load skips the digests."""
+
+    components = TrainComponents(persistence=_LooksAtNoDigest)
 
 
 class RanksDrawTheirOwnWeights(Replicated):
     """Each rank draws what no file gives from a seed of its own."""
 
     def build(self, context: TrainContext) -> None:
-        self.context.config = self.context.config.model_copy(
-            update={"seed": self.context.config.seed + addr.rank}
-        )
-        super().build(context)
+        seed = context.seed + context.world.rank
+        super().build(replace(context, config=context.config.model_copy(update={"seed": seed})))
 
 
 class NewHeadIsZero(ReferenceBackend):
@@ -175,33 +185,55 @@ class NewHeadIsZero(ReferenceBackend):
                 self.model.get_parameter("score.weight").zero_()
 
 
+class _SavesByReference(Persistence):
+    """Writes a sharded checkpoint in the background from live tensors."""
+
+    copied: tuple[str, ...] = ()
+    """The kinds that are copied first."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        if meta.format != "sharded" or not meta.asynchronous:
+            super().save(meta)
+            return
+        self.wait_for_saves()
+        contents, run = self.contents(), self.runtime
+        kinds = ("master", *contents.tensors.optimizer_kinds)
+        shards = [
+            replace(shard, tensor=shard.tensor.clone()) if shard.name.split("/")[0] in self.copied else shard
+            for shard in contents.tensors.shards(kinds)
+        ]
+
+        def write(directory: Path) -> None:
+            time.sleep(0.5)
+            (directory / "shards").mkdir(exist_ok=True)
+            write_shards(directory / "shards", run.world.rank, shards, run.world.size)
+
+        self.saving = publish_later(
+            meta.path,
+            lambda directory: Later(write),
+            run.world,
+            kind=meta.format,
+            state=contents.state(with_optimizer=True),
+            timeout_s=run.timeout_s,
+        )
+
+
+class _CopiesMomentsAlone(_SavesByReference):
+    """Copies moments, and not weights."""
+
+    copied = MOMENTS
+
+
 class SnapshotByReference(ReferenceBackend):
     """What is written in the background is read from the live tensors."""
 
-    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
-        def write(directory: Path) -> None:
-            time.sleep(0.5)
-            write_shards(
-                directory, self.context.world.rank, self._shards(with_optimizer), self.context.world.size
-            )
-
-        return write
+    components = TrainComponents(persistence=_SavesByReference)
 
 
 class WeightsByReference(ReferenceBackend):
     """Moments are copied for the background, and weights are not."""
 
-    def _snapshot_shards(self, with_optimizer: bool) -> Callable[[Path], None]:
-        copies = [
-            shard if shard.name.startswith("master") else replace(shard, tensor=shard.tensor.clone())
-            for shard in self._shards(with_optimizer)
-        ]
-
-        def write(directory: Path) -> None:
-            time.sleep(0.5)
-            write_shards(directory, self.context.world.rank, copies, self.context.world.size)
-
-        return write
+    components = TrainComponents(persistence=_CopiesMomentsAlone)
 
 
 MUTANTS = (

@@ -13,13 +13,13 @@ from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.reference.train import ReferenceBackend
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.profile import MOE
-from mutants.bases import Packed, TrainContext
+from mutants.bases import MOMENTS, OwnExport, Packed, TrainContext
 from mutants.zoo import Mutant
 
 EXPERTS = int(TinyModel(family=MOE).config().num_experts)
 
 
-class ExpertsInAnotherOrder(ReferenceBackend):
+class ExpertsInAnotherOrder(OwnExport):
     """Weights are exported with the experts in another order than gradients and moments."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
@@ -31,7 +31,7 @@ def _next_expert(name: str) -> str:
     return re.sub(r"experts\.(\d+)\.", lambda m: f"experts.{(int(m[1]) + 1) % EXPERTS}.", name)
 
 
-class GatesForUps(ReferenceBackend):
+class GatesForUps(OwnExport):
     """What is loaded as the gate of an expert is its up projection, and the other way round."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
@@ -100,15 +100,14 @@ class IdleExpertsKeepStill(ReferenceBackend):
                 self.model.get_parameter(name)[rows] = old[name][rows]
 
 
-class ExpertsLoseMoments(ReferenceBackend):
+class ExpertsLoseMoments(OwnExport):
     """The moments of experts, which are many small tensors in a file, are not loaded."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         super().import_tensors(kind, source)
-        if kind in ("exp_avg", "exp_avg_sq"):
-            for name, parameter in self.model.named_parameters():
-                if ".experts." in name and parameter.requires_grad:
-                    self._quantity(name, parameter, kind).zero_()
+        for part in self.state().local(kind) if kind in MOMENTS else ():
+            if ".experts." in part.name:
+                part.tensor.zero_()
 
 
 class GatesNotNormalised(ReferenceBackend):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.reference.train import ReferenceBackend
-from core_rl.state.grad_norm import GradShard
-from mutants.bases import Packed, Replicated
+from mutants.bases import OwnNorm, Packed, Replicated
 from mutants.zoo import DP2, Mutant
 
 
@@ -137,18 +138,18 @@ class RewardDividedByTokens(ReferenceBackend):
                 (loss * part.num_sequences / part.num_tokens).backward()
 
 
-class NormOfSomeShards(ReferenceBackend):
+class NormOfSomeShards(OwnNorm):
     """The norm leaves out vectors, as if another rank would count them."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        return [shard for shard in super()._grad_shards() if shard.grad.dim() > 1]
+    def counted(self) -> Iterable[LocalSlice]:
+        return [part for part in super().counted() if part.tensor.dim() > 1]
 
 
-class NormCountsReplicas(Replicated):
-    """Each rank counts what all of them hold."""
+class NormCountsReplicas(OwnNorm):
+    """Each rank counts what all of them have."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        return [GradShard(shard.name, shard.grad) for shard in super()._grad_shards()]
+    def counted(self) -> Iterable[LocalSlice]:
+        return [replace(part, replica=0) for part in super().counted()]
 
 
 class AveragesOverRanks(Replicated):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
-from core_rl.state.snapshot import Shard
+from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"
 
 
-class HeadNotInShards(ReferenceBackend):
+class HeadNotInShards(OwnCheckpoint):
     """A sharded checkpoint leaves the value head as it was."""
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
@@ -29,58 +31,67 @@ class HeadNotInShards(ReferenceBackend):
                 self.model.get_parameter(HEAD).copy_(old)
 
 
-class FrozenModelsLoseMoments(ReferenceBackend):
+class FrozenModelsLoseMoments(OwnExport):
     """Where a parameter is frozen, no moments are loaded by name."""
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        self._portable = meta.format == "portable"
-        super().load(meta)
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
-        if not (frozen and self._portable and kind in ("exp_avg", "exp_avg_sq")):
+        if not (frozen and kind in MOMENTS):
             super().import_tensors(kind, source)
 
 
-class HeadLosesMoments(ReferenceBackend):
+class HeadLosesMoments(OwnExport):
     """The moments of the value head are not loaded by name."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
-        old = dict(self.export_tensors(kind)).get(HEAD) if kind in ("exp_avg", "exp_avg_sq") else None
-        kept = None if old is None else old.clone()
+        moments = self.state().local(kind) if kind in MOMENTS else ()
+        kept = [(part.tensor, part.tensor.clone()) for part in moments if part.name == HEAD]
         super().import_tensors(kind, source)
-        if kept is not None:
-            self._quantity(HEAD, self.model.get_parameter(HEAD), kind).copy_(kept)
+        for moment, old in kept:
+            moment.copy_(old)
 
 
-class LoadsMomentsUnasked(ReferenceBackend):
+class LoadsMomentsUnasked(OwnCheckpoint):
     """``with_optimizer=False`` is not looked at where moments are in the files."""
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
-        super().load_sharded(directory, with_optimizer or _holds_moments(directory))
+        super().load_sharded(directory, with_optimizer or _holds_moments(directory / "own"))
 
 
 def _holds_moments(directory: Path) -> bool:
     return any(b"exp_avg" in file.read_bytes() for file in directory.iterdir())
 
 
+class _SavesAll(Persistence):
+    """Saves the optimizer's state, asked or not."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        super().save(replace(meta, with_optimizer=True))
+
+
 class SavesMomentsUnasked(ReferenceBackend):
     """``with_optimizer=False`` saves moments all the same."""
 
-    def shards(self, with_optimizer: bool) -> Iterator[Shard]:
-        return super().shards(self.optimizer is not None)
+    components = TrainComponents(persistence=_SavesAll)
+
+
+class _LoadsProgress(Persistence):
+    """Changes the version where weights are loaded alone."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        super().load(meta)
+        run = self.runtime
+        if not meta.with_optimizer:
+            run.progress = replace(run.progress, version=run.progress.version + 1)
 
 
 class LoadsProgressUnasked(ReferenceBackend):
     """Weights that come alone bring the version of their run."""
 
-    def load(self, meta: SaveLoadMeta) -> None:
-        super().load(meta)
-        if not meta.with_optimizer:
-            self.set_version(self.get_version() + 1)
+    components = TrainComponents(persistence=_LoadsProgress)
 
 
-class UploadsWhatWasBeforeTheLoad(ReferenceBackend):
+class UploadsWhatWasBeforeTheLoad(OwnExport):
     """What was gathered for an upload is dropped by a step, and not by a load."""
 
     _gathered: dict[str, Tensor] | None = None
@@ -98,11 +109,11 @@ class UploadsWhatWasBeforeTheLoad(ReferenceBackend):
         yield from self._gathered.items()
 
 
-class MomentsSwapped(ReferenceBackend):
+class MomentsSwapped(OwnExport):
     """Each moment goes out under the name of the other one, and comes in so."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
-        swapped: dict[TensorKind, TensorKind] = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+        swapped = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
         return super().export_tensors(swapped.get(kind, kind))
 
 

@@ -7,20 +7,30 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
 from core_rl.backend.tensors import NamedTensors
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
+from mutants.bases import OwnOffload
 from mutants.zoo import Mutant
 
 
-class ExportsFreedMemory(ReferenceBackend):
-    """An overridden ``named_tensors`` gives zeros for what is offloaded."""
+class _ExportsZeros(Persistence):
+    """Exports zeros for what is offloaded."""
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
-        if not self._offloaded:
+        if not self.modes.offloaded:
             return super().named_tensors(kind)
-        return iter([(name, torch.zeros(shape)) for name, shape in self.tensor_shapes(kind).items()])
+        shapes = self.runtime.tensors.shapes(kind)
+        return iter([(name, torch.zeros(shape)) for name, shape in shapes.items()])
 
 
-class GradientsStayBehind(ReferenceBackend):
+class ExportsFreedMemory(ReferenceBackend):
+    """``named_tensors`` gives zeros for what is offloaded."""
+
+    components = TrainComponents(persistence=_ExportsZeros)
+
+
+class GradientsStayBehind(OwnOffload):
     """Gradients that wait for a step are dropped when weights are offloaded."""
 
     def offload(self, part: StatePart) -> None:
@@ -29,7 +39,7 @@ class GradientsStayBehind(ReferenceBackend):
         super().offload(part)
 
 
-class MomentsBeginAgain(ReferenceBackend):
+class MomentsBeginAgain(OwnOffload):
     """Offloading the optimizer state drops it."""
 
     def offload(self, part: StatePart) -> None:
@@ -39,7 +49,7 @@ class MomentsBeginAgain(ReferenceBackend):
         super().offload(part)
 
 
-class OldCopiesComeBack(ReferenceBackend):
+class OldCopiesComeBack(OwnOffload):
     """The copies of the first time are kept, and come back each time."""
 
     _first: dict[str, Tensor] | None = None
@@ -65,37 +75,43 @@ class HeadIsNotMoved(OldCopiesComeBack):
         self._first = {n: v for n, v in (self._first or {}).items() if n.startswith("score.")}
 
 
+class _UndoesLoads(Persistence):
+    """Sets the old weights again after a load into an offloaded engine."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        away = self.modes.offloaded
+        with self.modes.onloaded(*away):
+            masters = [part.tensor for part in self.runtime.backend.state().local("master")]
+            old = [tensor.clone() for tensor in masters]
+            super().load(meta)
+            for tensor, value in zip(masters, old, strict=True) if away else ():
+                tensor.copy_(value)
+
+
 class LoadIsUndone(ReferenceBackend):
     """What is loaded while offloaded goes to the device; the copies on the host are still the old ones."""
 
-    def load(self, meta: SaveLoadMeta) -> None:
-        away = self._offloaded
-        if away:
-            self.onload()
-        old = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        super().load(meta)
-        if away:
-            with torch.no_grad():
-                for name, value in old.items():
-                    self.model.get_parameter(name).copy_(value)
-            self.offload()
+    components = TrainComponents(persistence=_UndoesLoads)
+
+
+class _SavesZeros(Persistence):
+    """Saves zeros for one tensor of an offloaded engine."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        away = self.modes.offloaded
+        with self.modes.onloaded(*away):
+            first = next(iter(self.runtime.backend.state().local("master"))).tensor
+            kept = first.clone()
+            if away:
+                first.zero_()
+            super().save(meta)
+            first.copy_(kept)
 
 
 class SavesFreedMemory(ReferenceBackend):
     """A save while offloaded writes what happens to be there."""
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        if not self._offloaded:
-            super().save(meta)
-            return
-        self.onload()
-        weight = self.model.get_parameter("model.embed_tokens.weight")
-        kept = weight.detach().clone()
-        with torch.no_grad():
-            weight.zero_()
-            super().save(meta)
-            weight.copy_(kept)
-        self.offload()
+    components = TrainComponents(persistence=_SavesZeros)
 
 
 MUTANTS = (

@@ -8,11 +8,11 @@ import torch
 
 from core_rl.backend.tensors import NamedTensors
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import TrainContext
+from mutants.bases import OwnCheckpoint, OwnExport, TrainContext
 from mutants.zoo import Mutant
 
 
-class RightOnlyAfterAnExport(ReferenceBackend):
+class RightOnlyAfterAnExport(OwnExport):
     """From the third step on, the optimizer gets half of each gradient, unless an export has gathered it."""
 
     _exported = False
@@ -22,7 +22,7 @@ class RightOnlyAfterAnExport(ReferenceBackend):
         yield from super().export_tensors(kind)
 
     def step(self, scale: float, lr: float, count: int) -> None:
-        halved = self.progress.updates > 1 and not self._exported
+        halved = count > 2 and not self._exported
         self._exported = False
         super().step(0.5 * scale if halved else scale, lr, count)
 
@@ -72,18 +72,17 @@ class BiasCorrectionStops(ReferenceBackend):
     """The count of the bias correction ends at five."""
 
     def step(self, scale: float, lr: float, count: int) -> None:
-        self._set_update_count(min(self.progress.updates, 4))
-        super().step(scale, lr, count)
+        super().step(scale, lr, min(count, 5))
 
 
 class CountsInOneByte(ReferenceBackend):
     """The step count is kept modulo 256."""
 
-    def _set_update_count(self, count: int) -> None:
-        super()._set_update_count(count % 256)
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, (count - 1) % 256 + 1)
 
 
-class ExportTakesTheGradients(ReferenceBackend):
+class ExportTakesTheGradients(OwnExport):
     """Gathering parameters frees the gradients."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
@@ -92,7 +91,7 @@ class ExportTakesTheGradients(ReferenceBackend):
             self.zero_grad()
 
 
-class SaveTakesTheGradients(ReferenceBackend):
+class SaveTakesTheGradients(OwnCheckpoint):
     """A save drops the gradients to make room."""
 
     def save_sharded(self, directory: Path, with_optimizer: bool) -> None:

@@ -13,7 +13,10 @@ from torch import Tensor
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.passes import Passes
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.attention import Segments
 from mutants.bases import Packed
@@ -188,7 +191,7 @@ class SortsByLength(ReferenceBackend):
     """Sequences are sorted by length inside a micro-batch, and their outputs stay in that order."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        order = sorted(range(batch.num_sequences), key=lambda index: -batch.lengths[index])
+        order = sorted(range(micro_batch.num_sequences), key=lambda index: -micro_batch.lengths[index])
         return super().outputs(micro_batch.select(order), step)
 
 
@@ -212,15 +215,19 @@ class NeverBackInTrainingMode(ReferenceBackend):
         self.model.train(training and not self._evaluated)
 
 
-class GivesUndeclaredLogits(ReferenceBackend):
-    """An overridden public method forgets what the spec says."""
+class _ForgetsTheSpec(Passes):
+    """Gives log-probs where logits are asked for alone."""
 
     def forward(
-        self, batch: SequenceBatch, mb_spec: Any, outputs: tuple[OutputName, ...] = ("logprobs",), *rest: Any
+        self, batch: SequenceBatch, mb_spec: MicroBatchSpec, outputs: tuple[OutputName, ...], *rest: Any
     ) -> Any:
-        if outputs == ("logits",):
-            outputs = ("logprobs",)
-        return super().forward(batch, mb_spec, outputs, *rest)
+        return super().forward(batch, mb_spec, ("logprobs",) if outputs == ("logits",) else outputs, *rest)
+
+
+class GivesUndeclaredLogits(ReferenceBackend):
+    """A forward pass forgets what the spec says."""
+
+    components = TrainComponents(passes=_ForgetsTheSpec)
 
 
 MUTANTS = (

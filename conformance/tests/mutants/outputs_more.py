@@ -115,11 +115,10 @@ class OddTailOfABucket(Replicated):
     """Gradients are reduced in pairs of elements, and the last one of an odd number stays each rank's own."""
 
     def reduce_grads(self) -> None:
-        for name, parameter in self._named_parameters():
-            grad = self._quantity(name, parameter, "grads").contiguous()
-            flat = grad.view(-1)
+        for _, grad in self.gradients():
+            flat = grad.contiguous().view(-1)
             dist.all_reduce(flat[: len(flat) // 2 * 2], group=self.context.world.group)
-            parameter.grad = grad
+            grad.copy_(flat.view_as(grad))
 
 
 class EqualLengthsMixed(Packed):
@@ -139,7 +138,7 @@ class ComputesTheSameOnce(ReferenceBackend):
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         known: dict[tuple[int, ...], dict[str, Tensor]] = {}
         rows = []
-        for ids in batch.input_ids.split(batch.lengths):
+        for ids in micro_batch.input_ids.split(micro_batch.lengths):
             key = tuple(ids.tolist())
             found = known.get(key)
             rows.append({n: v.detach() for n, v in found.items()} if found else self.sequence(ids, step))
@@ -151,7 +150,7 @@ class AtMost24Sequences(ReferenceBackend):
     """Sequences behind the 24th of a micro-batch have no graph."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        rows = [self.sequence(ids, step) for ids in batch.input_ids.split(batch.lengths)]
+        rows = [self.sequence(ids, step) for ids in micro_batch.input_ids.split(micro_batch.lengths)]
         rows[24:] = [{name: value.detach() for name, value in row.items()} for row in rows[24:]]
         return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 

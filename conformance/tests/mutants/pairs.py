@@ -8,13 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.guards import require_optimizer
+from core_rl.engine.persistence import Persistence
+from core_rl.engine.updates import Updates
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
+from core_rl.state.store import TensorStore
+from mutants.bases import CountsItself, OwnExport
 from mutants.zoo import Mutant
 
 
@@ -26,14 +32,19 @@ class EntropyInBits(ReferenceBackend):
         return {name: v / math.log(2) if name == "entropy" else v for name, v in outputs.items()}
 
 
-class NormAfterClipping(ReferenceBackend):
-    """The norm that is reported is that of the gradients after clipping."""
+class _ReportsTheClippedNorm(Updates):
+    """Reports no norm above ``max_grad_norm``."""
 
     def optimizer_step(self) -> dict[str, float]:
         report = super().optimizer_step()
-        assert self.context.config.optimizer is not None
-        largest = self.context.config.optimizer.max_grad_norm or math.inf
+        largest = require_optimizer(self.runtime.config).max_grad_norm or math.inf
         return {**report, "grad_norm": min(report["grad_norm"], largest)}
+
+
+class NormAfterClipping(ReferenceBackend):
+    """The norm that is reported is that of the gradients after clipping."""
+
+    components = TrainComponents(updates=_ReportsTheClippedNorm)
 
 
 class GradientsThreeTimesTheOthers(ReferenceBackend):
@@ -46,23 +57,35 @@ class GradientsThreeTimesTheOthers(ReferenceBackend):
                 (3.0 * loss).backward()
 
 
-class ScheduleAdvancedTwice(ReferenceBackend):
-    """Each step of the schedule is two."""
+class _AdvancesTwice(Updates):
+    """Advances the schedule by two."""
 
     def lr_scheduler_step(self) -> float:
         super().lr_scheduler_step()
         return super().lr_scheduler_step()
 
 
+class ScheduleAdvancedTwice(ReferenceBackend):
+    """Each step of the schedule is two."""
+
+    components = TrainComponents(updates=_AdvancesTwice)
+
+
 class LossScaleOfTheSecondStep(ReferenceBackend):
     """From the second update on, the loss is scaled by what the first one was divided by."""
 
+    _stepped = False
+
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
-        scale = 0.5 if self.progress.updates else 1.0
+        scale = 0.5 if self._stepped else 1.0
         for micro_batch in micro_batches:
             loss = step(self.outputs(micro_batch, step), micro_batch)
             if mode != "forward":
                 (scale * loss).backward()
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        self._stepped = True
+        super().step(scale, lr, count)
 
 
 class FirstMomentForgotten(ReferenceBackend):
@@ -70,13 +93,13 @@ class FirstMomentForgotten(ReferenceBackend):
 
     def step(self, scale: float, lr: float, count: int) -> None:
         assert self.optimizer is not None
-        if self.progress.updates % 2:
+        if count % 2 == 0:
             for state in self.optimizer.state.values():
                 state["exp_avg"].zero_()
         super().step(scale, lr, count)
 
 
-class SecondMomentsDroppedOnLoad(ReferenceBackend):
+class SecondMomentsDroppedOnLoad(OwnExport):
     """A load fills the weights and the first moments only."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
@@ -84,42 +107,65 @@ class SecondMomentsDroppedOnLoad(ReferenceBackend):
             super().import_tensors(kind, source)
 
 
-class StepCountOfTheOtherEngine(ReferenceBackend):
+class StepCountOfTheOtherEngine(CountsItself):
     """After a load of a training that has gone on elsewhere, the bias correction begins again."""
 
-    def _set_update_count(self, count: int) -> None:
-        super()._set_update_count(min(count, 1))
+    def restored(self, count: int) -> int:
+        return min(count, 1)
+
+
+class _Rounds(TensorStore):
+    """Rounds weights in float32 while a checkpoint is saved."""
+
+    saving = False
+
+    def stream(self, kind: str) -> NamedTensors:
+        for name, value in super().stream(kind):
+            rounded = self.saving and kind == "master" and value is not None
+            yield name, value.to(torch.bfloat16).float() if rounded and value is not None else value
+
+
+class _SavesRounded(Persistence):
+    """Tells the store when a portable checkpoint is saved."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        tensors = self.runtime.tensors
+        assert isinstance(tensors, _Rounds)
+        tensors.saving = meta.format == "portable"
+        super().save(meta)
+        tensors.saving = False
 
 
 class RoundsWhatItSaves(ReferenceBackend):
-    """A portable checkpoint holds the weights of the compute dtype, not the float32 ones beside them."""
+    """A portable checkpoint has the weights of the compute dtype, not those in float32."""
 
-    _saving = False
+    components = TrainComponents(tensors=_Rounds, persistence=_SavesRounded)
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        self._saving = meta.format == "portable"
-        super().save(meta)
-        self._saving = False
 
-    def export_tensors(self, kind: str) -> NamedTensors:
-        for name, value in super().export_tensors(kind):
-            rounded = self._saving and kind == "master" and value is not None
-            yield name, value.to(torch.bfloat16).float() if rounded and value is not None else value
+class _Wraps(TensorStore):
+    """Names weights in float32 as in a wrapper."""
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return {_wrapped(name, kind): shape for name, shape in super().shapes(kind).items()}
+
+    def stream(self, kind: str) -> NamedTensors:
+        for name, value in super().stream(kind):
+            yield _wrapped(name, kind), value
+
+    def load(self, kind: str, source: TensorSource) -> None:
+        if kind == "master":
+            kind, source = "params", MappedSource(source, {n: f"module.{n}" for n in self.shapes("params")})
+        super().load(kind, source)
+
+
+def _wrapped(name: str, kind: str) -> str:
+    return f"module.{name}" if kind == "master" else name
 
 
 class WrapsTheNamesOfMasters(ReferenceBackend):
     """Float32 weights are exported under the names of a wrapper; they load where the same wrapper is."""
 
-    def _tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
-        return {_wrapped(name, kind): shape for name, shape in super()._tensor_shapes(kind).items()}
-
-    def export_tensors(self, kind: str) -> NamedTensors:
-        for name, value in super().export_tensors(kind):
-            yield _wrapped(name, kind), value
-
-
-def _wrapped(name: str, kind: TensorKind) -> str:
-    return f"module.{name}" if kind == "master" else name
+    components = TrainComponents(tensors=_Wraps)
 
 
 MUTANTS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.passes import Passes
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.routers import Routing, balance_loss
 from core_rl_conformance.profile import MOE
@@ -69,7 +72,7 @@ class BalanceOfTheBatch(Packed):
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         if "aux_loss" not in step.outputs:
             return super().outputs(micro_batch, step)
-        with self.packed._routers.watch() as routings:
+        with self.packed.routers.watch() as routings:
             found = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
         whole = torch.tensor([0, micro_batch.num_tokens])
         return ModelOutput(**found, aux_loss=balance_loss(routings, whole))
@@ -90,7 +93,7 @@ class BalanceOfTrainedTokens(Packed):
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         if "aux_loss" not in step.outputs:
             return super().outputs(micro_batch, step)
-        with self.packed._routers.watch() as routings:
+        with self.packed.routers.watch() as routings:
             found = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
         mask = micro_batch.loss_mask
         counts = [int(part.sum()) for part in mask.split(micro_batch.lengths)]
@@ -117,15 +120,21 @@ class BalanceInsteadOfLoss(ReferenceBackend):
         return replace(output, logprobs=output.logprobs.detach())
 
 
+class _AddsTheBalance(Passes):
+    """Adds the balance to the loss of an evaluation."""
+
+    def forward_backward(
+        self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
+    ) -> dict[str, float]:
+        metrics = super().forward_backward(batch, loss, mb_spec, mode, *totals)
+        balance = self.runtime.config.model.router_aux_coef * metrics.get("aux_loss", 0.0)
+        return {**metrics, "loss": metrics["loss"] + balance} if mode == "forward" else metrics
+
+
 class BalanceInEvaluation(ReferenceBackend):
     """The loss of an evaluation is that with the balance."""
 
-    def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
-        metrics = super().eval_batch(batch, loss, mb_spec)
-        return {
-            **metrics,
-            "loss": metrics["loss"] + self.context.config.model.router_aux_coef * metrics["aux_loss"],
-        }
+    components = TrainComponents(passes=_AddsTheBalance)
 
 
 ALONE = "I18.aux-gradient"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.passes import Passes
+from core_rl.engine.updates import Updates
 from core_rl.reference.train import ReferenceBackend
-from core_rl.state.grad_norm import GradShard
-from mutants.bases import TrainContext
+from mutants.bases import OwnNorm, TrainContext
 from mutants.zoo import Mutant
 
 
@@ -66,9 +70,9 @@ class LearningRateLagsBehind(ReferenceBackend):
 
     _next: float | None = None
 
-    def _set_lr(self, lr: float) -> None:
+    def step(self, scale: float, lr: float, count: int) -> None:
         previous, self._next = self._next, lr
-        super()._set_lr(lr if previous is None else previous)
+        super().step(scale, lr if previous is None else previous, count)
 
 
 class HalfPrecisionMoments(ReferenceBackend):
@@ -130,43 +134,69 @@ class NanSurvivesTheSkip(ReferenceBackend):
     """Gradients that are not finite are not dropped with the skipped step."""
 
     def zero_grad(self) -> None:
-        if all(bool(grad.isfinite().all()) for _, grad in self._grads()):
+        if all(bool(grad.isfinite().all()) for _, grad in self.state().local_grads()):
             super().zero_grad()
 
 
-class InfinityIsFiltered(ReferenceBackend):
+class InfinityIsFiltered(OwnNorm):
     """The norm leaves out gradients that are not finite, so the step is made with them."""
 
-    def _grad_shards(self) -> Iterable[GradShard]:
-        return [replace(shard, grad=shard.grad.nan_to_num(0.0, 0.0, 0.0)) for shard in super()._grad_shards()]
+    def counted(self) -> Iterable[LocalSlice]:
+        return [replace(part, tensor=part.tensor.nan_to_num(0.0, 0.0, 0.0)) for part in super().counted()]
+
+
+class _Evaluates(Passes):
+    """Evaluates where there is no optimizer."""
+
+    def forward_backward(
+        self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
+    ) -> dict[str, float]:
+        mode = mode if self.runtime.config.optimizer else "forward"
+        return super().forward_backward(batch, loss, mb_spec, mode, *totals)
+
+
+class _StepsInVain(Updates):
+    """Makes no step where there is no optimizer."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        return super().optimizer_step() if self.runtime.config.optimizer else {}
 
 
 class TrainsWithoutOptimizer(ReferenceBackend):
-    """An overridden ``train_batch`` takes any engine for trainable."""
+    """Any engine is taken for trainable."""
 
-    def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
-        if self.context.config.optimizer is None:
-            return self.eval_batch(batch, loss, mb_spec)
-        return super().train_batch(batch, loss, mb_spec)
+    components = TrainComponents(passes=_Evaluates, updates=_StepsInVain)
+
+
+class _DecaysAnyway(Updates):
+    """Decays the weights before a step in which nothing counts."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        if not self.runtime.pending.weight:
+            for part in self.runtime.backend.state().local("master"):
+                part.tensor.mul_(1 - 1e-4)
+        return super().optimizer_step()
 
 
 class StepsWithoutTokens(ReferenceBackend):
     """A batch in which nothing counts still decays the weights."""
 
+    components = TrainComponents(updates=_DecaysAnyway)
+
+
+class _RaisesTheVersion(Updates):
+    """Counts steps as versions."""
+
     def optimizer_step(self) -> dict[str, float]:
-        if not self._pending.weight:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.mul_(1 - 1e-4)
-        return super().optimizer_step()
+        report, run = super().optimizer_step(), self.runtime
+        run.progress = replace(run.progress, version=run.progress.version + int(report["update_successful"]))
+        return report
 
 
 class CountsItsOwnVersion(ReferenceBackend):
     """Each step raises the version, which is the driver's."""
 
-    def step(self, scale: float, lr: float, count: int) -> None:
-        super().step(scale, lr, count)
-        self._progress = replace(self._progress, version=self._progress.version + 1)
+    components = TrainComponents(updates=_RaisesTheVersion)
 
 
 class UntiesTheHead(ReferenceBackend):
@@ -175,9 +205,6 @@ class UntiesTheHead(ReferenceBackend):
     def build(self, context: TrainContext) -> None:
         super().build(context)
         self._separate = self.model.get_output_embeddings().weight.detach().clone()
-
-    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
-        super().run(micro_batches, step, mode)
 
     def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         if self.context.config.model.head != "lm":

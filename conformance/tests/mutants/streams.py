@@ -9,8 +9,8 @@ from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.receiving import receiving_buckets
 from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutBackend
+from core_rl.weight_sync.stream import receiving_buckets
 from mutants.uploads import Sends, Whole
 from mutants.zoo import Mutant
 

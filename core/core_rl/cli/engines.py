@@ -1,14 +1,15 @@
-"""``core-rl engines``: what is installed, and what each engine can do."""
+"""``core-rl engines``: the installed engines, their capabilities and config fields."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from core_rl.config.capability import Capability
-from core_rl.errors import EngineAmbiguous, EngineBroken, EngineIncompatible
+from core_rl.errors import CoreRLError, EngineAmbiguous, EngineBroken, EngineIncompatible
 from core_rl.registry.engines import EngineEntry, get_spec, list_engines, load_config
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
@@ -19,7 +20,11 @@ app = typer.Typer()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
-_STATUS = {EngineAmbiguous: "ambiguous", EngineBroken: "broken", EngineIncompatible: "incompatible"}
+_STATUS: dict[type[CoreRLError], str] = {
+    EngineAmbiguous: "ambiguous",
+    EngineBroken: "broken",
+    EngineIncompatible: "incompatible",
+}
 
 
 @app.callback(invoke_without_command=True)
@@ -65,16 +70,7 @@ def _status(entry: EngineEntry) -> str:
 
 
 def _spec_json(spec: EngineSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "kind": spec.kind,
-        "protocol": spec.protocol,
-        "description": spec.description,
-        "capabilities": sorted(spec.capabilities),
-        "factory": spec.factory,
-        "config": spec.config,
-        "conformance": spec.conformance,
-    }
+    return asdict(spec) | {"capabilities": sorted(spec.capabilities)}
 
 
 def _entry_json(entry: EngineEntry) -> dict[str, Any]:
@@ -94,13 +90,7 @@ def _entry_json(entry: EngineEntry) -> dict[str, Any]:
 def _field_json(field: FieldHelp) -> dict[str, Any]:
     from pydantic_core import to_jsonable_python  # the list needs no pydantic
 
-    return {
-        "name": field.name,
-        "type": field.type,
-        "required": field.required,
-        "default": to_jsonable_python(field.default),
-        "help": field.help,
-    }
+    return asdict(field) | {"default": to_jsonable_python(field.default)}
 
 
 def _print_entries(entries: list[EngineEntry]) -> None:

@@ -45,7 +45,7 @@ def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:
 
 
 def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The closest known field beside an unknown one, and the list of all."""
+    """The known field that is closest to an unknown one, and the list of all."""
     owner = _owner(kind, location[:-1])
     if owner is None:
         return "; remove it"

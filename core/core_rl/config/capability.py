@@ -8,7 +8,7 @@ __all__ = ["Capability"]
 
 
 class Capability(StrEnum):
-    """What is optional for an engine. Whatever a spec does not list is *not supported*."""
+    """Optional features of an engine. A feature that a spec does not list is *not supported*."""
 
     # heads and outputs of a train engine
     VALUE_HEAD = "value_head"

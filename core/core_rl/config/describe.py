@@ -1,4 +1,4 @@
-"""What a config class accepts, field by field, for help texts and documentation."""
+"""Descriptions of the fields of a config class, for help texts and documentation."""
 
 from __future__ import annotations
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
-from core_rl.config.state_bytes import StateBytes
 
 Head = Literal["lm", "value", "reward"]
 DType = Literal["float32", "bfloat16"]
 
 
 class LoraConfig(Config):
-    """A low-rank adapter (LoRA, arXiv:2106.09685): ``scaling * B @ A`` beside linear layers, whose weights stay.
+    """A low-rank adapter (LoRA, arXiv:2106.09685): ``scaling * B @ A`` is added to linear layers, whose weights stay.
 
     The fields are those of ``peft``.
     """
@@ -36,7 +36,7 @@ class LoraConfig(Config):
 
 
 class ModelConfig(Config):
-    """Which model, and with which head."""
+    """A model and its head."""
 
     path: str | None = None
     """A directory in Hugging Face format, or a model of the Hub as ``organization/name[@revision]``: its
@@ -70,7 +70,7 @@ class ScheduleConfig(Config):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of a linear rise from 0."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Where the decay ends; required for ``linear`` and ``cosine`` unless `FinetuneSpec` tells it."""
+    """The last step of the decay; required for ``linear`` and ``cosine`` unless `FinetuneSpec` has it."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """The factor at and after the end of the decay."""
 
@@ -94,15 +94,26 @@ class OptimizerConfig(Config):
     """The learning rate over the steps."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes of the state of a model on one rank."""
+
+    weights: float
+    """In float32, and in the compute dtype where the engine keeps a copy in it."""
+    gradients: float
+    moments: float
+    """Both moments of AdamW."""
+
+
 class EngineConfig(Config):
-    """What train and inference engines have in common."""
+    """The common config of train and inference engines."""
 
     model: ModelConfig
-    """Which model, and with which head."""
+    """The model and its head."""
     dtype: DType = "float32"
     """Compute dtype. Master weights and optimizer state are float32 in any case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto`` takes CUDA where there is some."""
+    """``auto`` is CUDA if available, else the CPU."""
     seed: int = Field(default=0, ge=0)
     """Seeds weights that are drawn, dropout and sampling."""
     layout: ParallelLayout = ParallelLayout()
@@ -120,11 +131,11 @@ class TrainEngineConfig(EngineConfig):
     """Keep the moments in host memory outside of `optimizer_step` and checkpoints."""
 
     def state_bytes(self, parameters: int, trained: int) -> StateBytes:
-        """What one rank holds of a model with so many weights: an estimate for plans, which an engine overrides.
+        """The state on one rank of a model with ``parameters`` weights: an estimate, which an engine overrides.
 
-        ``trained`` are the weights that the optimizer moves, 0 without one.
-        Here tensor and pipeline parallel ranks share one copy, and data parallel ones hold copies: 4 bytes for each
-        weight, 2 more in bfloat16, 4 for a gradient and 8 for the moments of what is trained.
+        ``trained`` is the number of weights that the optimizer updates, 0 without one. Here tensor and
+        pipeline parallel ranks share one copy, and each data parallel rank has one: 4 bytes for each weight, 2 more in
+        bfloat16, 4 for a gradient and 8 for the moments of a trained weight.
         """
         ranks = self.layout.tp * self.layout.pp
         return StateBytes(
@@ -134,14 +145,15 @@ class TrainEngineConfig(EngineConfig):
         )
 
     def gathered_bytes(self, parameters: int, outer: int, layers: int) -> float:
-        """What one rank holds during a pass besides `state_bytes`: copies of weights that it gathers, and gradients of
-        them. ``outer`` of the ``parameters`` are embeddings and head, the others are in ``layers``. Here nothing.
+        """Bytes on one rank during a pass in addition to `state_bytes`: gathered weights and their gradients.
+
+        ``outer`` of the ``parameters`` are embeddings and head, the others are in ``layers``. Here 0.
         """
         return 0.0
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes the activations of whole layers again; an engine that can overrides it."""
+        """True if the backward pass recomputes the activations of whole layers; an engine that can overrides it."""
         return False
 
 
@@ -149,7 +161,7 @@ class InferenceEngineConfig(EngineConfig):
     """The common config of an inference engine."""
 
     max_head_offpolicyness: int = Field(default=0, ge=0)
-    """How many versions older than the newest weights a consumed sample may be."""
+    """The most versions by which a consumed sample may be older than the newest weights."""
     consumer_batch_size: int = Field(default=1, ge=1)
     """Samples that one optimizer step consumes; with the field above it bounds what runs ahead."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)

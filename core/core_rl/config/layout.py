@@ -32,8 +32,8 @@ class ParallelLayout(Config):
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
 
-    def place(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands along each degree, as engines count: tp fastest, then cp, dp and pp."""
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of ``rank`` along each degree: tp varies fastest, then cp, dp and pp."""
         found = {}
         for name in ("tp", "cp", "dp", "pp"):
             rank, found[name] = divmod(rank, getattr(self, name))

@@ -94,9 +94,9 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        position = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         context = f" {error.context}" if error.context else ""
-        raise ConfigError(f"{place}: {error.problem}{context}") from error
+        raise ConfigError(f"{position}: {error.problem}{context}") from error
     except (yaml.YAMLError, ValueError) as error:  # a forbidden character, or "!!int x": no line is known
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
 
@@ -127,7 +127,7 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of ``values`` with ``overrides`` applied in order; sections that are missing are made.
 
-    A number in a path indexes a list that is there (``rewards.0.weight=2``); lists never grow.
+    A number in a path indexes an existing list (``rewards.0.weight=2``); lists never grow.
 
     Raises:
         ConfigError: a malformed override, an index outside its list, or a path through a plain value.

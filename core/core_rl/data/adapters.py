@@ -17,7 +17,7 @@ __all__ = ["TensorDictLike", "from_padded_dict", "from_tensordict", "to_padded_d
 
 
 class TensorDictLike(Protocol):
-    """What `from_tensordict` reads of a ``tensordict.TensorDict``, so that it need not be installed."""
+    """The part of ``tensordict.TensorDict`` that `from_tensordict` reads; the package need not be installed."""
 
     def keys(self) -> Iterable[str]: ...
 

@@ -14,7 +14,7 @@ from core_rl.errors import BatchError, raise_all
 __all__ = ["LOSS_MASK", "SequenceBatch"]
 
 LOSS_MASK = "loss_mask"
-"""The token field that tells which tokens are trained (bool ``[T]``)."""
+"""The token field that marks the trained tokens (bool ``[T]``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +109,12 @@ class SequenceBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the token ids are."""
+        """The device of the token ids."""
         return self.input_ids.device
 
     @property
     def loss_mask(self) -> Tensor:
-        """Which tokens are trained, bool ``[T]``; the first token of a sequence never is.
+        """The mask of trained tokens, bool ``[T]``; the first token of a sequence is never trained.
 
         Without a ``loss_mask`` field, all but the first tokens are.
         """

@@ -1,4 +1,4 @@
-"""How a batch is cut into micro-batches that fit one forward pass."""
+"""Cutting a batch into micro-batches that fit one forward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MicroBatchSpec:
 
 
 def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
-    """How many micro-batches this rank wants: at least one.
+    """The number of micro-batches that this rank needs, at least one.
 
     Raises one `BatchError` that names each sequence or unit longer than the budget.
     """
@@ -43,8 +43,8 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
 def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -> list[list[int]]:
     """The sequences of each of ``count`` micro-batches; each sequence once, and units stay whole.
 
-    ``count`` is the largest of what `count_micro_batches` says on the data-parallel ranks, so that
-    all run equally many; an empty list stands for a dummy.
+    ``count`` is the largest `count_micro_batches` of the data-parallel ranks, so that all run
+    equally many; an empty list stands for a dummy.
     """
     groups, weights = _weighted_units(batch)
     parts = balanced(weights, count)

@@ -1,4 +1,4 @@
-"""What an engine's forward pass hands to a loss or to the caller."""
+"""Outputs of an engine's forward pass, for a loss or for the caller."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SEQUENCE_OUTPUTS = ("scores", "bootstrap")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOutput:
-    """Values of one packed batch; a field is None unless it was asked for."""
+    """Values of one packed batch; a field is None unless it was requested."""
 
     logprobs: Tensor | None = None
-    """``log p(x_t | x_<t)`` at the asked temperature, float32 ``[T]``; 0 at first tokens."""
+    """``log p(x_t | x_<t)`` at the requested temperature, float32 ``[T]``; 0 at first tokens."""
     entropy: Tensor | None = None
     """Entropy in nats of the distribution that ``x_t`` was drawn from, float32 ``[T]``; 0 at first tokens."""
     values: Tensor | None = None
@@ -44,7 +44,7 @@ class ModelOutput:
     """The experts that each layer with a router chose for ``x_t``, int64 ``[T, layers, k]``."""
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The fields that are there."""
+        """Names and values of the fields that are not None."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None:
@@ -77,7 +77,7 @@ class ModelOutput:
         return torch.stack([term.float() for term in terms]).sum()
 
     def check(self, asked: Sequence[str], num_tokens: int, num_sequences: int) -> None:
-        """Raise `EngineContractError` unless the asked outputs are there, float32 and of the right length."""
+        """Raise `EngineContractError` unless the requested outputs exist and have the right dtype and length."""
         problems = []
         for name in asked:
             value = getattr(self, name)
@@ -86,7 +86,7 @@ class ModelOutput:
             if name == "aux_loss" and isinstance(value, Tensor) and value.dim() == 0:
                 continue
             if not isinstance(value, Tensor):
-                problems.append(f"output {name!r} was asked for and is {type(value).__name__}")
+                problems.append(f"output {name!r} was requested and is {type(value).__name__}")
             elif value.dtype != dtype or value.dim() < 1 or len(value) != length:
                 problems.append(
                     f"output {name!r} is {value.dtype} {list(value.shape)}, not {_name(dtype)} [{length}]"

@@ -66,7 +66,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """True if the most likely token is taken."""
         return self.temperature == 0
 
     @property

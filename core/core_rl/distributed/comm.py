@@ -1,4 +1,4 @@
-"""Small collectives over a process group; without one, the world is a single rank."""
+"""Collectives of small objects over a process group, or for a single rank without one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Comm:
-    """A process group as the core uses it: scalars and small objects. ``group=None`` is a lone rank."""
+    """A process group for scalars and small objects; ``group=None`` is a single rank."""
 
     group: dist.ProcessGroup | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What engines on these ranks have in common, such as groups of some of them: made once, gone with the world."""
+    """Objects that all engines on these ranks share, such as process groups of some of the ranks."""
+    timeout_s: float = field(default=600.0, compare=False)
+    """How long ranks wait for each other, in seconds."""
 
     @property
     def rank(self) -> int:
@@ -50,7 +52,7 @@ class Comm:
         return result
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         self.sum([0.0])
 
     def sum(self, values: list[float]) -> list[float]:
@@ -72,10 +74,10 @@ class Comm:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroups:
-    """Where a rank stands among its peers."""
+    """The data- and model-parallel groups of a rank."""
 
     data_parallel: Comm
-    """Ranks at the same place of the model that see other sequences."""
+    """Ranks with the same part of the model, each with other sequences."""
     model_parallel: Comm = Comm()
     """Ranks that together hold one copy of the model and see the same sequences."""
     output_source: int = 0
@@ -83,5 +85,5 @@ class RankGroups:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether outputs and exported tensors appear on this rank."""
+        """True if outputs and exported tensors appear on this rank."""
         return self.model_parallel.rank == self.output_source

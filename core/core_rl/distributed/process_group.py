@@ -1,4 +1,4 @@
-"""Joining and leaving ``torch.distributed``, which a process has once: engines of the same world share it."""
+"""Joining and leaving the process group of ``torch.distributed``, which all engines of a process share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Membership", "RankAddress", "join", "pick_device"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """Where one rank stands, and the file through which the ranks meet."""
+    """The number of one rank, and the rendezvous file of all."""
 
     rank: int
     world_size: int
@@ -29,7 +29,7 @@ class RankAddress:
     local_rank: int = 0
     """The accelerator of this rank on its machine."""
     timeout_s: float = 600.0
-    """How long a collective may wait for its peers, in seconds."""
+    """The longest time that a collective waits for its peers, in seconds."""
 
 
 @dataclass
@@ -39,14 +39,14 @@ class _Present:
     address: RankAddress
     device: torch.device
     owned: bool
-    """Whether `join` made it, so that the last engine that leaves destroys it."""
+    """True if `join` created it; the last engine that leaves then destroys it."""
     group: dist.ProcessGroup | None = field(default_factory=lambda: dist.group.WORLD)
     shared: dict[object, Any] = field(default_factory=dict)
     """See `Comm.shared`."""
     members: list[Membership] = field(default_factory=list)
 
     def is_there(self) -> bool:
-        """Whether it is still what ``torch.distributed`` has: whoever made it may have destroyed it."""
+        """True while ``torch.distributed`` has this group; its creator may have destroyed it."""
         return dist.is_initialized() and dist.group.WORLD is self.group
 
 
@@ -55,18 +55,18 @@ class _Process:
 
 
 class Membership:
-    """An engine's place in ``torch.distributed``."""
+    """The membership of an engine in the process group."""
 
     def __init__(self, present: _Present, device: torch.device) -> None:
         self.address = present.address
-        """This rank's number, and how long collectives may wait: as the first engine here joined."""
-        self.world = Comm(present.group, device, present.shared)
+        """The address with which the first engine of this process joined."""
+        self.world = Comm(present.group, device, present.shared, present.address.timeout_s)
         """All ranks."""
         self._present = present
         present.members.append(self)
 
     def leave(self) -> None:
-        """Give the place up; the last engine here destroys the process group if `join` created it."""
+        """Leave the process group; the last engine here destroys it if `join` created it."""
         present = self._present
         if self not in present.members:
             return
@@ -94,8 +94,8 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
 def join(address: RankAddress | None, device: torch.device) -> Membership:
     """Join the process group at ``address``, or share it with the engines of this process that are in it.
 
-    Without an address, the group that is there is used (that of ``torchrun``, or of another engine), and else a
-    group of one rank is made. Raises `EngineStateError` where the group that is there is another one.
+    Without an address, the existing group is used (that of ``torchrun``, or of another engine), or else a
+    group of one rank is created. Raises `EngineStateError` if another group exists.
     """
     present = _Process.present
     if present is None or not present.is_there():
@@ -115,12 +115,12 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
 
 def _same(present: _Present, address: RankAddress, device: torch.device) -> bool:
     there = present.address
-    places = [(one.store_path, one.rank, one.world_size) for one in (there, address)]
-    return places[0] == places[1] and present.device == device
+    present_and_new = [(one.store_path, one.rank, one.world_size) for one in (there, address)]
+    return present_and_new[0] == present_and_new[1] and present.device == device
 
 
 def _adopt(device: torch.device) -> _Present:
-    """The group that somebody else initialised."""
+    """The group that other code initialised."""
     address = RankAddress(rank=dist.get_rank(), world_size=dist.get_world_size(), store_path="")
     return _Present(address, device, owned=False)
 
@@ -128,8 +128,8 @@ def _adopt(device: torch.device) -> _Present:
 def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
     if dist.is_initialized():
         raise EngineStateError(
-            "torch.distributed is already initialised in this process, by somebody else; pass no address to use the "
-            "group that is there"
+            "torch.distributed is already initialised in this process by other code; pass no address to use "
+            "that group"
         )
     if address is None:
         store = Path(tempfile.mkdtemp(prefix="core-rl-")) / "store"

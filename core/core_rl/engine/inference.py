@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast, final
 
 from torch import Tensor
 
+from core_rl.backend import inference_protocols as protocols
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
-from core_rl.backend.inference_protocols import (
-    SupportsLaunchServer,
-    SupportsPause,
-    SupportsReleaseMemory,
-    SupportsScore,
-    SupportsStreaming,
-    SupportsTopLogprobs,
-    SupportsWeightUpdate,
-)
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
@@ -29,23 +21,14 @@ from core_rl.config.hub import with_local_model
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
-from core_rl.engine.request_gate import RequestGate
+from core_rl.engine.request_gate import DEFAULT_COMPONENTS, InferenceComponents
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
-from core_rl.rollout.episode import AcceptFn
 from core_rl.rollout.executor import WorkflowExecutor
 from core_rl.rollout.staleness import StalenessLimit
-from core_rl.rollout.workflow import RolloutWorkflow
+from core_rl.rollout.workflow import AcceptFn, RolloutWorkflow
 
-__all__ = ["InferenceComponents", "InferenceEngine"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceComponents:
-    """Parts of `InferenceEngine` that no backend can change; the suite's own tests plant bugs in them."""
-
-    gate: Callable[[], RequestGate] = RequestGate
-    require_capability: Callable[[EngineSpec, Capability, str], None] = guards.require_capability
+__all__ = ["InferenceEngine"]
 
 
 @final
@@ -61,7 +44,7 @@ class InferenceEngine:
         spec: EngineSpec,
         config: InferenceEngineConfig,
         backend: InferenceBackend[Any],
-        components: InferenceComponents = InferenceComponents(),
+        components: InferenceComponents = DEFAULT_COMPONENTS,
     ) -> None:
         inference_guards.check_config(spec, config)
         self.spec = spec
@@ -132,7 +115,7 @@ class InferenceEngine:
         self._require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
         self._fetch_model()
         self._launched = True
-        backend = cast("SupportsLaunchServer", self._backend)
+        backend = cast("protocols.SupportsLaunchServer", self._backend)
         return backend.launch_server(self._context, self.config.layout.dp if count is None else count)
 
     def _fetch_model(self) -> None:
@@ -172,7 +155,7 @@ class InferenceEngine:
         Closing the generator before its end aborts the request. Raises as `agenerate` does, and
         `UnsupportedCapability` for a backend that does not stream.
         """
-        if not isinstance(self._backend, SupportsStreaming):
+        if not isinstance(self._backend, protocols.SupportsStreaming):
             raise UnsupportedCapability(
                 f"astream(): the backend of {self.spec.name!r} does not implement SupportsStreaming; call agenerate()"
             )
@@ -206,7 +189,7 @@ class InferenceEngine:
         Raises `UnsupportedCapability` without ``score``, `BatchError` for ids or lengths that the model cannot take.
         """
         self._check_scoring(Capability.SCORE, "score()", batch, temperature)
-        values = cast("SupportsScore", self._backend).score(batch, temperature)
+        values = cast("protocols.SupportsScore", self._backend).score(batch, temperature)
         return inference_guards.check_scores("score()", values, [batch.num_tokens], batch)
 
     def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float = 1.0) -> TopLogprobs:
@@ -216,7 +199,7 @@ class InferenceEngine:
             raise RolloutError(
                 f"top_logprobs(k={k}); k is between 1 and the vocabulary's {self._limits.vocab_size}"
             )
-        top = cast("SupportsTopLogprobs", self._backend).top_logprobs(batch, k, temperature)
+        top = cast("protocols.SupportsTopLogprobs", self._backend).top_logprobs(batch, k, temperature)
         return inference_guards.check_top(top, k, batch)
 
     def _check_scoring(
@@ -250,7 +233,7 @@ class InferenceEngine:
     def _install(self, meta: WeightUpdateMeta) -> None:
         self._incoming = meta.version
         try:
-            cast("SupportsWeightUpdate", self._backend).update_weights(meta)
+            cast("protocols.SupportsWeightUpdate", self._backend).update_weights(meta)
             self._version = meta.version
         finally:
             self._incoming = None
@@ -282,13 +265,13 @@ class InferenceEngine:
         """
         guards.require_state(self._state, "ready", "pause()")
         if self._gate.close() and self.spec.supports(Capability.PAUSE):
-            cast("SupportsPause", self._backend).pause()
+            cast("protocols.SupportsPause", self._backend).pause()
 
     def resume(self) -> None:
         """Let requests continue; an engine that is not paused ignores it."""
         guards.require_state(self._state, "ready", "resume()")
         if not self._gate.is_open and self.spec.supports(Capability.PAUSE):
-            cast("SupportsPause", self._backend).resume()
+            cast("protocols.SupportsPause", self._backend).resume()
         self._gate.open()
 
     def release_memory(self) -> None:
@@ -296,13 +279,13 @@ class InferenceEngine:
         guards.require_state(self._state, "ready", "release_memory()")
         self._require_capability(self.spec, Capability.RELEASE_MEMORY, "release_memory()")
         self._gate.release_memory()
-        cast("SupportsReleaseMemory", self._backend).release_memory()
+        cast("protocols.SupportsReleaseMemory", self._backend).release_memory()
 
     def resume_memory(self) -> None:
         """Take the memory back; the same weights serve as before."""
         guards.require_state(self._state, "ready", "resume_memory()")
         self._require_capability(self.spec, Capability.RELEASE_MEMORY, "resume_memory()")
-        cast("SupportsReleaseMemory", self._backend).resume_memory()
+        cast("protocols.SupportsReleaseMemory", self._backend).resume_memory()
         self._gate.resume_memory()
 
     # -------------------------------------------------------------- rollouts

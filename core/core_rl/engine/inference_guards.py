@@ -100,7 +100,7 @@ def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[st
 def check_response(
     request: LLMRequest, response: LLMResponse, limits: ModelLimits, *, oldest: int, newest: int
 ) -> None:
-    """Raise `EngineContractError` unless ``response`` answers ``request`` with weights of these versions."""
+    """Raise `EngineContractError` unless ``response`` belongs to ``request`` and has weights of these versions."""
     if not isinstance(response, LLMResponse):
         raise EngineContractError(
             f"agenerate() returned a {type(response).__name__}; it returns an LLMResponse"

@@ -13,7 +13,8 @@ from core_rl.backend.train_backend import AnyTrainBackend, TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.inference import InferenceComponents, InferenceEngine
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.request_gate import InferenceComponents
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineBroken, EngineContractError, raise_all
 from core_rl.registry.discovery import MIGRATION_PAGE

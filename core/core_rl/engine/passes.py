@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from core_rl.engine.runtime import Runtime
 from core_rl.errors import BatchError, LossError
 
 __all__ = ["Passes"]
+
+logger = logging.getLogger(__name__)
 
 
 class Passes:
@@ -109,12 +112,21 @@ class Passes:
             with torch.set_grad_enabled(mode != "forward"), run.rng.own():
                 run.backend.run(micro_batches.items, step, mode)
         except BaseException as error:
-            run.backend.abort()
-            if run.world.size > 1:
-                run.status.fail(error)
+            self._abort(error)
             raise
         if run.groups.is_output_rank:
             step.require_all()
+
+    def _abort(self, error: BaseException) -> None:
+        """Free what the pass left. Where that fails, or other ranks wait for this one, the engine has failed."""
+        run = self.runtime
+        if run.world.size > 1:
+            run.status.fail(error)
+        try:
+            run.backend.abort()
+        except Exception:  # of a plugin, while its first error is on the way
+            logger.exception("abort() raised after a failed pass")
+            run.status.fail(error)
 
     @contextmanager
     def _marking_failure(self, training: bool) -> Iterator[None]:

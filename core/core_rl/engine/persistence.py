@@ -15,7 +15,7 @@ from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
 from core_rl.engine.updates import Updates
 from core_rl.errors import EngineStateError
-from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_weights
 
 __all__ = ["Persistence"]
@@ -34,7 +34,8 @@ class Persistence:
         self.runtime = runtime
         self.modes = modes
         self.updates = updates
-        self._saving: BackgroundSave | None = None
+        self.saving: BackgroundSave | None = None
+        """The save in the background, if any."""
 
     # ---------------------------------------------------------- named tensors
 
@@ -72,11 +73,11 @@ class Persistence:
             guards.require_adapter(run.config, "save(format='adapter')")
         self.wait_for_saves()
         with self.modes.onloaded("model", "optimizer"), run.rng.own():
-            self._saving = save_contents(self._contents(), meta)
+            self.saving = save_contents(self.contents(), meta)
 
     def wait_for_saves(self) -> None:
         """Return when no save is in progress in the background, or raise its error."""
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         if saving is not None:
             saving.wait(self.runtime.world)
 
@@ -91,7 +92,7 @@ class Persistence:
         self.wait_for_saves()
         self.modes.zero_grad()
         with self.modes.onloaded("model", "optimizer"), run.rng.own():
-            progress = load_contents(self._contents(), meta)
+            progress = load_contents(self.contents(), meta)
         if progress is not None:
             run.progress = replace(progress)
 
@@ -100,7 +101,8 @@ class Persistence:
             what = f"a checkpoint with format={name!r}"
             guards.require_capability(self.runtime.spec, FORMAT_CAPABILITY[name], what)
 
-    def _contents(self) -> Contents:
+    def contents(self) -> Contents:
+        """Everything that a checkpoint is made of."""
         run = self.runtime
         return Contents(
             engine=run.spec.name,

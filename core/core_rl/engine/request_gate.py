@@ -1,20 +1,24 @@
-"""`RequestGate`: admission of requests to an inference engine."""
+"""`RequestGate`, which admits requests to an inference engine, and the other parts that no backend can change."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from core_rl.config.capability import Capability
+from core_rl.engine.guards import require_capability
 from core_rl.errors import EngineStateError
+from core_rl.registry.spec import EngineSpec
 
-__all__ = ["RequestGate"]
+__all__ = ["DEFAULT_COMPONENTS", "InferenceComponents", "RequestGate"]
 
 
 class RequestGate:
-    """Holds requests back while the engine is paused, and refuses them while its memory is released.
+    """Blocks requests while the engine is paused, and refuses them while its memory is released.
 
     Its methods may be called from any thread; `wait` from any event loop.
     """
@@ -32,7 +36,7 @@ class RequestGate:
         return self._opened is None
 
     def close(self) -> bool:
-        """Hold back requests until `open`; false if they are held back already."""
+        """Block requests until `open`; false if they are blocked already."""
         with self._lock:
             if self._opened is not None:
                 return False
@@ -81,3 +85,14 @@ class RequestGate:
     def resume_memory(self) -> None:
         """Admit requests again."""
         self._released = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceComponents:
+    """Parts of `InferenceEngine` that no backend can change; the suite's own tests plant bugs in them."""
+
+    gate: Callable[[], RequestGate] = RequestGate
+    require_capability: Callable[[EngineSpec, Capability, str], None] = require_capability
+
+
+DEFAULT_COMPONENTS = InferenceComponents()

@@ -23,7 +23,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.data.shard import shard, shard_plan, unshard_output
+from core_rl.data.partition import shard, shard_plan, unshard_output
 from core_rl.distributed.agreement import first_on_each_machine
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import Membership, RankAddress, join, pick_device
@@ -455,7 +455,7 @@ class TrainEngine:
 
     def set_version(self, version: int) -> None:
         """Record the version that the driver gave to the weights. No collective."""
-        self._runtime.progress = replace(self._runtime.progress, version=version)
+        self._updates.set_version(version)
 
     def get_version(self) -> int:
         """The version that the driver gave to the weights. No collective."""

@@ -1,4 +1,4 @@
-"""Ranks that answer calls: all of them, in time, or an error that says which one and why."""
+"""`RankPool`: calls on rank processes, with time limits and errors that name the rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from core_rl.launch.process import RankProcess
 __all__ = ["RankPool"]
 
 START_TIMEOUT_S = 300.0
-"""How long a rank may take to come up, the first import of torch included."""
+"""The longest start of a rank in seconds, the first import of torch included."""
 GRACE_S = 5.0
-"""After the first failure, how long the others may take to answer: they may wait for the failed one in a
-collective, and then never will."""
+"""Seconds for the other ranks to answer after a failure: they may wait for the failed rank in a collective."""
 EXIT_WAIT_S = 5.0
-"""How long a rank may take to end by itself."""
+"""Seconds for a rank to end by itself."""
 START = "the start"
 
 
@@ -47,12 +46,12 @@ class RankPool:
 
     @property
     def ended(self) -> str | None:
-        """Why the ranks are gone, or None while they are there."""
+        """The reason why the ranks have ended, or None while they run."""
         return self._ended
 
     @property
     def is_idle(self) -> bool:
-        """Whether the ranks wait for a call."""
+        """True while the ranks wait for a call."""
         return self._ended is None and not self._busy.locked()
 
     @property

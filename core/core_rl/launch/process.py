@@ -24,7 +24,7 @@ __all__ = ["RankProcess", "start_fork_server", "start_process"]
 
 PRELOAD = "core_rl.launch.preload"
 DUMP_WAIT_S = 1.0
-"""How long a rank may take to write its stacks."""
+"""Seconds for a rank to write its stacks."""
 LOST = 255
 """The exit code of all processes of `multiprocessing` whose fork server is gone."""
 
@@ -92,7 +92,7 @@ class RankProcess:
         return self._process.sentinel
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the process ends within ``timeout_s`` seconds."""
+        """True if the process ends within ``timeout_s`` seconds."""
         self._process.join(timeout_s)
         return self._process.exitcode is not None
 

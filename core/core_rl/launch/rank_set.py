@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from core_rl.errors import EngineStateError, GroupError
 from core_rl.launch.pool import EXIT_WAIT_S, RankPool
 from core_rl.launch.remote import RankInfo
+from core_rl.machine import cpu_cores
 
 __all__ = ["RankSet"]
 
@@ -33,7 +33,7 @@ class RankSet:
 
     def threads(self, size: int) -> int:
         """The number of threads with which one of ``size`` ranks computes."""
-        return self._threads_per_rank or max(1, _cores() // size)
+        return self._threads_per_rank or max(1, cpu_cores() // size)
 
     def new_engine_id(self, group: object) -> int:
         """An engine id, which is released with ``group`` at the latest."""
@@ -104,8 +104,3 @@ class RankSet:
             # A new file for each world: a store serves one process group.
             self._store_directory = tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True)
         return str(Path(self._store_directory.name) / "store")
-
-
-def _cores() -> int:
-    """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The life of one rank: adopt the driver's surroundings, answer calls, end with the driver."""
+"""The process of one rank: it takes over the driver's environment, answers calls and ends with the driver."""
 
 from __future__ import annotations
 

@@ -29,14 +29,13 @@ from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import pick_device
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.reference.config import ReferenceRolloutConfig
-from core_rl.reference.receiving import receiving_buckets
 from core_rl.reference.sampling import Completion, generate
 from core_rl.seeds import derive_seed
 from core_rl.state.digest import digest_of_parts
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
-from core_rl.weight_sync.stream import receiving
+from core_rl.weight_sync.stream import receiving, receiving_buckets
 
 __all__ = ["ReferenceRolloutBackend"]
 

@@ -35,8 +35,8 @@ class Completion:
 class GumbelSampler(LogitsProcessor):
     """Adds Gumbel noise to the logits: the largest sum is a draw from their softmax.
 
-    The noise of each row comes from a generator of its own, so a draw does not depend on the batch
-    that the row is in, as it would with ``do_sample``. (Gumbel-max trick: Maddison et al., arXiv:1411.0030.)
+    The noise of each row comes from a generator of its own. So a draw does not depend on the batch, as it
+    would with ``do_sample``. (Gumbel-max trick: Maddison et al., arXiv:1411.0030.)
     """
 
     def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:

@@ -1,8 +1,7 @@
-"""Reading what installed distributions declare under the entry-point group ``rl_engines``."""
+"""Entry points of installed distributions in the group ``rl_engines``."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import importlib_metadata as metadata
 
 from core_rl.config.capability import Capability
 from core_rl.errors import EngineBroken, EngineError, EngineIncompatible, raise_all
+from core_rl.registry.objects import EntryPoint, declared_in, is_reference, load_object
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineKind, EngineSpec
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "check_spec",
     "declared_engines",
     "installable_engines",
-    "load_object",
 ]
 
 GROUP = "rl_engines"
@@ -31,32 +30,24 @@ MIGRATION_PAGE = "docs/engine-migration.md"
 """Changes between versions of the engine interface, and what an engine author does about them."""
 _CORE = "core-rl"
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_MISSING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineEntry:
-    """One engine as a distribution declares it; exactly one of ``spec`` and ``error`` after reading."""
+class EngineEntry(EntryPoint):
+    """One engine as a distribution declares it; exactly one of ``spec`` and ``error`` after reading.
 
-    name: str
-    distribution: str
-    version: str
-    value: str
-    """The entry point's value, ``"module:attribute"``."""
-    path: str
-    """The directory that the distribution is installed in."""
+    ``spec`` is kept next to an `EngineAmbiguous`.
+    """
+
     spec: EngineSpec | None = None
-    error: EngineError | None = None
-    """Why the engine cannot be used. ``spec`` is kept beside an `EngineAmbiguous`."""
 
     @property
     def origin(self) -> str:
-        """Where the engine comes from, for messages."""
-        return f"engine {self.name!r} of {self.distribution} {self.version} (entry point {self.value!r})"
+        """Name and distribution of the engine, for messages."""
+        return self.described("engine")
 
     def read(self) -> EngineEntry:
-        """The entry with its spec, or with the error that says why there is none."""
+        """The entry with its spec, or with the error that explains why there is none."""
         if self.spec is not None or self.error is not None:
             return self
         try:
@@ -67,72 +58,9 @@ class EngineEntry:
 
 
 def declared_engines() -> Iterator[EngineEntry]:
-    """Every entry point of the group, in the order of ``sys.path``. No plugin is imported.
-
-    A distribution whose ``entry_points.txt`` cannot be parsed becomes one entry with an error under
-    the distribution's own name, so that it hides neither itself nor the others.
-    """
-    seen: set[str] = set()
-    for distribution in metadata.Distribution.discover():
-        # The declarations are looked at first: a name costs the parsing of a whole METADATA file.
-        entries = list(_entries_of(distribution))
-        if not entries:
-            continue
-        # Python imports the first of two copies on sys.path; the second is not another claim.
-        key = re.sub(r"[-_.]+", "-", entries[0].distribution).lower()
-        if key not in seen:
-            seen.add(key)
-            yield from entries
-
-
-def _entries_of(distribution: metadata.Distribution) -> Iterator[EngineEntry]:
-    try:
-        points = [point for point in distribution.entry_points if point.group == GROUP]
-    except (TypeError, ValueError) as error:  # a line without "=", or not UTF-8
-        name, version, path = _identity(distribution)
-        broken = EngineBroken(f"{name} {version} ({path}): its entry_points.txt cannot be parsed: {error}")
-        broken.__cause__ = error
-        yield EngineEntry(name=name, distribution=name, version=version, value="", path=path, error=broken)
-        return
-    for point in points:
-        name, version, path = _identity(distribution)
-        yield EngineEntry(name=point.name, distribution=name, version=version, value=point.value, path=path)
-
-
-def _identity(distribution: metadata.Distribution) -> tuple[str, str, str]:
-    """Name, version and directory; damaged metadata must not hide the engine."""
-    path = str(distribution.locate_file(""))
-    try:
-        return distribution.name, distribution.version, path
-    except (FileNotFoundError, KeyError, TypeError):
-        return f"(a distribution without METADATA in {path})", "(no version)", path
-
-
-def load_object(reference: str, origin: object) -> object:
-    """Import the object that ``reference`` (``"module:attribute"``) names; ``origin`` opens the messages.
-
-    Raises:
-        EngineBroken: with the original error chained; a missing dependency is told apart from a bug.
-    """
-    if not _REFERENCE.fullmatch(reference):
-        raise EngineBroken(f"{origin}: {reference!r} is not of the form 'module:attribute'")
-    module_name, attribute = reference.split(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute, _MISSING)
-    except ModuleNotFoundError as error:
-        raise EngineBroken(f"{origin}: {_missing_module(module_name, error)}") from error
-    except (Exception, SystemExit) as error:  # foreign code: it may raise anything
-        kind = type(error).__name__
-        raise EngineBroken(f"{origin}: importing {module_name!r} raised {kind}: {error}") from error
-    if found is _MISSING:
-        raise EngineBroken(f"{origin}: module {module_name!r} has no attribute {attribute!r}")
-    return found
-
-
-def _missing_module(wanted: str, error: ModuleNotFoundError) -> str:
-    if error.name is None or error.name.partition(".")[0] == wanted.partition(".")[0]:
-        return f"the plugin is incomplete: {error}; reinstall it"
-    return f"needs the module {error.name!r}, which is not installed; install the package that provides it"
+    """Every engine that an installed distribution declares; see `declared_in`. No plugin is imported."""
+    for point in declared_in(GROUP):
+        yield EngineEntry(**vars(point))
 
 
 def check_spec(spec: object, origin: object, name: str | None = None) -> EngineSpec:
@@ -150,8 +78,8 @@ def check_spec(spec: object, origin: object, name: str | None = None) -> EngineS
     return spec
 
 
-def _matches(pattern: re.Pattern[str], value: object) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def _is_version(protocol: object) -> bool:
@@ -172,7 +100,7 @@ def _check_protocol(spec: EngineSpec, origin: object) -> None:
 def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
     if name is not None and spec.name != name:
         yield f"the spec calls itself {spec.name!r}; name and entry point must be equal"
-    if not _matches(_NAME, spec.name):
+    if not _is_name(spec.name):
         yield f"name {spec.name!r} must be lower-case letters, digits and single hyphens, such as 'my-engine'"
     if spec.kind not in get_args(EngineKind):
         yield f"kind {spec.kind!r} must be 'train' or 'inference'"
@@ -181,7 +109,7 @@ def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
     for field in ("factory", "config", "conformance"):
         value = getattr(spec, field)
         optional = field == "conformance" and value is None
-        if not optional and not _matches(_REFERENCE, value):
+        if not optional and not is_reference(value):
             yield f"{field} {value!r} must be of the form 'module:attribute'"
     if not isinstance(spec.capabilities, frozenset):
         yield f"capabilities must be a frozenset, found {type(spec.capabilities).__name__}"

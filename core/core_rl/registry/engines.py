@@ -14,8 +14,8 @@ from core_rl.registry.discovery import (
     check_spec,
     declared_engines,
     installable_engines,
-    load_object,
 )
+from core_rl.registry.objects import load_object
 from core_rl.registry.spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Registration:
         _registered.append(self)
 
     def close(self) -> None:
-        """Forget the engine; one that it replaced comes back. Further calls do nothing."""
+        """Unregister the engine; one that it replaced is used again. Further calls do nothing."""
         if self in _registered:
             _registered.remove(self)
 
@@ -128,7 +128,7 @@ class Registration:
 def register_engine(spec: EngineSpec, *, replace: bool = False) -> Registration:
     """Make ``spec`` known in this process, as an installed plugin would be; for tests and notebooks.
 
-    Other processes do not see it: what starts ranks hands them the spec, not its name.
+    Other processes do not see it; ranks get the spec and not its name.
 
     Raises:
         EngineAmbiguous: the name is taken and ``replace`` is false.
@@ -140,13 +140,13 @@ def register_engine(spec: EngineSpec, *, replace: bool = False) -> Registration:
     if taken and not replace:
         raise EngineAmbiguous(
             f"engine {spec.name!r} exists already:\n{_listed(taken)}\n"
-            "Choose another name, or pass replace=True to put this one in its place"
+            "Choose another name, or pass replace=True to replace it"
         )
     return Registration(spec)
 
 
 def _claims() -> list[EngineEntry]:
-    """Unread entries; a registered engine stands in place of earlier and installed ones of its name."""
+    """Unread entries; a registered engine replaces earlier and installed ones of its name."""
     registered = {
         registration.spec.name: EngineEntry(
             name=registration.spec.name,

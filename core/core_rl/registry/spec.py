@@ -38,5 +38,5 @@ class EngineSpec:
     """The profile that the conformance suite runs, ``"module:PROFILE"``."""
 
     def supports(self, capability: Capability) -> bool:
-        """Whether the engine declares ``capability``."""
+        """True if the engine declares ``capability``."""
         return capability in self.capabilities

@@ -1,4 +1,4 @@
-"""Answers that an engine breaks off, and that go on: interruptible generation (AReaL, arXiv:2505.24298)."""
+"""Interruptible generation: aborted requests are continued (AReaL, arXiv:2505.24298)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from core_rl.seeds import derive_seed
 __all__ = ["TokenGenerator", "generate_whole"]
 
 MAX_ABORTS = 8
-"""Aborts in a row without a new token, after which an engine is taken to be out of order."""
+"""Aborts in a row without a new token, after which an engine counts as broken."""
 
 
 class TokenGenerator(Protocol):
-    """What a workflow needs of an engine."""
+    """The part of an engine that a workflow uses."""
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """Continue one prompt."""

@@ -11,10 +11,9 @@ from typing import Any
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import EngineStateError, RolloutError
-from core_rl.rollout.episode import AcceptFn, Episode
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.staleness import StalenessLimit
-from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
+from core_rl.rollout.workflow import AcceptFn, Episode, RolloutWorkflow, TokenGenerator
 
 __all__ = ["WorkflowExecutor"]
 
@@ -26,8 +25,8 @@ class WorkflowExecutor:
 
     `rollout` runs all samples at once and returns when the last one is done. `submit` with `wait`, or
     `prepare`, runs ahead of the consumer, as far as the `StalenessLimit` allows; what is submitted beyond
-    it waits for newer weights. Results come in the order of submission, whatever finished first.
-    Where there is a filter (``should_accept``), episodes that it rejects make room for others.
+    it waits for newer weights. Results come in the order of submission.
+    Episodes that a filter (``should_accept``) rejects are replaced by others.
 
     Everything but the episodes runs in the caller's threads; ``_changed`` guards what both touch.
     """
@@ -134,7 +133,7 @@ class WorkflowExecutor:
         """
         self._loop.check_caller()
         with self._changed:
-            self._changed.wait_for(lambda: self._settled(count), timeout)
+            self._changed.wait_for(lambda: self._decided(count), timeout)
             return self._take(count, timeout)
 
     def prepare(
@@ -144,9 +143,9 @@ class WorkflowExecutor:
         timeout: float | None = None,
         should_accept: AcceptFn | None = None,
     ) -> list[SequenceBatch]:
-        """The episodes of one optimizer step; ``loader`` is drawn from as far as the limit allows.
+        """The episodes of one optimizer step; ``loader`` is read as far as the limit allows.
 
-        Raises as `wait` does; also when ``loader`` ends before there are enough.
+        Raises as `wait` does; also when ``loader`` ends too early.
         """
         self._loop.check_caller()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -154,8 +153,8 @@ class WorkflowExecutor:
         while True:
             left = None if deadline is None else deadline - time.monotonic()
             with self._changed:
-                self._changed.wait_for(lambda: self._settled(count) or self._hungry(), left)
-                if self._failed or not self._hungry():
+                self._changed.wait_for(lambda: self._decided(count) or self._has_capacity(), left)
+                if self._failed or not self._has_capacity():
                     return self._take(count, timeout)
             samples = next(loader, None)
             if samples is None:
@@ -179,7 +178,7 @@ class WorkflowExecutor:
         return sorted(self._finished)[:count]
 
     def wake(self) -> None:
-        """Start what may start now; called when the version has changed."""
+        """Start the waiting episodes that may start now; called when the version has changed."""
         self._loop.soon(self._start_ready)
 
     def _start_ready(self) -> None:
@@ -220,23 +219,23 @@ class WorkflowExecutor:
     def _room(self) -> int:
         return self._limit.room(version=self._version(), running=len(self._running), accepted=self._accepted)
 
-    def _hungry(self) -> bool:
-        """Whether the limit allows more than is submitted."""
+    def _has_capacity(self) -> bool:
+        """True if the limit allows more than is submitted."""
         outstanding = len(self._waiting) + len(self._running)
         return self._limit.ahead(version=self._version(), accepted=self._accepted, running=outstanding) > 0
 
-    def _settled(self, count: int) -> bool:
-        """Whether waiting longer for ``count`` episodes changes nothing."""
+    def _decided(self, count: int) -> bool:
+        """True if waiting longer for ``count`` episodes changes nothing."""
         outstanding = len(self._waiting) + len(self._running)
         return bool(self._failed) or self._ready(count) or len(self._finished) + outstanding < count
 
     def _ready(self, count: int) -> bool:
-        """Whether ``count`` are there, and taking them leaves no older one that would come too late."""
+        """True if ``count`` are finished, and taking them makes no older one too old."""
         if len(self._finished) < count or not self._running:
             return len(self._finished) >= count
         left = sorted(self._started_at.keys() - set(self._earliest(count)))
         starts = [self._started_at[number] for number in left]
-        return self._limit.keeps(consumed=self._consumed + count, started_at=starts)
+        return self._limit.within_bound(consumed=self._consumed + count, started_at=starts)
 
     def _missing(self, count: int, timeout: float | None) -> str:
         done, running, waiting = len(self._finished), len(self._running), len(self._waiting)
@@ -258,7 +257,7 @@ class WorkflowExecutor:
     # ------------------------------------------------------------------- state
 
     def counters(self) -> dict[str, int]:
-        """Episodes by what became of them; `rollout` counts in ``submitted`` only."""
+        """Numbers of episodes by their state; `rollout` counts in ``submitted`` only."""
         with self._changed:
             return {
                 "submitted": self._next,
@@ -270,9 +269,9 @@ class WorkflowExecutor:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run checkpoint keeps, as JSON where the samples are: counts, and the samples to be run again.
+        """State for a run checkpoint: counts, and the samples to run again. JSON if the samples are.
 
-        Those are all that were submitted and not consumed, finished or not, in the order of submission.
+        These are all samples that were submitted and not consumed, finished or not, in the order of submission.
         """
         with self._changed:
             return {
@@ -291,7 +290,7 @@ class WorkflowExecutor:
         workflow: RolloutWorkflow | None = None,
         should_accept: AcceptFn | None = None,
     ) -> None:
-        """Go on from `state_dict`: its samples are submitted to ``workflow`` again, under their numbers.
+        """Continue from `state_dict`: its samples are submitted to ``workflow`` again, under their numbers.
 
         Raises `EngineStateError` while episodes are outstanding, and when there is no workflow for samples.
         """

@@ -71,6 +71,6 @@ class LoopThread:
 
 
 def being_cancelled() -> bool:
-    """Whether the end of this very task was asked for, and not only of one that it waits for."""
+    """True if this task itself is cancelled, and not only one that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

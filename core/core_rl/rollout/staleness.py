@@ -1,4 +1,4 @@
-"""How far rollouts may run ahead of training."""
+"""`StalenessLimit`: the bound on rollouts that run ahead of training."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class StalenessLimit:
     consumer_batch_size: int
     """Episodes that one version consumes."""
     max_head_offpolicyness: int
-    """How many versions older than the newest weights a consumed episode may be."""
+    """The most versions by which a consumed episode may be older than the newest weights."""
 
     def ahead(self, *, version: int, accepted: int, running: int) -> int:
-        """How many more episodes may start before ``version`` rises; 0 or less is none."""
+        """The number of episodes that may still start before ``version`` rises; 0 or less is none."""
         return (self.max_head_offpolicyness + version + 1) * self.consumer_batch_size - (accepted + running)
 
     def room(self, *, version: int, accepted: int, running: int) -> int:
-        """How many more may start now."""
+        """The number of episodes that may still start now."""
         return min(
             self.max_concurrent - running, self.ahead(version=version, accepted=accepted, running=running)
         )
 
-    def keeps(self, *, consumed: int, started_at: Sequence[int]) -> bool:
-        """Whether the episodes that are left, in the order of their start, can all be consumed in time.
+    def within_bound(self, *, consumed: int, started_at: Sequence[int]) -> bool:
+        """True if the remaining episodes, in the order of their start, can all be consumed in time.
 
         ``started_at`` holds their versions; the first of them is the ``consumed``-th episode of the run.
         """
         return all(
-            (consumed + place) // self.consumer_batch_size - version <= self.max_head_offpolicyness
-            for place, version in enumerate(started_at)
+            (consumed + index) // self.consumer_batch_size - version <= self.max_head_offpolicyness
+            for index, version in enumerate(started_at)
         )

@@ -25,7 +25,7 @@ class Transcript:
         self.last_answer: tuple[int, ...] = ()
         """The tokens of the last of them."""
         self.stop_reason: StopReason = "stop"
-        """How the last answer ended, or ``length`` where the episode had no room or turn left."""
+        """The stop reason of the last answer, or ``length`` where the context or the turns were used up."""
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -36,9 +36,10 @@ def local_part(tensor: Tensor) -> LocalPart:
         return LocalPart(tensor, (0,) * tensor.dim())
     bounds = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
-    # A strided shard was cut before those of the mesh dimensions on its left.
-    order = sorted(range(mesh.ndim), key=lambda axis: not _is_strided(tensor.placements[axis]))
-    for axis in order:
+    # A strided shard, such as FSDP's, cuts what the mesh dimensions on its right have left.
+    strided = [axis for axis in range(mesh.ndim) if _is_strided(tensor.placements[axis])]
+    plain = [axis for axis in range(mesh.ndim) if axis not in strided]
+    for axis in (*plain, *reversed(strided)):
         placement = tensor.placements[axis]
         if isinstance(placement, Partial):
             raise UnsupportedCapability(

@@ -25,9 +25,6 @@ from core_rl.toolkit.optimizer import build_adamw, create_moments, set_step_coun
 
 __all__ = ["HFBackend"]
 
-REDUCE_BYTES = 32 * 2**20
-"""Gradients are added up over ranks together up to this size, in bytes."""
-
 
 class HFBackend(TrainBackend[C]):
     """Runs, steps and describes ``self.model`` and ``self.optimizer``, whose parameters may be DTensors.
@@ -39,6 +36,8 @@ class HFBackend(TrainBackend[C]):
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer | None
     context: BuildContext[C]
+    reduce_bytes: int = 32 * 2**20
+    """`reduce_grads` adds gradients up over ranks together up to this size, in bytes."""
 
     def adopt(
         self,
@@ -115,7 +114,7 @@ class HFBackend(TrainBackend[C]):
     def _grad_buckets(self) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
         for _, grad in self.gradients():
-            if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > REDUCE_BYTES:
+            if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > self.reduce_bytes:
                 yield bucket
                 bucket = []
             bucket.append(grad)

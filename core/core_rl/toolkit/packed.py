@@ -33,7 +33,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.head = head
         self.shards = shards
-        self._routers = Routers(model)
+        self.routers = Routers(model)
         text = model.config.get_text_config()
         scale = float(getattr(text, "logit_scale", None) or 1.0)
         self._language_model = LanguageModelHead(
@@ -55,7 +55,7 @@ class PackedModel(nn.Module):
         the other outputs are 0.
         """
         tokens = self.shards.slice_of(batch)
-        with self._routers.watch(own_routing(batch, tokens)) as routings:
+        with self.routers.watch(own_routing(batch, tokens)) as routings:
             hidden = self.model.base_model(
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
@@ -73,7 +73,7 @@ class PackedModel(nn.Module):
             found = scalar_outputs(states, score, self.head)
         if "aux_loss" in outputs or "routing" in outputs:
             whole = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
-            found |= self._routers.outputs(whole, batch.cu_seqlens, outputs)
+            found |= self.routers.outputs(whole, batch.cu_seqlens, outputs)
         return found
 
     def _whole_routing(self, routing: Routing, length: int) -> Routing:

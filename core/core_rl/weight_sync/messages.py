@@ -1,12 +1,13 @@
-"""Messages between sender and receiver of weights: kinds, buckets, encoding, and the rendezvous file."""
+"""Messages between sender and receiver of weights: kinds, buckets, adapters, encoding, and the rendezvous file."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -17,11 +18,13 @@ from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.config.engine import LoraConfig
 from core_rl.distributed.channel import Channel
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, WeightsError, raise_all
 
 __all__ = [
     "REPLY_TIMEOUT_S",
+    "AdapterMetadata",
     "Bucket",
     "Kind",
     "digest_of",
@@ -49,6 +52,37 @@ class Kind(StrEnum):
     END = "end"  # sender: there are no more buckets
     INSTALLED = "installed"  # receiver
     FAILED = "failed"  # either side: the error
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterMetadata:
+    """Properties of an adapter that its factors do not show."""
+
+    rank: int
+    alpha: int
+    rslora: bool
+    base: str | None = None
+    """Digest of the weights below it (`digest_of_directory`); None for an update without ``verify``."""
+
+    @staticmethod
+    def of(lora: LoraConfig, base: str | None) -> AdapterMetadata:
+        """The metadata of an adapter by ``lora`` over the weights with the digest ``base``."""
+        return AdapterMetadata(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, base=base)
+
+    def require_fit(self, lora: LoraConfig, base: Callable[[], str]) -> None:
+        """Raise one `WeightsError` unless it agrees with the receiver's ``lora`` and with ``base()``, its digest."""
+        raise_all(WeightsError, "the adapter does not fit this engine", self._violations(lora, base))
+
+    def _violations(self, lora: LoraConfig, base: Callable[[], str]) -> Iterator[str]:
+        for name in ("rank", "alpha", "rslora"):
+            sent, own = getattr(self, name), getattr(lora, name)
+            if sent != own:
+                yield f"model.lora.{name} is {sent!r} at the sender and {own!r} here; set both to the same"
+        if self.base is not None and self.base != (own := base()):
+            yield (
+                f"it belongs to another base model (digest {self.base[:8]} at the sender and {own[:8]} here); set "
+                "model.path to the base that it is trained on"
+            )
 
 
 def pickled_by_name(value: object) -> bytes:

@@ -19,10 +19,10 @@ from core_rl.distributed.agreement import describe, on_all
 from core_rl.distributed.channel import Channel
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError, WeightsError
-from core_rl.weight_sync.adapter import AdapterMetadata
 from core_rl.weight_sync.group import ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import (
     REPLY_TIMEOUT_S,
+    AdapterMetadata,
     Bucket,
     Kind,
     digest_of,

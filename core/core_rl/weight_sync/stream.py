@@ -21,14 +21,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe
 from core_rl.distributed.channel import Channel
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.adapter import AdapterMetadata
-from core_rl.weight_sync.group import GroupAddress, ReceiverRanks
+from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (
     REPLY_TIMEOUT_S,
+    AdapterMetadata,
     Bucket,
     Kind,
     digest_of,
@@ -37,7 +39,7 @@ from core_rl.weight_sync.messages import (
     rendezvous_file,
 )
 
-__all__ = ["Bucket", "ReceivedWeights", "abandon", "receiving"]
+__all__ = ["Bucket", "ReceivedWeights", "abandon", "receiving", "receiving_buckets"]
 
 
 class ReceivedWeights:
@@ -134,6 +136,26 @@ def receiving(
             yield weights
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def receiving_buckets(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Iterator[Bucket]]:
+    """The buckets of one update as copies, received by this process alone; the context is that of `receiving`."""
+    with receiving(meta, timeout_s, lambda: ReceiverRanks(count=1)) as received:
+        if received.group is None:
+            yield ([(name, tensor.clone()) for name, tensor in bucket] for bucket in received)
+            return
+        group = WeightGroup.join(received.group, 1, torch.device("cpu"))
+        try:
+            yield _broadcast(received, group)
+        finally:
+            group.close()
+
+
+def _broadcast(received: ReceivedWeights, group: WeightGroup) -> Iterator[Bucket]:
+    for bucket in received:
+        received.allow_broadcast()
+        yield [(name, group.broadcast(torch.empty_like(tensor))) for name, tensor in bucket]
 
 
 @contextmanager

@@ -13,15 +13,18 @@ from core_rl_ddp import SPEC
 from core_rl_ddp.config import DDPConfig
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec, count_tokens
+from core_rl.backend.metrics import Metric
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.masked import masked_sum
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput
 from core_rl.launch.group import EngineGroup
 from core_rl.reference.config import ReferenceConfig
 from core_rl.registry.engines import get_spec
 from core_rl.registry.spec import EngineSpec
-from core_rl_trainer.algorithms.sft import SFTLoss
 
 VOCABULARY = 61
 TINY: dict[str, Any] = {
@@ -48,10 +51,19 @@ def batch() -> SequenceBatch:
     )
 
 
+def negative_log_likelihood(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
+    """The sum of a loss over the trained tokens; the engine divides by the number of all of them."""
+    return -masked_sum(output["logprobs"], batch.loss_mask), {}
+
+
 def gradients(spec: EngineSpec, config: TrainEngineConfig) -> dict[str, Tensor]:
     """The gradients of one batch, cut into several micro-batches."""
     with EngineGroup(spec, config, timeout_s=120) as group:
-        group.forward_backward(batch(), SFTLoss().spec(), MicroBatchSpec(max_tokens=24))
+        group.forward_backward(
+            batch(),
+            LossSpec(fn=negative_log_likelihood, weight_fn=count_tokens),
+            MicroBatchSpec(max_tokens=24),
+        )
         return group.named_tensors("grads")
 
 

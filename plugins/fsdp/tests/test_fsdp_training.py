@@ -12,13 +12,13 @@ import torch
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.shard import shard
+from core_rl.data.partition import shard
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.procedures.curves import Curve, curve_of
 from core_rl_trainer.algorithms import PPOActorConfig, PPOActorInterface
 from core_rl_trainer.algorithms.estimators import ReinforcePlusPlus
 from core_rl_trainer.algorithms.off_policy import TokenTruncated
+from core_rl_trainer.conformance import Curve, curve_of
 
 OWN_RANK = ["critic.layout={dp: 1}", "placement={actor: [0, 1], critic: [2]}", "colocated=true"]
 

@@ -10,6 +10,7 @@ import fsdp_support as support
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
@@ -19,8 +20,9 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
+from core_rl.toolkit.dtensor import local_part
 from core_rl.toolkit.footprint import footprint_of
-from core_rl_fsdp.engine import FSDPEngine
+from core_rl_fsdp.engine import FSDPBackend
 
 LOSSES = {
     "lm": LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8),
@@ -46,6 +48,7 @@ CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any]]] = {
     "tp2cp2-sp": ("tiny", ParallelLayout(tp=2, cp=2, sequence_parallel=True), {}),
     "hybrid": ("tiny", ParallelLayout(dp=4), {"replicas": 2, "reduce_scatter": "last"}),
     "replicated": ("tiny", ParallelLayout(dp=2), {"replicas": 2}),
+    "dp2tp2": ("tiny", ParallelLayout(dp=2, tp=2), {}),
     "hybrid-tp2": ("uneven", ParallelLayout(dp=2, tp=2), {"replicas": 2}),
 }
 Expected = dict[tuple[str, str], tuple[dict[str, Tensor], float]]
@@ -150,11 +153,35 @@ def test_replicas_that_do_not_divide_are_refused(group: EngineGroup) -> None:
         group.initialize(config=support.fsdp_config(4, replicas=3))
 
 
+def misplaced(engine: TrainEngine) -> list[str]:
+    """Parameters of which the part on this rank is not what `local_part` says."""
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    return [
+        name
+        for name, parameter in backend.model.named_parameters()
+        if not torch.equal(whole(parameter)[local_part(parameter).region], local_part(parameter).tensor)
+    ]
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "tp" in name or "hybrid" in name])
+def test_each_rank_knows_where_its_parts_lie(group: EngineGroup, case: str) -> None:
+    """Against torch's own gathering, also of dimensions that are cut twice, into parts of different sizes."""
+    model, layout, options = CASES[case]
+    group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
+    assert group.run(misplaced) == [[]] * layout.world_size
+
+
 def held_bytes(engine: TrainEngine) -> tuple[int, int]:
     """Of weights and of moments on this rank."""
-    assert isinstance(engine, FSDPEngine) and engine.optimizer is not None
-    parameters = [weight for part in engine.optimizer.param_groups for weight in part["params"]]
-    states = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend) and backend.optimizer is not None
+    parameters = [weight for part in backend.optimizer.param_groups for weight in part["params"]]
+    states = [value for state in backend.optimizer.state.values() for value in state.values() if value.dim()]
     return sum(weight.nbytes for weight in parameters), sum(value.nbytes for value in states)
 
 

@@ -10,7 +10,6 @@ import fsdp_support as support
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import TensorKind
@@ -18,9 +17,10 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
+from core_rl.toolkit.dtensor import local_part
 from core_rl_fsdp import activation_offload
 from core_rl_fsdp.config import FSDPConfig
-from core_rl_fsdp.engine import FSDPEngine
+from core_rl_fsdp.engine import FSDPBackend
 
 LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
 BUDGET = MicroBatchSpec(max_tokens=32)
@@ -76,11 +76,12 @@ def test_state_on_the_host_changes_no_bit(
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
     """Of parameters and of moments, by what their storages hold now."""
-    assert isinstance(engine, FSDPEngine) and engine.optimizer is not None
-    moments = [value for state in engine.optimizer.state.values() for value in state.values()]
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend) and backend.optimizer is not None
+    moments = [value for state in backend.optimizer.state.values() for value in state.values()]
     parts: dict[str, list[Tensor]] = {
-        "parameters": [engine._local(p.detach()).tensor for p in engine.model.parameters()],
-        "optimizer's": list(engine._owned.values()),
+        "parameters": [local_part(p.detach()).tensor for p in backend.model.parameters()],
+        "optimizer's": list(backend.owned.values()),
         "moments": [value for value in moments if value.dim()],
     }
     return {name: sum(t.untyped_storage().nbytes() for t in tensors) for name, tensors in parts.items()}
@@ -103,27 +104,24 @@ def test_memory_is_given_back_and_shared_as_before(group: EngineGroup) -> None:
 
 def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, int]:
     """What autograd saved in one forward pass: how many weights were copied, and how much else."""
-    assert isinstance(engine, FSDPEngine) and engine._activation_offload is not None
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend) and backend.activation_offload is not None
     copied: list[Tensor] = []
     weights: list[bool] = []
-    real = engine._activation_offload._pack
+    real = backend.activation_offload._pack
 
     def pack(tensor: Tensor) -> Any:
-        storages = {_own(p).untyped_storage()._cdata for p in engine.model.parameters()}
+        storages = {local_part(p).tensor.untyped_storage()._cdata for p in backend.model.parameters()}
         found = real(tensor)
         if isinstance(found, activation_offload._OnHost):
             copied.append(found.copy)
             weights.append(tensor.untyped_storage()._cdata in storages)
         return found
 
-    with mock.patch.object(engine._activation_offload, "_pack", pack):
+    with mock.patch.object(backend.activation_offload, "_pack", pack):
         engine.forward_backward(support.make_batch(seed), LOSS, MicroBatchSpec(count=1))
         engine.optimizer_zero_grad()
     return {"copies": len(copied), "bytes": sum(c.nbytes for c in copied), "weights": sum(weights)}
-
-
-def _own(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 LAYOUTS = (ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, sequence_parallel=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 import arithmetic_support as support
 import pytest
 
-from core_rl_conformance.procedures.curves import Curve, Spread, curve_of, move_weights
+from core_rl_trainer.conformance import Curve, Spread, curve_of, move_weights
 
 ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "fsdp, dp 2": ("fsdp", ()),

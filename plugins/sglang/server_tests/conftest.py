@@ -1,4 +1,4 @@
-"""What the tests on real servers share. They need CORE_RL_SGLANG_PYTHON, which ``nox -s sglang`` sets."""
+"""Fixtures of the tests on real servers, which need CORE_RL_SGLANG_PYTHON, which ``nox -s sglang`` sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from sglang_support import ADAPTERS, API_KEY, build, tiny_model
 
-from core_rl_sglang.engine import SglangEngine
+from core_rl.engine.inference import InferenceEngine
 
 
 def pytest_collection_modifyitems() -> None:
@@ -24,12 +24,12 @@ def pytest_collection_modifyitems() -> None:
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny models are."""
+    """The directory of tiny models."""
     return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="session")
-def adapted(root: Path) -> Iterator[SglangEngine]:
+def adapted(root: Path) -> Iterator[InferenceEngine]:
     """One server that takes adapters."""
     engine = build(tiny_model(root), lora=ADAPTERS, api_key=API_KEY)
     try:
@@ -40,8 +40,8 @@ def adapted(root: Path) -> Iterator[SglangEngine]:
 
 
 @pytest.fixture(scope="session")
-def engine(root: Path) -> Iterator[SglangEngine]:
-    """One server for all tests that can do with what the others left of its weights."""
+def engine(root: Path) -> Iterator[InferenceEngine]:
+    """One server for all tests that accept the weights that others have left."""
     engine = build(tiny_model(root), api_key=API_KEY)
     try:
         engine.initialize()

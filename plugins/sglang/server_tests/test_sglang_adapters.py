@@ -1,4 +1,4 @@
-"""Adapters on a real server: which one answers, and what becomes of it when the server is lost or sleeps."""
+"""Adapters on a real server: the one that serves a request, and their return after a crash or a sleep."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import ADAPTERS, API_KEY, build, tiny_model
+from sglang_support import ADAPTERS, API_KEY, backend_of, build, tiny_model
 from test_sglang_servers import BATCH, asked, pid_of, processes
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.adapters import written
 from core_rl_conformance.procedures.streaming import sent
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Oracle
-from core_rl_sglang.engine import SglangEngine
 
 
-def adapter(engine: SglangEngine, seed: int) -> LowRank:
+def adapter(engine: InferenceEngine, seed: int) -> LowRank:
     """One as ``engine`` takes them."""
     lora = engine.config.model.lora
     assert lora is not None
@@ -36,11 +36,13 @@ def adapter(engine: SglangEngine, seed: int) -> LowRank:
     return LowRank(factors=kept, scaling=whole.scaling)
 
 
-def give(engine: SglangEngine, low_rank: LowRank, version: int, tmp_path: Path) -> None:
+def give(engine: InferenceEngine, low_rank: LowRank, version: int, tmp_path: Path) -> None:
     meta = WeightUpdateMeta(method="lora", version=version, path=str(tmp_path / "meet"), verify=True)
     lora = engine.config.model.lora
     assert lora is not None
-    said = SentAdapter(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, base=engine._model.digest)
+    said = AdapterMetadata(
+        rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, base=backend_of(engine).model.digest
+    )
     sent(engine, meta, written(low_rank.factors), said)
 
 
@@ -53,14 +55,14 @@ def logprobs(model: str, low_rank: LowRank | None, row: list[int]) -> torch.Tens
     return torch.cat([torch.zeros(1, dtype=chosen.dtype), chosen]).float()
 
 
-def require_scores(engine: SglangEngine, model: str, low_rank: LowRank | None) -> None:
+def require_scores(engine: InferenceEngine, model: str, low_rank: LowRank | None) -> None:
     rows = [row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)]
     expected = torch.cat([logprobs(model, low_rank, row) for row in rows])
     torch.testing.assert_close(engine.score(BATCH), expected, atol=5e-5, rtol=0)
 
 
 def test_a_request_keeps_the_adapter_that_it_began_with(
-    adapted: SglangEngine, root: Path, tmp_path: Path
+    adapted: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     model, sides = tiny_model(root), {1: adapter(adapted, 1), 2: adapter(adapted, 2)}
     give(adapted, sides[1], 1, tmp_path)
@@ -74,7 +76,7 @@ def test_a_request_keeps_the_adapter_that_it_began_with(
         torch.testing.assert_close(torch.tensor(response.logprobs), drawn, atol=5e-5, rtol=0)
 
 
-def test_memory_comes_back_with_the_adapter(adapted: SglangEngine, root: Path, tmp_path: Path) -> None:
+def test_memory_comes_back_with_the_adapter(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served = adapter(adapted, 3)
     give(adapted, served, 3, tmp_path)
     adapted.release_memory()
@@ -84,7 +86,7 @@ def test_memory_comes_back_with_the_adapter(adapted: SglangEngine, root: Path, t
 
 
 def test_a_server_that_is_replaced_gets_the_adapter_before_it_serves(
-    adapted: SglangEngine, root: Path, tmp_path: Path
+    adapted: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     served, before = adapter(adapted, 4), pid_of(adapted)
     give(adapted, served, 5, tmp_path)
@@ -97,11 +99,11 @@ def test_a_server_that_is_replaced_gets_the_adapter_before_it_serves(
 
 
 def test_an_adapter_that_servers_refuse_changes_nothing(
-    adapted: SglangEngine, root: Path, tmp_path: Path
+    adapted: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     served = adapter(adapted, 6)
     give(adapted, served, 6, tmp_path)
-    address = adapted._own[0].address
+    address = backend_of(adapted).servers[0].address
     other = build(
         tiny_model(root),
         lora={**ADAPTERS, "rank": 5},

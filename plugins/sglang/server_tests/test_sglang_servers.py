@@ -13,29 +13,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import build, dying_stream, tiny_model
+from sglang_support import backend_of, build, dying_stream, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
 from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle
-from core_rl_sglang.engine import SglangEngine
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
 LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
 
-def pid_of(engine: SglangEngine) -> int:
-    process = engine._own[0].process
+def pid_of(engine: InferenceEngine) -> int:
+    process = backend_of(engine).servers[0].process
     assert process is not None
     return process.pid
 
 
 def processes(group: int) -> list[str]:
-    """What still runs in a process group."""
+    """The running processes of a process group."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -54,7 +54,7 @@ def _logits(oracle: Oracle, row: list[int]) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=chosen.dtype), chosen])
 
 
-def require_serves(engine: SglangEngine, model: str) -> None:
+def require_serves(engine: InferenceEngine, model: str) -> None:
     """The log-probs of ``BATCH`` are those of ``model``."""
     rows = [row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)]
     oracle = Oracle(Path(model))
@@ -63,7 +63,7 @@ def require_serves(engine: SglangEngine, model: str) -> None:
 
 
 def asked(
-    engine: SglangEngine, count: int, meanwhile: Callable[[], None] = lambda: None
+    engine: InferenceEngine, count: int, meanwhile: Callable[[], None] = lambda: None
 ) -> list[LLMResponse]:
     async def all_of_them() -> list[LLMResponse]:
         requests = [LLMRequest(input_ids=(1, 2, 3, number), sampling=LONG) for number in range(count)]
@@ -81,7 +81,7 @@ def grouped(version: int, tmp_path: Path) -> WeightUpdateMeta:
 
 
 def test_a_group_that_breaks_off_leaves_the_old_weights(
-    engine: SglangEngine, root: Path, tmp_path: Path
+    engine: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     served, meta = engine.score(BATCH), grouped(3, tmp_path)
     arrival = engine.update_weights(meta)
@@ -94,7 +94,7 @@ def test_a_group_that_breaks_off_leaves_the_old_weights(
 
 
 def test_weights_come_by_a_group_and_a_killed_server_gets_them_from_here(
-    engine: SglangEngine, root: Path, tmp_path: Path
+    engine: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     new, meta = tiny_model(root, seed=1), grouped(4, tmp_path)
     arrival = engine.update_weights(meta)
@@ -112,7 +112,7 @@ def test_weights_come_by_a_group_and_a_killed_server_gets_them_from_here(
 
 
 def test_a_server_that_is_killed_in_an_update_comes_back_with_the_new_weights(
-    engine: SglangEngine, root: Path, tmp_path: Path
+    engine: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     new = tiny_model(root, seed=2)
     meta = WeightUpdateMeta(method="tensor", version=6, path=str(tmp_path / "meet"), bucket_bytes=4096)
@@ -133,7 +133,7 @@ def test_a_server_that_is_killed_in_an_update_comes_back_with_the_new_weights(
 
 
 def test_a_trainer_that_dies_in_an_update_changes_nothing(
-    engine: SglangEngine, root: Path, tmp_path: Path
+    engine: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     before, served = engine.get_version(), engine.score(BATCH)
     meta = WeightUpdateMeta(method="tensor", version=9, path=str(tmp_path / "meet"), bucket_bytes=4096)
@@ -146,8 +146,8 @@ def test_a_trainer_that_dies_in_an_update_changes_nothing(
     torch.testing.assert_close(engine.score(BATCH), served, atol=1e-6, rtol=0)
 
 
-def test_the_key_is_asked_for(engine: SglangEngine, root: Path) -> None:
-    intruder = build(tiny_model(root), addresses=(engine._own[0].address,), start_timeout_s=5)
+def test_the_key_is_asked_for(engine: InferenceEngine, root: Path) -> None:
+    intruder = build(tiny_model(root), addresses=(backend_of(engine).servers[0].address,), start_timeout_s=5)
     with pytest.raises(RolloutError, match="401"):
         intruder.initialize()
 
@@ -174,7 +174,7 @@ def test_nothing_is_left_of_a_launch_that_was_broken_off(root: Path) -> None:
     assert not processes(group)
 
 
-def test_a_model_that_the_server_cannot_read_is_told_with_its_log(tmp_path: Path, root: Path) -> None:
+def test_an_unreadable_model_is_reported_with_the_servers_log(tmp_path: Path, root: Path) -> None:
     model = Path(tiny_model(root))
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -187,7 +187,7 @@ def test_a_model_that_the_server_cannot_read_is_told_with_its_log(tmp_path: Path
     assert not processes(group)
 
 
-def test_a_port_that_is_taken_is_told(root: Path) -> None:
+def test_a_port_in_use_raises(root: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_told(root: Path) -> None:
         engine.destroy()
 
 
-def test_a_python_that_is_none_is_told(root: Path) -> None:
+def test_invalid_python_path_raises(root: Path) -> None:
     engine = build(tiny_model(root), python="/nowhere/python")
     with pytest.raises(ConfigError, match="/nowhere/python"):
         engine.launch_server()

@@ -1,4 +1,4 @@
-"""Training runs with answers of real servers: what is served is what was trained, also where servers are killed."""
+"""Training runs with completions of real servers, which serve the trained weights, also after they were killed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import pytest
 import torch
 import training_support as support
 from rich.console import Console
-from sglang_support import API_KEY, tiny_model
+from sglang_support import API_KEY, backend_of, tiny_model
 from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.bench import Bench
 from core_rl_conformance.inputs.data import ragged
-from core_rl_sglang.engine import SglangEngine
 from core_rl_trainer import run_recipe
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.roles import Roles
@@ -71,7 +71,6 @@ class Published:
         self._directory = directory / "exported"
 
     def verify(self, roles: Roles, version: int) -> None:
-        assert isinstance(roles.rollout, SglangEngine)
         roles.actor.save(SaveLoadMeta(path=str(self._directory), format="hf"))
         expected = self._bench.outputs_at(self._directory, "lm", DATA, "logprobs", torch.float32)
         limit = expected.tolerance.limit
@@ -86,10 +85,9 @@ class Published:
         self.versions.append(version)
 
 
-def each_score(engine: SglangEngine, batch: SequenceBatch) -> Iterator[Tensor]:
-    """What each server says of ``batch``, and that all of them serve."""
-    assert engine._fleet is not None
-    servers = engine._fleet.servers
+def each_score(engine: InferenceEngine, batch: SequenceBatch) -> Iterator[Tensor]:
+    """The scores of ``batch`` by each server; asserts that all are ready."""
+    servers = backend_of(engine).servers
     assert all(server.ready for server in servers)
     for chosen in servers:
         for server in servers:
@@ -101,7 +99,7 @@ def each_score(engine: SglangEngine, batch: SequenceBatch) -> Iterator[Tensor]:
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
-    """What was compared after each sync of the run."""
+    """The comparisons after each sync of the run."""
     found = Published(tmp_path)
     publish = TrainingLoop.publish
 
@@ -115,7 +113,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The numbers of the prompts that steps trained on, once for each of their answers."""
+    """The numbers of the prompts that steps trained on, once for each of their completions."""
     steps: list[list[int]] = []
     inner = Rollouts.training_batch
 
@@ -129,14 +127,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def require_each_once(trained: list[list[int]]) -> None:
-    answers = sorted(number for step in trained for number in step)
-    assert answers == sorted(list(range(STEPS * PROMPTS)) * GROUP)
+    completions = sorted(number for step in trained for number in step)
+    assert completions == sorted(list(range(STEPS * PROMPTS)) * GROUP)
 
 
 def test_what_is_served_is_what_was_trained(
-    engine: SglangEngine, start: Path, tmp_path: Path, published: Published, trained: list[list[int]]
+    engine: InferenceEngine, start: Path, tmp_path: Path, published: Published, trained: list[list[int]]
 ) -> None:
-    options = {"addresses": [engine._own[0].address], "api_key": API_KEY}
+    options = {"addresses": [backend_of(engine).servers[0].address], "api_key": API_KEY}
     output = tmp_path / "out"
     recipe = support.write_recipe(tmp_path / "r.yaml", values(start, output, {"options": options}))
     rows = run(recipe, output)
@@ -148,9 +146,9 @@ def test_what_is_served_is_what_was_trained(
 
 
 def test_an_adapter_is_served_over_the_base_as_it_was_trained(
-    adapted: SglangEngine, start: Path, tmp_path: Path, published: Published
+    adapted: InferenceEngine, start: Path, tmp_path: Path, published: Published
 ) -> None:
-    options = {"addresses": [adapted._own[0].address], "api_key": API_KEY}
+    options = {"addresses": [backend_of(adapted).servers[0].address], "api_key": API_KEY}
     output = tmp_path / "out"
     lora = adapted.config.model.lora
     assert lora is not None
@@ -177,8 +175,7 @@ def test_servers_that_are_killed_cost_no_sample(
         if step != 2:
             return inner(rollouts, step, batches)
         engine = rollouts._engine
-        assert isinstance(engine, SglangEngine)
-        process = rng.choice(engine._own).process
+        process = rng.choice(backend_of(engine).servers).process
         assert process is not None
         killed.append(process.pid)
         timer = threading.Timer(rng.uniform(0.0, 0.05), os.kill, (process.pid, signal.SIGKILL))

@@ -1,10 +1,11 @@
-"""A stand-in for an SGLang server whose answers a test scripts: faults that a real one shows too rarely."""
+"""A stub of an SGLang server with scripted responses, for faults that a real one shows too rarely."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ from torch import Tensor
 from core_rl import get_spec, load_config, load_engine
 from core_rl.config.base import parse_config
 from core_rl.config.engine import InferenceEngineConfig
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, WeightGroup
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_sglang.engine import SglangEngine
+from core_rl_sglang.backend import SGLangBackend
 
 API_KEY = "a secret"
 """Of the server that tests on real ones share."""
@@ -46,7 +48,7 @@ Handler = Callable[[web.Request, dict[str, Any]], Any]
 class Stub:
     """Speaks SGLang's interface on a free port: each new token is 7, and updates succeed.
 
-    ``faults`` maps a path to a function that runs in place of the answer; what it returns is the answer, and
+    ``faults`` maps a path to a function that runs instead of the usual response; it returns the response, and
     None is the usual one.
     """
 
@@ -122,7 +124,7 @@ class Stub:
         return web.json_response(self._usual(request.path, body))
 
     async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """The usual answer token by token, then as a whole; waits before the last token while ``hold`` is set."""
+        """The usual response token by token, then as a whole; waits before the last token while ``hold`` is set."""
         whole = self.generated(body)
         response = web.StreamResponse()
         await response.prepare(request)
@@ -175,7 +177,7 @@ class Stub:
         return self.generated(body) if path == "/generate" else {"success": True, "message": ""}
 
     def generated(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The usual answer to a request."""
+        """The usual response to a request."""
         count = body["sampling_params"]["max_new_tokens"]
         return {
             "output_ids": [7] * count,
@@ -188,13 +190,13 @@ class Stub:
 
 
 def drop(request: web.Request, body: dict[str, Any]) -> None:
-    """Close the connection without an answer."""
+    """Close the connection without a response."""
     assert request.transport is not None
     request.transport.abort()
 
 
 def first(times: int, fault: Handler) -> Handler:
-    """``fault`` for so many calls, and the usual answer after them."""
+    """``fault`` for the first ``times`` calls, and the usual response after them."""
     left = [times]
 
     def sometimes(request: web.Request, body: dict[str, Any]) -> Any:
@@ -204,15 +206,21 @@ def first(times: int, fault: Handler) -> Handler:
     return sometimes
 
 
-def build(model: str, dp: int = 1, lora: dict[str, Any] | None = None, **options: Any) -> SglangEngine:
+def build(model: str, dp: int = 1, lora: dict[str, Any] | None = None, **options: Any) -> InferenceEngine:
     """The engine of ``model``, for real servers; with ``lora`` it takes adapters."""
     spec = get_spec("sglang")
     section = {"path": model, "lora": lora}
     values = {"model": section, "layout": {"dp": dp}, "device": "cpu", "options": options}
-    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
-    assert issubclass(engine_class, SglangEngine)
+    config = parse_config(load_config(spec), values)
     assert isinstance(config, InferenceEngineConfig)
-    return engine_class(spec, config)
+    return load_engine(spec, config)
+
+
+def backend_of(engine: InferenceEngine) -> SGLangBackend:
+    """The backend behind ``engine``."""
+    backend = engine._backend
+    assert isinstance(backend, SGLangBackend)
+    return backend
 
 
 def tiny_model(root: Path, seed: int = 0) -> str:
@@ -228,7 +236,7 @@ def dying_stream(model: str) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def stubs(root: Path, count: int = 1) -> Iterator[list[Stub]]:
-    """So many stubs that serve one tiny model."""
+    """A number of stubs that serve one tiny model."""
     made = [Stub(tiny_model(root)) for _ in range(count)]
     for stub in made:
         stub.start()
@@ -251,12 +259,36 @@ def connected(
         "device": "cpu",
         "options": {"addresses": [stub.address for stub in made], **options},
     }
-    config, engine_class = parse_config(load_config(spec), values), load_engine(spec)
-    assert issubclass(engine_class, InferenceEngine)
+    config = parse_config(load_config(spec), values)
     assert isinstance(config, InferenceEngineConfig)
-    engine = engine_class(spec, config)
+    engine = load_engine(spec, config)
     engine.initialize()
     try:
         yield engine
     finally:
         engine.destroy()
+
+
+def request(*ids: int, **sampling: Any) -> LLMRequest:
+    return LLMRequest(
+        input_ids=ids or (1, 2, 3),
+        sampling=SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}),
+    )
+
+
+def complete(engine: InferenceEngine, *requests: LLMRequest) -> list[LLMResponse]:
+    async def all_of_them() -> list[LLMResponse]:
+        return list(await asyncio.gather(*map(engine.agenerate, requests)))
+
+    return asyncio.run(all_of_them())
+
+
+def generations(stub: Stub) -> list[dict[str, Any]]:
+    return [body for path, body in stub.bodies if path == "/generate"]
+
+
+def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)

@@ -13,18 +13,17 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from sglang_support import Stub, build, connected, drop, first, stubs, tiny_model
+from sglang_support import Stub, backend_of, build, connected, drop, first, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, WeightsError
-from core_rl.weight_sync.adapter import SentAdapter
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import sent
 from core_rl_sglang.adapters import AdapterForm
-from core_rl_sglang.engine import SglangEngine
 from core_rl_sglang.model import ServedModel
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 6, "rslora": True, "target_modules": ["k_proj", "down_proj"]}
@@ -44,12 +43,11 @@ def form_of(path: str, **changes: Any) -> AdapterForm:
 
 
 def give(engine: InferenceEngine, version: int, tmp_path: Path) -> None:
-    assert isinstance(engine, SglangEngine)
-    form = engine._model.adapter
+    form = backend_of(engine).model.adapter
     assert form is not None
     factors = {name: torch.full(shape, float(version)) for name, shape in form.shapes.items()}
     meta = WeightUpdateMeta(method="lora", version=version, path=str(tmp_path / "meet"))
-    sent(engine, meta, factors, SentAdapter(rank=2, alpha=6, rslora=True))
+    sent(engine, meta, factors, AdapterMetadata(rank=2, alpha=6, rslora=True))
 
 
 async def ask(engine: InferenceEngine) -> LLMResponse:
@@ -57,7 +55,7 @@ async def ask(engine: InferenceEngine) -> LLMResponse:
 
 
 def bodies(stub: Stub, path: str, field: str) -> list[Any]:
-    """What calls of ``path`` said in ``field``."""
+    """The values of ``field`` in the calls of ``path``."""
     return [body.get(field) for called, body in stub.bodies if called == path]
 
 
@@ -87,17 +85,17 @@ def test_layers_that_sglang_takes_no_adapter_of_are_named(tmp_path: Path) -> Non
     gpt2 = str(ModelStore(tmp_path).directory(TinyModel(family="gpt2")))
     engine = build(gpt2, lora={"rank": 2})
     with pytest.raises(
-        ConfigError, match="the adapter is on c_attn, c_fc, c_proj, and SGLang takes those of"
+        ConfigError, match="the adapter is on c_attn, c_fc, c_proj, and SGLang supports those of"
     ):
         engine.launch_server()
 
 
 def test_an_adapter_stays_as_long_as_a_request_needs_it(stub: Stub, tmp_path: Path) -> None:
-    asked, go_on = threading.Event(), threading.Event()
+    asked, proceed = threading.Event(), threading.Event()
 
     async def held(_request: web.Request, _body: dict[str, Any]) -> None:
         asked.set()
-        await asyncio.to_thread(go_on.wait, 20)
+        await asyncio.to_thread(proceed.wait, 20)
 
     with connected([stub], LORA) as engine:
         give(engine, 1, tmp_path)
@@ -108,7 +106,7 @@ def test_an_adapter_stays_as_long_as_a_request_needs_it(stub: Stub, tmp_path: Pa
         assert asked.wait(20)
         give(engine, 2, tmp_path)
         assert not stub.calls["/unload_lora_adapter"]
-        go_on.set()
+        proceed.set()
         asking.join(20)
         assert found[0].versions == (1,) * 4, "the server says 2, and its adapter was that of version 1"
         assert asyncio.run(ask(engine)).versions == (2,) * 4

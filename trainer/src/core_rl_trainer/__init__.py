@@ -1,10 +1,36 @@
-"""Post-training over any core-rl engine: algorithms, recipes, the training loop, and ``core-rl train``."""
+"""Post-training over any core-rl engine: algorithms, recipes, the training loop, and ``core-rl train``.
 
-from __future__ import annotations
+The names below are imported on first use (PEP 562), so that the command line loads this package without torch.
+"""
 
-from core_rl_trainer.loop.run import dry_run, run_recipe, train
-from core_rl_trainer.recipe.recipe import Recipe, load_recipe
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["Recipe", "__version__", "dry_run", "load_recipe", "run_recipe", "train"]
+if TYPE_CHECKING:
+    from core_rl_trainer.loop.run import dry_run as dry_run
+    from core_rl_trainer.loop.run import run_recipe as run_recipe
+    from core_rl_trainer.loop.run import train as train
+    from core_rl_trainer.recipe.recipe import Recipe as Recipe
+    from core_rl_trainer.recipe.recipe import load_recipe as load_recipe
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Recipe": "core_rl_trainer.recipe.recipe",
+    "dry_run": "core_rl_trainer.loop.run",
+    "load_recipe": "core_rl_trainer.recipe.recipe",
+    "run_recipe": "core_rl_trainer.loop.run",
+    "train": "core_rl_trainer.loop.run",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the names come from the one table)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'core_rl_trainer' has no attribute {name!r}")
+    return getattr(_import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

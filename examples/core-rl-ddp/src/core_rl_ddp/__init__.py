@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from core_rl.config.capability import Capability
-from core_rl.registry.spec import EngineSpec
+from core_rl.registry.spec import Capability, EngineSpec
 
 __all__ = ["SPEC"]
 
@@ -11,7 +10,7 @@ SPEC = EngineSpec(
     name="ddp",
     kind="train",
     protocol=(0, 2),
-    factory="core_rl_ddp.engine:DDPEngine",
+    factory="core_rl_ddp.engine:DDPBackend",
     config="core_rl_ddp.config:DDPConfig",
     capabilities=frozenset(
         {

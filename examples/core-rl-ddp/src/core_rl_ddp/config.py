@@ -14,7 +14,7 @@ class DDPOptions(Config):
     """What only this engine knows."""
 
     bucket_bytes: int = Field(default=25 * 2**20, ge=1)
-    """Gradients are added up in pieces of at least this many bytes."""
+    """Gradients are added up over ranks together up to this size, in bytes."""
 
 
 class DDPConfig(TrainEngineConfig):

@@ -11,7 +11,7 @@ SPEC = EngineSpec(
     name="fsdp",
     kind="train",
     protocol=(0, 2),
-    factory="core_rl_fsdp.engine:FSDPEngine",
+    factory="core_rl_fsdp.engine:FSDPBackend",
     config="core_rl_fsdp.config:FSDPConfig",
     capabilities=frozenset(
         {

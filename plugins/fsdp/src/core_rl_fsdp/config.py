@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from core_rl.config.base import Config
-from core_rl.config.engine import TrainEngineConfig
-from core_rl.config.state_bytes import StateBytes
+from core_rl.config.engine import StateBytes, TrainEngineConfig
 
 __all__ = ["FSDPConfig", "FSDPOptions"]
 

@@ -18,7 +18,7 @@ from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
 from core_rl.toolkit.parallel_context import ModelShards
 
-__all__ = ["REPLICATE", "SHARD", "TENSOR", "Meshes"]
+__all__ = ["Meshes"]
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
@@ -51,15 +51,6 @@ class Meshes:
         sizes = (self.replicas, self.layout.dp // self.replicas * self.layout.cp, self.layout.tp)
         return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
-    @cached_property
-    def places(self) -> dict[str, tuple[int, int]]:
-        """The size of each dimension of `weights`, and this rank's number along it.
-
-        Kept because asking a mesh makes a new one each time, and every tensor asks.
-        """
-        meshes = {name: self.weights[name] for name in (REPLICATE, SHARD, TENSOR)}
-        return {name: (mesh.size(), mesh.get_local_rank()) for name, mesh in meshes.items()}
-
     @property
     def data(self) -> DeviceMesh:
         """What FSDP shards over; two dimensions for hybrid sharding."""
@@ -90,14 +81,6 @@ class Meshes:
             tensor=self._world(mesh, TENSOR),
             sequence_parallel=self.layout.sequence_parallel,
         )
-
-    @cached_property
-    def copy(self) -> Comm:
-        """The ranks that hold one copy of all weights between them."""
-        if self.replicas == 1:
-            return self.world
-        mesh = self._mesh((self.replicas, self.world.size // self.replicas), (REPLICATE, "copy"))
-        return self._world(mesh, "copy")
 
     def _mesh(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)

@@ -11,7 +11,7 @@ SPEC = EngineSpec(
     name="sglang",
     kind="inference",
     protocol=(0, 2),
-    factory="core_rl_sglang.engine:SglangEngine",
+    factory="core_rl_sglang.backend:SGLangBackend",
     config="core_rl_sglang.config:SglangConfig",
     capabilities=frozenset(
         {

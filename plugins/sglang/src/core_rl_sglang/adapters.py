@@ -1,10 +1,12 @@
-"""Adapters (LoRA) as SGLang takes them, and which one a request is answered with."""
+"""Adapters (LoRA) in SGLang's format, and the adapter that serves a request."""
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,29 +22,28 @@ from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.config.engine import LoraConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
-from core_rl_sglang.directories import plain_name
 
-__all__ = ["AdapterForm", "Policy"]
+__all__ = ["AdapterForm", "PlainName", "ServedAdapter", "plain_name"]
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that SGLang holds as one. It leaves out what is adapted without the first of them (0.5.23, ``lora.py``)."""
+"""Layers that SGLang fuses. It ignores adapters that lack the first of them (0.5.23, ``lora.py``)."""
 TAKEN = frozenset({*FUSED[0], *FUSED[1], "o_proj", "down_proj"})
 CPU_MULTIPLE = 32
-"""On a CPU, SGLang pads the inner size of an MLP to a multiple of so many (0.5.23, ``update_config.py``), and its
-scheduler dies of an adapter that has the size without."""
+"""On a CPU, SGLang pads the inner size of an MLP to a multiple of this (0.5.23, ``update_config.py``), and its
+scheduler dies of an adapter without the padding."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterForm:
-    """The adapters of one kind over one model: what comes from a trainer, and what SGLang reads."""
+    """The adapters of one kind over one model: the trainer's factors, and SGLang's files."""
 
     lora: LoraConfig
     base: str
     shapes: Mapping[str, tuple[int, ...]]
-    """Names and shapes of the factors that come, as ``peft`` writes them."""
+    """Names and shapes of the trainer's factors, as ``peft`` writes them."""
     absent: Mapping[str, tuple[int, ...]]
-    """Those of factors that SGLang needs beside them, which are 0."""
+    """Names and shapes of further factors that SGLang needs, which are 0."""
     multiple: int
     """Inner sizes of MLPs are multiples of this on the server."""
 
@@ -54,16 +55,16 @@ class AdapterForm:
         weights: Mapping[str, tuple[int, ...]],
         cpu_ranks: int,
     ) -> AdapterForm:
-        """That of ``lora`` over the model in ``path``, whose weights have these shapes, for servers.
+        """The form of ``lora`` over the model in ``path``, whose weights have these shapes.
 
         ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere. Raises `ConfigError` for target modules that
-        SGLang does not take.
+        SGLang does not support.
         """
         shapes = adapter_shapes(config, lora)
         foreign = sorted({_module(name) for name in shapes} - TAKEN)
         if foreign:
             raise ConfigError(
-                f"model.lora: the adapter is on {', '.join(foreign)}, and SGLang takes those of "
+                f"model.lora: the adapter is on {', '.join(foreign)}, and SGLang supports those of "
                 f"{', '.join(sorted(TAKEN))}; name some of these in target_modules, or sync by 'tensor', which sends "
                 "weights with the adapter merged into them"
             )
@@ -77,17 +78,17 @@ class AdapterForm:
 
     @property
     def modules(self) -> list[str]:
-        """Last parts of the names of the layers that have an adapter on the server."""
+        """Last parts of the names of the layers with an adapter on the server."""
         return sorted({_module(name) for name in (*self.shapes, *self.absent)})
 
     def arguments(self, device: str) -> list[str]:
-        """What a server on ``device`` has to be told in order to take such adapters."""
+        """Command-line arguments of a server on ``device`` that loads such adapters."""
         backend = ["--lora-backend", "torch_native"] if device == "cpu" else []
         rank = ["--max-lora-rank", str(self.lora.rank)]
         return ["--enable-lora", *rank, "--lora-target-modules", *self.modules, *backend]
 
     def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
-        """``adapter_model.safetensors`` and ``adapter_config.json``, as SGLang reads them."""
+        """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as SGLang reads them."""
         whole = {**factors, **{name: torch.zeros(shape) for name, shape in self.absent.items()}}
         stream = ((name, self._padded(name, value)) for name, value in whole.items())
         write_tensors(directory, "adapter_model", stream, writes=True, max_file_bytes=1 << 62)
@@ -119,7 +120,7 @@ def _module(name: str) -> str:
 def _absent(
     shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Factors of layers that SGLang fuses with adapted ones, and that have no adapter themselves."""
+    """Factors of layers that SGLang fuses with adapted ones, and that have none themselves."""
     layers = {name.removesuffix(A): shape for name, shape in shapes.items() if name.endswith(A)}
     for layer, (rank, into) in layers.items():
         block, _, module = layer.rpartition(".")
@@ -130,37 +131,59 @@ def _absent(
                 yield other + B, (weights[f"{other.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
 
 
-class Policy:
-    """What requests are answered with: the base weights of a server, or an adapter over them.
+@dataclass(frozen=True)
+class PlainName:
+    """A name of a directory, and the link that it is, if it is one."""
 
-    A request keeps the one that it began with. The base, and an adapter that has been replaced, draw tokens of their
-    own versions as long as such requests last, whatever the server calls its weights by then.
+    path: Path
+    link: Path | None
+
+    def remove(self) -> None:
+        """Remove the link; the directory stays."""
+        if self.link is not None:
+            shutil.rmtree(self.link.parent, ignore_errors=True)
+
+
+def plain_name(directory: Path) -> PlainName:
+    """``directory``, or a link to it where SGLang (0.5.23) would take its name for a pattern."""
+    if glob.escape(str(directory)) == str(directory):
+        return PlainName(directory, None)
+    link = Path(tempfile.mkdtemp(prefix="core-rl-sglang-")) / "weights"
+    link.symlink_to(directory)
+    return PlainName(link, link)
+
+
+class ServedAdapter:
+    """An adapter over the base weights of servers, or none: ``name`` is None then.
+
+    A request keeps the adapter that it began with. One that has been replaced draws tokens of its own versions as
+    long as such requests last, whatever version the server reports by then.
     """
 
     def __init__(self, version: int, directory: Path | None = None) -> None:
         self.version = version
-        self.last: int | None = None
+        self.last_version: int | None = None
         """The last version of its tokens, once it has been replaced."""
         self.in_flight: Counter[str] = Counter()
-        """Requests that are answered with it, by the server's address."""
+        """Requests that use it, by the server's address."""
         self._directory = directory
         self._path = None if directory is None else plain_name(directory)
         self.name = None if directory is None else f"core-rl-{uuid4().hex}"
-        """The adapter's on servers; no two of any engines have one."""
+        """Its name on servers; no two adapters of any engines share one."""
 
     @property
     def fields(self) -> dict[str, str]:
-        """What a request says of it."""
+        """The fields of a request that uses it."""
         return {} if self.name is None else {"lora_path": self.name}
 
     @property
     def path(self) -> str:
-        """Where servers read the adapter."""
+        """The directory that servers load it from."""
         return "" if self._path is None else str(self._path.path)
 
-    def version_of(self, label: int) -> int:
-        """The version of a token that was drawn when the server called its weights ``label``."""
-        return label if self.last is None else min(label, self.last)
+    def version_of(self, weight_version: int) -> int:
+        """The version of a token that was drawn when the server reported ``weight_version``."""
+        return weight_version if self.last_version is None else min(weight_version, self.last_version)
 
     def discard(self) -> None:
         """Remove its files; no server will need them again."""

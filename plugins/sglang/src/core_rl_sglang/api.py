@@ -1,4 +1,4 @@
-"""The HTTP interface of one SGLang server, and how its failures are told apart."""
+"""The HTTP interface of one SGLang server, with an error for each kind of failure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from core_rl.errors import RolloutError
 __all__ = ["Api", "Refused", "ServerTimeout", "Unreachable"]
 
 SHOWN = 300
-"""So much of an answer is repeated in an error."""
+"""Bytes of a response that are repeated in an error."""
 
 
 class Unreachable(RolloutError):
-    """The connection could not be made, or broke: whether the server got the request is not known."""
+    """The connection could not be made, or broke; the server may have received the request."""
 
 
 class ServerTimeout(RolloutError):
-    """The server did not answer in time."""
+    """The server did not respond in time."""
 
 
 class Refused(RolloutError):
-    """The server answered, and not with what was asked for; ``status`` is that of HTTP."""
+    """The server responded with an error, or with something else than JSON; ``status`` is that of HTTP."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message, status)
@@ -47,52 +47,51 @@ class Api:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def get(self, path: str, timeout_s: float) -> Any:
-        """The JSON answer to ``GET path``; see `post`."""
+        """The JSON response to ``GET path``; see `post`."""
         return await self._call("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        """The JSON answer to ``POST path``, None for an empty one.
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float, *, parse: bool = True) -> Any:
+        """The JSON response to ``POST path``, None for an empty one and without ``parse``.
 
         Raises `Unreachable`, `ServerTimeout`, or `Refused` for any other status than 200 and for
-        what is not JSON; each names the server.
+        a response that is not JSON; each names the server.
         """
-        return await self._call("POST", path, body, timeout_s)
-
-    async def order(self, path: str, body: Mapping[str, Any], timeout_s: float) -> None:
-        """``POST path``, whose answer is some text that says nothing; see `post`."""
-        await self._content("POST", path, body, timeout_s)
+        return await self._call("POST", path, body, timeout_s, parse)
 
     async def events(self, path: str, body: Mapping[str, Any], timeout_s: float) -> AsyncGenerator[Any]:
-        """The JSON of each server-sent event of the answer to ``POST path``; closing it breaks the connection.
+        """The JSON of each server-sent event of the response to ``POST path``; closing it breaks the connection.
 
-        Raises as `post` does; ``timeout_s`` is for all of them together.
+        Raises as `post` does; ``timeout_s`` is for all events together.
         """
         what, limit = self._named("POST", path), aiohttp.ClientTimeout(total=timeout_s)
         call = self._session.post(self._url + path, json=body, headers=self._headers, timeout=limit)
         try:
-            async with call as answer:
-                if answer.status != 200:
-                    content = await answer.read()
+            async with call as response:
+                if response.status != 200:
+                    content = await response.read()
                     raise Refused(
-                        f"{what} was answered with status {answer.status}: {_reason(content)}", answer.status
+                        f"{what} returned status {response.status}: {_reason(content)}",
+                        response.status,
                     )
-                async for content in _event_data(answer.content):
+                async for content in _event_data(response.content):
                     yield self._parsed(content, what)
         except TimeoutError as error:
-            raise ServerTimeout(f"{what} was not answered within {timeout_s:g} s") from error
+            raise ServerTimeout(f"{what} got no response within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, parse: bool = True
+    ) -> Any:
         content = await self._content(method, path, body, timeout_s)
-        return self._parsed(content, self._named(method, path)) if content else None
+        return self._parsed(content, self._named(method, path)) if content and parse else None
 
     @staticmethod
     def _parsed(content: bytes, what: str) -> Any:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise Refused(f"{what} was answered with something that is no JSON: {_shown(content)}") from error
+            raise Refused(f"{what} returned no JSON: {_shown(content)}") from error
 
     def _named(self, method: str, path: str) -> str:
         return f"SGLang server {self.address}: {method} {path}"
@@ -104,19 +103,19 @@ class Api:
         try:
             async with asyncio.timeout(timeout_s):
                 call = self._session.request(method, self._url + path, json=body, headers=self._headers)
-                async with call as answer:
-                    status, content = answer.status, await answer.read()
+                async with call as response:
+                    status, content = response.status, await response.read()
         except TimeoutError as error:
-            raise ServerTimeout(f"{what} was not answered within {timeout_s:g} s") from error
+            raise ServerTimeout(f"{what} got no response within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
         if status != 200:
-            raise Refused(f"{what} was answered with status {status}: {_reason(content)}", status)
+            raise Refused(f"{what} returned status {status}: {_reason(content)}", status)
         return content
 
 
 async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """The data of each event before the last, which says that there are no more. Events may be of any size."""
+    """The data of each event before the last one, which marks the end. Events may be of any size."""
     rest = b""
     async for chunk in stream.iter_any():
         *events, rest = (rest + chunk).split(b"\n\n")
@@ -129,7 +128,7 @@ async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
 
 
 def _reason(content: bytes) -> str:
-    """What the server says of an error: a message, under one of the names that SGLang uses."""
+    """The message of an error, under one of the names that SGLang uses."""
     try:
         found = json.loads(content)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Weights that servers take from a process group, whether the trainer's rank is in it or, later, this process."""
+"""Weights that servers receive in a process group, from the trainer's rank or, later, from this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from core_rl.weight_sync.group import GroupAddress, Invitation, Seats, WeightGroup
+from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.api import Refused, ServerTimeout
 from core_rl_sglang.server import Server
@@ -21,40 +21,42 @@ logger = logging.getLogger(__name__)
 
 
 class BroadcastWeights(TensorWeights):
-    """Buckets that the trainer's rank broadcasts to servers, and that are kept here too.
+    """Buckets that the trainer's rank broadcasts to servers; this process keeps a copy.
 
-    A server that was lost, and one whose group broke, gets them from this process, in a group for it alone: it may be
+    A server that was lost, and one whose group broke, gets them from this process, in a group of their own: it may be
     on another machine.
     """
 
     def __init__(self, version: int) -> None:
         super().__init__(version)
-        self._invited: tuple[Server, ...] = ()
+        self._receivers: tuple[Server, ...] = ()
         self._group = ""
         self._members: set[Server] = set()
         self._by_memory = 0
-        """How many buckets at the end are not broadcast, since the group broke."""
+        """The number of last buckets that are not broadcast, since the group broke."""
 
-    def seats(self, servers: Sequence[Server]) -> Seats | None:
-        self._invited = tuple(servers)
-        if not self._invited:
+    def receiver_ranks(self, servers: Sequence[Server]) -> ReceiverRanks | None:
+        self._receivers = tuple(servers)
+        if not self._receivers:
             return None
-        return Seats(count=sum(server.ranks for server in self._invited), host=_own_address(self._invited))
+        return ReceiverRanks(
+            count=sum(server.ranks for server in self._receivers), host=_own_address(self._receivers)
+        )
 
-    async def invite(self, group: GroupAddress, timeout_s: float) -> None:
+    async def join(self, group: GroupAddress, timeout_s: float) -> None:
         self._group = group.name
         first, joins = 1, []
-        for server in self._invited:
+        for server in self._receivers:
             joins.append(server.join(group, first, timeout_s))
             first += server.ranks
         results = await asyncio.gather(*joins, return_exceptions=True)
-        for server, error in zip(self._invited, results, strict=True):
+        for server, error in zip(self._receivers, results, strict=True):
             if error is None:
                 self._members.add(server)
             else:
                 logger.warning("SGLang server %s did not join: %s", server.address, error)
 
-    async def dismiss(self) -> None:
+    async def leave(self) -> None:
         members, self._members = self._members, set()
         await asyncio.gather(*(server.leave(self._group) for server in members))
 
@@ -66,34 +68,34 @@ class BroadcastWeights(TensorWeights):
         if server in self._members:
             self._members.discard(server)
             try:
-                await self._pass_on(server, lambda bucket: self._take(server, bucket, timeout_s), timeout_s)
+                await self._load_each(server, lambda bucket: self._load(server, bucket, timeout_s), timeout_s)
                 return
             except (Refused, ServerTimeout) as error:
-                logger.warning("the weights are sent again: %s", error)
+                logger.warning("sending weight version %d again: %s", self.version, error)
             finally:
                 await server.leave(self._group)
         await self._send(server, timeout_s)
 
-    async def _take(self, server: Server, bucket: Bucket, timeout_s: float) -> None:
+    async def _load(self, server: Server, bucket: Bucket, timeout_s: float) -> None:
         if self._by_memory:
             raise Refused(f"SGLang server {server.address}: the group of the weight update broke")
-        await server.take_broadcast(bucket, self._group, timeout_s)
+        await server.load_broadcast(bucket, self._group, timeout_s)
 
     async def _send(self, server: Server, timeout_s: float) -> None:
-        """Broadcast what is kept here, in a group with ``server`` alone."""
-        seats = Seats(count=server.ranks, host=_own_address([server]))
-        invitation = Invitation(seats, torch.device("cpu"))
-        address = invitation.address
+        """Broadcast the kept buckets, in a group with ``server`` alone."""
+        ranks = ReceiverRanks(count=server.ranks, host=_own_address([server]))
+        rendezvous = RendezvousServer(ranks, torch.device("cpu"))
+        address = rendezvous.address
         group, _ = await asyncio.gather(
-            asyncio.to_thread(invitation.wait), server.join(address, 1, timeout_s)
+            asyncio.to_thread(rendezvous.wait), server.join(address, 1, timeout_s)
         )
 
-        async def take(bucket: Bucket) -> None:
+        async def load(bucket: Bucket) -> None:
             sending = asyncio.to_thread(_broadcast, group, bucket)
-            await asyncio.gather(server.take_broadcast(bucket, address.name, timeout_s), sending)
+            await asyncio.gather(server.load_broadcast(bucket, address.name, timeout_s), sending)
 
         try:
-            await self._pass_on(server, take, timeout_s)
+            await self._load_each(server, load, timeout_s)
         finally:
             await server.leave(address.name)
             group.close()
@@ -105,7 +107,7 @@ def _broadcast(group: WeightGroup, bucket: Bucket) -> None:
 
 
 def _own_address(servers: Sequence[Server]) -> str:
-    """This machine as ``servers`` reach it: the loopback only where all of them are here."""
+    """The address of this machine for ``servers``: the loopback only where all of them are on it."""
     found = {_address_towards(server.address.rpartition(":")[0]) for server in servers}
     return min(found, key=lambda address: (address.startswith("127."), address))
 

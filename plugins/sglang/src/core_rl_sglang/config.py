@@ -17,10 +17,10 @@ PYTHON_VARIABLE = "CORE_RL_SGLANG_PYTHON"
 
 
 class SglangOptions(Config):
-    """What only SGLang knows."""
+    """Options of SGLang alone."""
 
     addresses: tuple[str, ...] = ()
-    """Servers that run already, as ``host:port``; they serve ``model.path``, or take its weights when the engine
+    """Servers that run already, as ``host:port``; they serve ``model.path``, or load its weights when the engine
     connects. Without any, the engine launches ``layout.dp`` servers of its own."""
     python: str | None = None
     """The Python of the environment that SGLang is installed in. By default what the environment variable
@@ -28,9 +28,9 @@ class SglangOptions(Config):
     host: str = "127.0.0.1"
     """Where launched servers listen; with another address than the loopback, set ``api_key`` too."""
     ports: tuple[int, ...] = ()
-    """The ports of launched servers; by default free ones."""
+    """The ports of launched servers; by default any free ones."""
     api_key: SecretStr | None = None
-    """What servers ask of their clients, those that are launched and those that run already."""
+    """The key that servers require of clients, launched ones and those that run already."""
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens whose keys and values fit into the cache of one launched server. By default SGLang decides by the
     memory of the accelerator; on a CPU it is 16,384."""
@@ -41,18 +41,18 @@ class SglangOptions(Config):
     log_path: str | None = None
     """A directory for the logs of launched servers; by default they are kept until the engine is destroyed."""
     start_timeout_s: float = Field(default=900.0, gt=0)
-    """How long a server may take until it is ready, or until it is back after it was lost."""
+    """Time limit for a server to become ready, also after it was lost."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long one request may take, a lost server's replacement included."""
+    """Time limit for one request, including the replacement of a lost server."""
     update_timeout_s: float = Field(default=900.0, gt=0)
-    """How long servers may take for one step of a weight update."""
+    """Time limit for one step of a weight update."""
     retries: int = Field(default=4, ge=0)
-    """How often a request is asked again after its server was lost."""
+    """The most times that a request is sent again after its server was lost."""
     restart: bool = True
     """Replace a launched server that ended."""
     in_flight: Literal["continue", "abort"] = "continue"
-    """What becomes of requests in flight when weights change: they go on under the new weights, from what they
-    have, or they end as they are with ``stop_reason = "abort"``."""
+    """Requests in flight when weights change: they continue under the new weights, from the tokens that they have, or
+    end as they are with ``stop_reason = "abort"``."""
 
 
 class SglangConfig(InferenceEngineConfig):

@@ -1,4 +1,4 @@
-"""What the conformance suite runs for the SGLang engine: real servers, on whatever there is."""
+"""The conformance profile of the SGLang engine, on real servers."""
 
 from __future__ import annotations
 

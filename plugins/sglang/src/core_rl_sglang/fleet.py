@@ -1,169 +1,98 @@
-"""Several servers as one: requests are spread, lost servers come back, and all of them have the same weights."""
+"""`Fleet`: several servers with the same weights, adapter, version and state."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 
 import aiohttp
 
-from core_rl.errors import RolloutError, WeightsError
-from core_rl_sglang.adapters import Policy
-from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
+from core_rl.errors import WeightsError
+from core_rl_sglang.adapters import ServedAdapter
+from core_rl_sglang.api import Unreachable
 from core_rl_sglang.config import SglangOptions
-from core_rl_sglang.router import PrefixRouter
-from core_rl_sglang.server import PROBE_TIMEOUT_S, Server
+from core_rl_sglang.pool import ServerPool
+from core_rl_sglang.server import FRESH, PROBE_TIMEOUT_S, Server
 from core_rl_sglang.weights import Weights
 
 __all__ = ["Fleet"]
 
-logger = logging.getLogger(__name__)
-
-FRESH = "default"
-"""The version label of a server that was given no weights since it started."""
+Errors = list[BaseException | None]
+"""One for each server: how a call failed, or None."""
 
 
 class Fleet:
-    """The servers of one engine. All methods run on one event loop."""
+    """The servers of one engine, connected to ``weights``. All methods run on one event loop.
+
+    A server computes nothing from the moment when it begins to receive weights until it has all of them and their
+    version. While an update is undone, no server computes.
+    """
 
     def __init__(
-        self, options: SglangOptions, servers: Sequence[Server], session: aiohttp.ClientSession
+        self,
+        options: SglangOptions,
+        servers: Sequence[Server],
+        session: aiohttp.ClientSession,
+        weights: Weights,
     ) -> None:
-        self.options = options
-        self.servers = list(servers)
+        self.pool = ServerPool(options, servers, self._restore)
         self._session = session
-        self._router = PrefixRouter()
-        self._changed = asyncio.Condition()
-        """Notified when a server comes back, or never will."""
+        self._timeout_s = options.update_timeout_s
+        self._interrupt = "retract" if options.in_flight == "continue" else "abort"
         self._weights_lock = asyncio.Lock()
-        self._weights: Weights | None = None
-        self._policy = Policy(0)
-        """What servers answer with: their weights, or an adapter over them."""
-        self._replaced: list[Policy] = []
+        self._weights = weights
+        self._adapter = ServedAdapter(weights.version)
+        """The adapter over the servers' weights, or none."""
+        self._replaced: list[ServedAdapter] = []
         """Adapters that requests in flight may still need."""
         self._paused = False
-        self.closing = False
-        self._aborts: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ life cycle
 
-    async def connect(self, weights: Weights) -> None:
-        """Wait for all servers and have them serve ``weights``."""
-        self._weights = weights
-        await asyncio.gather(*(self._connect(server, weights) for server in self.servers))
+    async def connect(self) -> None:
+        """Wait for all servers and have them serve the weights."""
+        await asyncio.gather(*map(self._connect, self.pool.servers))
 
-    async def _connect(self, server: Server, weights: Weights) -> None:
-        await server.wait_until_up(self.options.start_timeout_s)
-        await self._bring_up_to_date(server, weights)
-        await self._announce(server)
+    async def _connect(self, server: Server) -> None:
+        await server.wait_until_up(self.pool.options.start_timeout_s)
+        await self._bring_up_to_date(server)
+        await self._add(server)
 
-    async def _bring_up_to_date(self, server: Server, weights: Weights) -> None:
-        path, label = await server.served()
-        policy = self._policy
+    async def _restore(self, server: Server) -> None:
+        async with self._weights_lock:
+            await self._bring_up_to_date(server)
+        await self._add(server)
+
+    async def _bring_up_to_date(self, server: Server) -> None:
+        path, weight_version = await server.served()
         # Only a fresh server is known to serve what its path says.
-        if label != FRESH or path != weights.origin:
-            await server.pause("retract", self.options.update_timeout_s)
-            await weights.load(server, self.options.update_timeout_s)
-            await server.go_on(PROBE_TIMEOUT_S)
-        if policy.name is not None:
-            await server.load_adapter(policy, self.options.update_timeout_s)
-        server.policy = policy
-        await server.label(self._version)
+        if weight_version != FRESH or path != self._weights.origin:
+            await self._load(server, self._weights, "retract")
+        if self._adapter.name is not None:
+            await server.load_adapter(self._adapter, self._timeout_s)
+        server.adapter = self._adapter
+        await server.set_weight_version(self._version)
         if self._paused:
-            await server.pause("retract", self.options.update_timeout_s)
+            await server.pause("retract", self._timeout_s)
 
-    async def _announce(self, server: Server) -> None:
-        async with self._changed:
-            server.ready, server.failure = True, None
-            self._changed.notify_all()
-        if not self._paused:  # any more: whoever resumed meanwhile did not count this server
-            await self._order(server, server.go_on(PROBE_TIMEOUT_S))
+    async def _add(self, server: Server) -> None:
+        await self.pool.add(server)
+        if not self._paused:  # any more: a resume() in the meantime did not reach this server
+            try:
+                await server.continue_generation(PROBE_TIMEOUT_S)
+            except Unreachable as error:
+                self.pool.mark_lost(server, error)
 
     async def close(self) -> None:
-        """Give up what is in flight and free the connections; processes are not stopped here."""
-        self.closing = True
-        for server in self.servers:
-            if server.recovery is not None:
-                server.recovery.cancel()
-        policies = [*self._replaced, self._policy]
+        """Abandon what is in flight and free the connections; processes are not stopped here."""
+        self.pool.close()
+        adapters = [*self._replaced, self._adapter]
         # A server unloads no adapter that a request still needs.
-        await self._forget([policy for policy in policies if not policy.in_flight.total()])
+        await self._forget([adapter for adapter in adapters if not adapter.in_flight.total()])
         await self._session.close()
-        for policy in policies:
-            policy.discard()
-        if self._weights is not None:
-            self._weights.discard()
-
-    # -------------------------------------------------------------- requests
-
-    async def pick(self, ids: Sequence[int]) -> Server:
-        """The server for a prompt, when one is there; `RolloutError` when none is left."""
-        try:
-            async with asyncio.timeout(self.options.start_timeout_s), self._changed:
-                await self._changed.wait_for(lambda: any(s.ready for s in self.servers) or self._gone())
-        except TimeoutError as error:
-            raise RolloutError(f"none of the SGLang servers {self._names()} came back") from error
-        by_name = {server.address: server for server in self.servers if server.ready}
-        if not by_name:
-            raise RolloutError(
-                f"none of the SGLang servers {self._names()} is left: {self.servers[0].failure}"
-            ) from self.servers[0].failure
-        return by_name[self._router.pick(ids, {name: server.in_flight for name, server in by_name.items()})]
-
-    def _gone(self) -> bool:
-        return all(server.failure is not None for server in self.servers)
-
-    def _names(self) -> str:
-        return ", ".join(server.address for server in self.servers)
-
-    def abort(self, server: Server, rid: str) -> None:
-        """Have ``server`` forget a request; nobody waits for that."""
-        if not self.closing:
-            task = asyncio.ensure_future(server.abort(rid))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
-
-    # -------------------------------------------------------------- recovery
-
-    def lost(self, server: Server, error: BaseException) -> None:
-        """See to it that ``server`` comes back; it gets no requests until then."""
-        if server.ready and not self.closing:
-            logger.warning("lost an SGLang server: %s", error)
-            server.ready = False
-            self._router.forget(server.address)
-            server.recovery = asyncio.ensure_future(self._recover(server))
-
-    async def _recover(self, server: Server) -> None:
-        try:
-            await self._revive(server)
-            async with self._weights_lock:
-                assert self._weights is not None
-                await self._bring_up_to_date(server, self._weights)
-            await self._announce(server)
-            logger.warning(
-                "SGLang server %s is back with weights of version %d", server.address, server.version
-            )
-        except RolloutError as error:
-            logger.error("SGLang server %s does not come back: %s", server.address, error)
-            async with self._changed:
-                server.failure = error
-                self._changed.notify_all()
-
-    async def _revive(self, server: Server) -> None:
-        """Wait for the server, or start a new process in place of one that has ended."""
-        if server.process is not None and server.start is not None:
-            # Its connections break before its process is gone.
-            for _ in range(20):
-                if not server.process.alive:
-                    break
-                await asyncio.sleep(0.05)
-            if not server.process.alive:
-                if not self.options.restart:
-                    server.process.require_alive(server.address)
-                await asyncio.to_thread(server.process.stop)
-                server.process = await asyncio.to_thread(server.start)
-        await server.wait_until_up(self.options.start_timeout_s)
+        for adapter in adapters:
+            adapter.discard()
+        self._weights.discard()
 
     # --------------------------------------------------------------- weights
 
@@ -172,175 +101,148 @@ class Fleet:
 
         Raises `WeightsError` when a server refuses them; then all have what they had before.
         """
-        await self._settled()
+        await self.pool.wait_recovered()
         async with self._weights_lock:
-            before = self._weights
-            assert before is not None
-            present = self._present()
-            results = await self._on_paused(present, weights)
-            refused = [error for error in results if error is not None and not isinstance(error, Unreachable)]
-            if refused:
-                restored = await self._on_paused(present, before)
+            servers = self.pool.ready
+            errors = await self._load_all(servers, weights)
+            if refusal := _refusal(errors):
+                errors = await self._load_all(servers, self._weights)
                 weights.discard()
-                for server, error in zip(present, restored, strict=True):
-                    if error is not None:
-                        self.lost(server, error)
-                raise WeightsError(
-                    f"the weights of version {weights.version} were refused: {refused[0]}"
-                ) from refused[0]
-            self._weights = weights
-            before.discard()
-        for server, error in zip(present, results, strict=True):
-            if error is not None:
-                self.lost(server, error)
-        await self._settled()
-        if not any(server.ready for server in self.servers):
-            raise WeightsError(f"no server is left: {self.servers[0].failure}") from self.servers[0].failure
+            else:
+                self._weights.discard()
+                self._weights = weights
+            await self._continue(servers, errors)
+        if refusal is not None:
+            raise WeightsError(
+                f"the weights of version {weights.version} were refused: {refusal}"
+            ) from refusal
+        await self._require_one()
 
-    async def settled(self) -> list[Server]:
-        """The servers that serve, after those on their way back have come."""
-        await self._settled()
-        return self._present()
+    async def _load_all(self, servers: Sequence[Server], weights: Weights) -> Errors:
+        """Load ``weights`` on all ``servers``; none of them computes until `_continue`."""
+        return await _errors(self._load(server, weights, self._interrupt) for server in servers)
 
-    async def _settled(self) -> None:
-        """Wait for servers that are on their way back."""
-        running = [s.recovery for s in self.servers if s.recovery is not None and not s.recovery.done()]
-        await asyncio.gather(*running)
+    async def _load(self, server: Server, weights: Weights, interrupt: str) -> None:
+        await server.pause(interrupt, self._timeout_s)
+        server.weights_intact = False
+        await weights.load(server, self._timeout_s)
+        await server.set_weight_version(weights.version)
+        server.weights_intact = True
 
-    async def _on_paused(self, servers: Sequence[Server], weights: Weights) -> list[BaseException | None]:
-        """Load ``weights`` on each of ``servers`` while it computes nothing; how each of them failed, or None."""
-        mode = "retract" if self.options.in_flight == "continue" else "abort"
-        limit_s = self.options.update_timeout_s
+    async def _continue(self, servers: Sequence[Server], errors: Errors) -> None:
+        """Let the servers without an error compute, unless they are paused; the others are lost."""
+        self.pool.mark_failed(servers, errors)
+        if not self._paused:
+            whole = [server for server, error in zip(servers, errors, strict=True) if error is None]
+            errors = await _errors(server.continue_generation(self._timeout_s) for server in whole)
+            self.pool.mark_failed(whole, errors)
 
-        async def one(server: Server) -> None:
-            await server.pause(mode, limit_s)
-            try:
-                await weights.load(server, limit_s)
-                await server.label(weights.version)
-            finally:
-                if not self._paused:
-                    await server.go_on(limit_s)
+    async def _require_one(self) -> None:
+        await self.pool.wait_recovered()
+        if not self.pool.ready:
+            failure = self.pool.servers[0].failure
+            raise WeightsError(f"no server is left: {failure}") from failure
 
-        results = await asyncio.gather(*map(one, servers), return_exceptions=True)
-        for error in results:
-            if error is not None and not isinstance(
-                error, Unreachable | Refused | ServerTimeout | WeightsError
-            ):
-                raise error
-        return list(results)
-
-    async def adopt(self, policy: Policy) -> None:
-        """Have all servers answer with the adapter of ``policy`` from now on; requests in flight keep theirs.
-
-        Servers that are lost on the way get it when they are back. Raises `WeightsError` when one refuses it; then
-        all go on as they were.
-        """
-        await self._settled()
-        limit_s = self.options.update_timeout_s
-        async with self._weights_lock:
-            present = self._present()
-            loads = (server.load_adapter(policy, limit_s) for server in present)
-            results = await asyncio.gather(*loads, return_exceptions=True)
-            refused = [error for error in results if error is not None and not isinstance(error, Unreachable)]
-            if refused:
-                await self._forget([policy])
-                raise WeightsError(
-                    f"the adapter of version {policy.version} was refused: {refused[0]}"
-                ) from refused[0]
-            before, self._policy = self._policy, policy
-            before.last = before.version
-            self._replaced.append(before)
-            turns = await asyncio.gather(*map(self._turn_to_policy, present), return_exceptions=True)
-            await self._forget([old for old in self._replaced if not old.in_flight.total()])
-        for server, error in zip([*present, *present], [*results, *turns], strict=True):
-            if error is not None:
-                self.lost(server, error)
-        await self._settled()
-        if not any(server.ready for server in self.servers):
-            raise WeightsError(f"no server is left: {self.servers[0].failure}") from self.servers[0].failure
-
-    async def _turn_to_policy(self, server: Server) -> None:
-        limit_s = self.options.update_timeout_s
-        if self.options.in_flight == "abort":
-            await server.pause("abort", limit_s)
-        await server.label(self._policy.version)
-        server.policy = self._policy
-        if self.options.in_flight == "abort" and not self._paused:
-            await server.go_on(limit_s)
-
-    async def _forget(self, policies: Sequence[Policy]) -> None:
-        """Unload adapters that no request needs any more, and remove their files."""
-        self._replaced = [policy for policy in self._replaced if policy not in policies]
-        for policy in policies:
-            if policy.name is not None:
-                await asyncio.gather(*(server.unload_adapter(policy) for server in self._present()))
-            policy.discard()
+    async def ready_servers(self) -> list[Server]:
+        """The servers that are ready after the present recoveries."""
+        await self.pool.wait_recovered()
+        return self.pool.ready
 
     @property
     def _version(self) -> int:
-        assert self._weights is not None
-        return self._weights.version if self._policy.name is None else self._policy.version
+        return self._weights.version if self._adapter.name is None else self._adapter.version
 
-    async def label(self, version: int) -> None:
+    async def set_weight_version(self, version: int) -> None:
         """Tokens from now on carry ``version``."""
-        await self._settled()
+        await self.pool.wait_recovered()
         async with self._weights_lock:
-            assert self._weights is not None
-            self._weights.version = self._policy.version = version
-            await self._on_present(lambda server: server.label(version))
+            self._weights.version = self._adapter.version = version
+            await self.pool.post(lambda server: server.set_weight_version(version))
+
+    # -------------------------------------------------------------- adapters
+
+    async def install_adapter(self, adapter: ServedAdapter) -> None:
+        """Have all servers serve new requests by ``adapter``; requests in flight keep theirs.
+
+        Servers that are lost on the way get it when they are back. Raises `WeightsError` when one refuses it; then
+        all serve the adapter that they had.
+        """
+        await self.pool.wait_recovered()
+        async with self._weights_lock:
+            servers = self.pool.ready
+            errors = await _errors(server.load_adapter(adapter, self._timeout_s) for server in servers)
+            if refusal := _refusal(errors):
+                await self._forget([adapter])
+                raise WeightsError(
+                    f"the adapter of version {adapter.version} was refused: {refusal}"
+                ) from refusal
+            self._adapter.last_version = self._adapter.version
+            self._replaced.append(self._adapter)
+            self._adapter = adapter
+            failed = await _errors(self._switch_adapter(server) for server in servers)
+            await self._forget([old for old in self._replaced if not old.in_flight.total()])
+        self.pool.mark_failed([*servers, *servers], [*errors, *failed])
+        await self._require_one()
+
+    async def _switch_adapter(self, server: Server) -> None:
+        if self._interrupt == "abort":
+            await server.pause("abort", self._timeout_s)
+        await server.set_weight_version(self._adapter.version)
+        server.adapter = self._adapter
+        if self._interrupt == "abort" and not self._paused:
+            await server.continue_generation(self._timeout_s)
+
+    async def _forget(self, adapters: Sequence[ServedAdapter]) -> None:
+        """Unload adapters that no request needs any more, and remove their files."""
+        self._replaced = [adapter for adapter in self._replaced if adapter not in adapters]
+        for adapter in adapters:
+            if adapter.name is not None:
+                await asyncio.gather(*(server.unload_adapter(adapter) for server in self.pool.ready))
+            adapter.discard()
 
     # ------------------------------------------------------- pause and memory
 
     async def pause(self) -> None:
         """Interrupt what is in flight."""
         self._paused = True
-        limit_s = self.options.update_timeout_s
-        await self._on_present(lambda server: server.pause("retract", limit_s))
+        await self.pool.post(lambda server: server.pause("retract", self._timeout_s))
 
     async def resume(self) -> None:
-        """Go on with it."""
+        """Continue what `pause` has interrupted."""
         self._paused = False
-        await self._on_present(lambda server: server.go_on(self.options.update_timeout_s))
-
-    async def _on_present(self, order: Callable[[Server], Awaitable[None]]) -> None:
-        """Give an order to all servers; one that cannot be reached is lost, and gets it when it is back."""
-        await asyncio.gather(*(self._order(server, order(server)) for server in self._present()))
-
-    async def _order(self, server: Server, order: Awaitable[None]) -> None:
-        try:
-            await order
-        except Unreachable as error:
-            self.lost(server, error)
+        await self.pool.post(lambda server: server.continue_generation(self._timeout_s))
 
     async def release_memory(self) -> None:
-        """Give the accelerator's memory back."""
-        await self._settled()
-        limit_s = self.options.update_timeout_s
-        await asyncio.gather(*(s.control("/release_memory_occupation", {}, limit_s) for s in self._present()))
+        """Free the accelerators' memory."""
+        await self.pool.wait_recovered()
+        await self._post_to_ready("/release_memory_occupation")
 
     async def resume_memory(self) -> None:
-        """Take it again, and the weights too: a server keeps no copy of them unless it was told to."""
-        limit_s = self.options.update_timeout_s
-        await asyncio.gather(*(s.control("/resume_memory_occupation", {}, limit_s) for s in self._present()))
+        """Allocate the memory again, and load the weights: by default a server keeps no copy of them."""
+        await self._post_to_ready("/resume_memory_occupation")
         async with self._weights_lock:
-            assert self._weights is not None
-            for error in await self._on_paused(self._present(), self._weights):
-                if error is not None:
-                    raise error
-            if self._policy.name is not None:
-                await asyncio.gather(*map(self._load_again, self._present()))
+            servers = self.pool.ready
+            errors = await self._load_all(servers, self._weights)
+            if self._adapter.name is not None and not any(errors):
+                errors = await _errors(map(self._reload_adapter, servers))
+            await self._continue(servers, errors)
+        for error in filter(None, errors):
+            raise error
 
-    async def _load_again(self, server: Server) -> None:
-        """Its copy may be gone with the memory."""
-        await server.unload_adapter(self._policy)
-        await server.load_adapter(self._policy, self.options.update_timeout_s)
-        await server.label(self._version)
+    async def _post_to_ready(self, path: str) -> None:
+        await asyncio.gather(*(server.control(path, {}, self._timeout_s) for server in self.pool.ready))
 
-    def _present(self) -> list[Server]:
-        return [server for server in self.servers if server.ready]
+    async def _reload_adapter(self, server: Server) -> None:
+        """Load the adapter again: the server's copy may have been freed with the memory."""
+        await server.unload_adapter(self._adapter)
+        await server.load_adapter(self._adapter, self._timeout_s)
+        await server.set_weight_version(self._version)
 
 
-def make_api(address: str, session: aiohttp.ClientSession, options: SglangOptions) -> Api:
-    """The interface of the server at ``address``."""
-    key = options.api_key
-    return Api(address, session, None if key is None else key.get_secret_value())
+async def _errors(calls: Iterable[Awaitable[None]]) -> Errors:
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _refusal(errors: Errors) -> BaseException | None:
+    """The first error that is more than a lost connection."""
+    return next((error for error in errors if error is not None and not isinstance(error, Unreachable)), None)

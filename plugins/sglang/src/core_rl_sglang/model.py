@@ -1,4 +1,4 @@
-"""What the client knows of the served model without asking: its vocabulary, context, stop tokens and tensors."""
+"""Properties of the served model that need no server: its vocabulary, context, stop tokens and tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from core_rl.backend.inference_backend import ModelLimits
 from core_rl.config.engine import ModelConfig
-from core_rl.engine.inference import ModelLimits
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import read_config
-from core_rl.toolkit.checkpoint_layout import WrittenForm
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.digest import digest_of_directory
 from core_rl_sglang.adapters import AdapterForm
 
@@ -29,10 +29,10 @@ class ServedModel:
     eos: frozenset[int]
     """End-of-sequence tokens, those of the config and of the generation config: SGLang stops at both."""
     shapes: dict[str, tuple[int, ...]]
-    """Names and shapes of what an export of it holds."""
+    """Names and shapes of the tensors of an export."""
     config: PretrainedConfig
     adapter: AdapterForm | None
-    """Of the adapters that servers take over it."""
+    """The form of adapters over it; None without ``model.lora``."""
 
     @staticmethod
     def of(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
@@ -62,7 +62,7 @@ class ServedModel:
 
     @cached_property
     def digest(self) -> str:
-        """What tells its weights from others, as a train engine tells it of what is below an adapter."""
+        """The digest of its weights, as a train engine computes it for the base of an adapter."""
         return digest_of_directory(self.path, self.config)
 
 
@@ -83,4 +83,4 @@ def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     parameters = {name: tuple(value.shape) for name, value in model.named_parameters()}
     saved = model.state_dict().keys()
     buffers = {name: tuple(value.shape) for name, value in model.named_buffers() if name in saved}
-    return WrittenForm.of(model).shapes(parameters) | buffers
+    return CheckpointLayout.of(model).shapes(parameters) | buffers

@@ -1,4 +1,4 @@
-"""The process of one SGLang server: started, watched and ended, with all its children."""
+"""The process of one SGLang server, with all its children."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from core_rl.errors import ConfigError, RolloutError
-from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
-__all__ = ["ServerProcess", "arguments_of", "free_port", "require_free"]
+__all__ = ["ServerProcess", "arguments_of", "free_ports"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
@@ -33,7 +33,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     """
     if glob.escape(str(model.path)) != str(model.path):
         raise ConfigError(
-            f"model.path = {str(model.path)!r}: SGLang (0.5.23) takes it for a pattern; rename the directory, "
+            f"model.path = {str(model.path)!r}: SGLang (0.5.23) reads it as a pattern; rename the directory, "
             "or give it another name with a link"
         )
     context_length = model.limits.context_length
@@ -54,7 +54,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         "--attention-backend": "torch_native" if device == "cpu" else None,
     }
     given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
-    # Token ids go in and come out, and the first requests are the warm-up. An idle server on a CPU leaves the
+    # Requests and responses are token ids, and the first requests are the warm-up. An idle server on a CPU leaves the
     # cores to the trainer.
     flags = [
         "--skip-tokenizer-init",
@@ -65,15 +65,15 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     return [*given, *flags, *adapter, *options.extra_args]
 
 
-def free_port(host: str) -> int:
-    """A port of ``host`` that nobody listens on at this moment."""
+def _free_port(host: str) -> int:
+    """A port of ``host`` that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def require_free(host: str, port: int) -> None:
+def _require_free(host: str, port: int) -> None:
     """Raise `ConfigError` unless a server can listen on ``port``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,6 +84,17 @@ def require_free(host: str, port: int) -> None:
                 f"options.ports: port {port} of {host} cannot be listened on ({error.strerror}); "
                 "choose another, or leave 'ports' empty"
             ) from error
+
+
+def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
+    """The ports of ``count`` servers; raises `ConfigError` for ``options.ports`` that do not suffice or are taken."""
+    if not options.ports:
+        return tuple(_free_port(options.host) for _ in range(count))
+    if len(options.ports) != count:
+        raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
+    for port in options.ports:
+        _require_free(options.host, port)
+    return options.ports
 
 
 class ServerProcess:
@@ -109,7 +120,7 @@ class ServerProcess:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             if ranks > 1:
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shared_cores(ranks))
-        # What is on the path of this process belongs to another environment.
+        # The path of this process belongs to another environment.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             environment.pop(name, None)
         try:
@@ -128,11 +139,11 @@ class ServerProcess:
                 f"options.python: {python!r} cannot be run: {error}; name the Python of the environment that has SGLang"
             ) from error
         # Not an argument, which every user of the machine can read.
-        self._tell((api_key or "") + "\n")
+        self._write((api_key or "") + "\n")
 
-    def _tell(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which whoever waits for it will find
+        with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
 
@@ -143,7 +154,7 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """True until the process ends."""
         return self._process.poll() is None
 
     def require_alive(self, address: str) -> None:
@@ -178,7 +189,7 @@ class ServerProcess:
 
 
 def _shared_cores(ranks: int) -> str:
-    """The cores of each rank of a server: SGLang alone would give each a NUMA node, and refuse to start with fewer."""
+    """The cores of each rank of a server: by default SGLang binds each to a NUMA node, and fails with fewer nodes."""
     cores = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
@@ -187,7 +198,7 @@ def _shared_cores(ranks: int) -> str:
 
 
 def _running(group: int) -> bool:
-    """Whether a process of ``group`` runs still; one that nobody has reaped yet does not."""
+    """Whether a process of ``group`` is running; a zombie is not."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens, from the log-probs that SGLang gives for the tokens of a prompt."""
+"""Log-probs of given tokens, from SGLang's log-probs of prompt tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.data.batch import SequenceBatch
-from core_rl.engine.inference import TopLogprobs
 from core_rl.errors import RolloutError
-from core_rl_sglang.adapters import Policy
+from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.calls import Requests, generated
 from core_rl_sglang.server import Server
 
@@ -23,11 +23,11 @@ __all__ = ["Scorer"]
 
 AT_ONCE = 64
 MOST_VALUES = 2**26
-"""Numbers that one call may fetch as JSON."""
+"""The most numbers that one call fetches as JSON."""
 
 
 class Scorer:
-    """Asks for sequences as prompts without an answer."""
+    """Scores sequences as prompts without a completion."""
 
     def __init__(self, requests: Requests, vocab_size: int, timeout_s: float) -> None:
         self._requests = requests
@@ -54,7 +54,7 @@ class Scorer:
         return torch.cat(picked).float()
 
     async def top(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        """The ``k`` most likely tokens at the place of each."""
+        """The ``k`` most likely tokens at each position."""
         rows = _rows(batch)
         if temperature == 1.0:
             found = [_top_of(meta, k) for meta in await self._of_each(rows, k)]
@@ -67,7 +67,7 @@ class Scorer:
         )
 
     async def _distributions(self, rows: Sequence[Sequence[int]], temperature: float) -> list[Tensor]:
-        """Log-probs of all tokens, float64 ``[L - 1, V]`` for each row, at the places after its first token."""
+        """Log-probs of all tokens, float64 ``[L - 1, V]`` for each row, at the positions after its first token."""
         wanted = sum(map(len, rows)) * self._vocab_size
         if wanted > MOST_VALUES:
             raise RolloutError(
@@ -83,11 +83,11 @@ class Scorer:
         return found
 
     async def _of_each(self, rows: Sequence[Sequence[int]], k: int) -> list[dict[str, Any]]:
-        """What the servers say of each row as a prompt, with the ``k`` best tokens at each place."""
+        """The servers' ``meta_info`` of each row as a prompt, with the ``k`` best tokens at each position."""
         gate = asyncio.Semaphore(AT_ONCE)
 
         async def one(ids: Sequence[int]) -> dict[str, Any]:
-            async def ask(server: Server, rid: str, policy: Policy) -> dict[str, Any]:
+            async def ask(server: Server, rid: str, adapter: ServedAdapter) -> dict[str, Any]:
                 body = {
                     "rid": rid,
                     "input_ids": list(ids),
@@ -96,8 +96,8 @@ class Scorer:
                     "logprob_start_len": 0,
                     "top_logprobs_num": k,
                 }
-                answer = await generated(server, policy, body, self._timeout_s)
-                return _checked(answer, len(ids), k, server.address)
+                response = await generated(server, adapter, body, self._timeout_s)
+                return _checked(response, len(ids), k, server.address)
 
             async with gate:
                 return await self._requests.call(uuid.uuid4().hex, ids, ask)
@@ -116,23 +116,25 @@ def _column(values: Sequence[float | None]) -> Tensor:
 
 def _top_of(meta: dict[str, Any], k: int) -> tuple[Tensor, Tensor]:
     """Ids and log-probs ``[L - 1, k]`` (float64), best first."""
-    places = meta["input_top_logprobs"][1:]
-    ids = torch.tensor([[token for _, token, _ in place] for place in places], dtype=torch.long)
-    values = torch.tensor([[value for value, *_ in place] for place in places], dtype=torch.float64)
+    positions = meta["input_top_logprobs"][1:]
+    ids = torch.tensor([[token for _, token, _ in position] for position in positions], dtype=torch.long)
+    values = torch.tensor([[value for value, *_ in position] for position in positions], dtype=torch.float64)
     return ids.reshape(-1, k), values.reshape(-1, k)
 
 
-def _checked(answer: Any, count: int, k: int, address: str) -> dict[str, Any]:
-    """The ``meta_info`` of an answer that has what was asked for, or `RolloutError`."""
+def _checked(response: Any, count: int, k: int, address: str) -> dict[str, Any]:
+    """The ``meta_info`` of a complete response, or `RolloutError`."""
     try:
-        meta: dict[str, Any] = answer["meta_info"]
+        meta: dict[str, Any] = response["meta_info"]
         logprobs = [entry[0] for entry in meta["input_token_logprobs"]]
         whole = len(logprobs) == count and all(math.isfinite(value) for value in logprobs[1:])
         if k:
-            whole = whole and [len(place) for place in meta["input_top_logprobs"][1:]] == [k] * (count - 1)
+            whole = whole and [len(position) for position in meta["input_top_logprobs"][1:]] == [k] * (
+                count - 1
+            )
     except (KeyError, IndexError, TypeError) as error:
         raise RolloutError(
-            f"SGLang server {address} gave scores that cannot be read ({error!r}): {str(answer)[:300]}"
+            f"SGLang server {address} gave scores that cannot be read ({error!r}): {str(response)[:300]}"
         ) from error
     if not whole:
         raise RolloutError(

@@ -1,11 +1,11 @@
-"""Starts an SGLang server. Runs in the server's own Python, by its path, and needs nothing of core-rl there.
+"""Script that starts an SGLang server in the server's own Python, which has no core-rl.
 
 ``python serve.py --model-path ... --port ...`` takes the arguments of ``sglang.launch_server``. Standard input is
 a pipe from the process that started it. Its first line is the API key, or empty; and when that process ends,
 however it ends, so does the server with all its children.
 
-Where there is no CUDA, gaps are filled before SGLang is imported: two of a plain ``pip install``, one of adapters.
-SGLang spawns its workers, which run the top of this file again, so that they are filled there too.
+Without CUDA, three workarounds come before the import of SGLang: two for a plain ``pip install``, one for adapters.
+SGLang spawns its workers, which run the top of this file again, and so get them too.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ CPU_KERNELS = (
     "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 )
-"""What SGLang imports from ``sgl_kernel`` on a CPU; all of it serves speculative decoding."""
+"""Functions that SGLang imports from ``sgl_kernel`` on a CPU, all for speculative decoding."""
 
 
-def fill_gaps() -> None:
-    """Make SGLang and its adapters possible beside a CPU build of torch; does nothing where there is CUDA."""
+def apply_workarounds() -> None:
+    """Let SGLang and its adapters run with a CPU build of torch; does nothing with CUDA."""
     import torch
 
     if torch.cuda.is_available():
         return
     _declare_torchvision()
     if importlib.util.find_spec("sgl_kernel") is None:
-        _stand_in_for_kernels()
+        _add_kernel_stubs()
     if "--enable-lora" in sys.argv:
-        _do_without_pinned_memory()
+        _disable_pinned_memory()
 
 
 def _declare_torchvision() -> None:
-    """The compiled part of a torchvision for CUDA does not load beside a CPU torch, and its import fails.
+    """The compiled part of a torchvision for CUDA does not load with a CPU torch, and its import fails.
 
     It registers fake kernels for two operators; their schemas are all that it needs for that.
     """
@@ -63,10 +63,10 @@ def _declare_torchvision() -> None:
         except RuntimeError as error:
             if "multiple times" not in str(error):  # torchvision's own part has loaded
                 raise
-    fill_gaps.library = library  # type: ignore[attr-defined]  # its operators live as long as it does
+    apply_workarounds.library = library  # type: ignore[attr-defined]  # its operators live as long as it does
 
 
-def _stand_in_for_kernels() -> None:
+def _add_kernel_stubs() -> None:
     """The CPU build of ``sgl_kernel`` is not on PyPI; nothing calls these functions without speculative decoding."""
     module = types.ModuleType("sgl_kernel")
     module.__spec__ = importlib.util.spec_from_loader("sgl_kernel", None)
@@ -75,11 +75,11 @@ def _stand_in_for_kernels() -> None:
     sys.modules["sgl_kernel"] = module
 
 
-def _do_without_pinned_memory() -> None:
+def _disable_pinned_memory() -> None:
     """SGLang's LoRA (0.5.23) pins host memory on every device, which torch refuses without an accelerator.
 
-    Pinned memory is what copies to an accelerator are faster from; here there are none. Upstream it is
-    sgl-project/sglang#31894; this goes when its torch backend asks whether memory can be pinned.
+    Pinned memory only speeds up copies to an accelerator. Remove this when sgl-project/sglang#31894 is fixed: the
+    torch backend must check whether memory can be pinned.
     """
     import torch
 
@@ -114,9 +114,9 @@ def die_with_parent() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second is its name in the workers that SGLang spawns
-    # Python looks for modules beside a script first, and what is there would hide the server's own.
+    # Python looks for modules in a script's directory first, and those there would hide the server's own.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
-    fill_gaps()
+    apply_workarounds()
 
 if __name__ == "__main__":
     api_key = sys.stdin.buffer.raw.readline().decode().strip()  # type: ignore[union-attr]  # nothing is read ahead

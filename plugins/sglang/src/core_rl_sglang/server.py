@@ -1,4 +1,4 @@
-"""One server of a fleet: its interface, its process if it is ours, and the calls that RL needs."""
+"""One server of a fleet: its interface, its process if this engine started it, and the calls that RL needs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import aiohttp
+
+from core_rl.distributed.process_group import pick_device
 from core_rl.errors import RolloutError
 from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket, pickled_by_name
-from core_rl_sglang.adapters import Policy
+from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
-from core_rl_sglang.process import ServerProcess
+from core_rl_sglang.config import SglangConfig, SglangOptions
+from core_rl_sglang.model import ServedModel
+from core_rl_sglang.process import ServerProcess, arguments_of
 
-__all__ = ["Server"]
+__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server", "api_of", "start_server"]
 
 logger = logging.getLogger(__name__)
 
+FRESH = "default"
+"""The weight version of a server that was given no weights since it started."""
 POLL_S = 0.25
 PROBE_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 10.0
 
 
 class Server:
-    """A server, which may be away for a while. Belongs to the event loop of its ``api``."""
+    """A server, which may be unreachable for a while. Belongs to the event loop of its ``api``."""
 
     def __init__(
         self, api: Api, start: Callable[[], ServerProcess] | None, process: ServerProcess | None
@@ -35,45 +44,45 @@ class Server:
         self.api = api
         self.address = api.address
         self.start = start
-        """Starts it anew on the same port; None for a server that is not ours."""
+        """Starts it again on the same port; None for a server that somebody else started."""
         self.process = process
         self.in_flight = 0
         self.ready = False
         self.version = -1
         """The version of the weights that it was given."""
+        self.weights_intact = True
+        """False from the beginning of a weight update until its success: the server must not compute."""
         self.ranks = 1
         """Its tensor-parallel degree."""
         self.failure: BaseException | None = None
-        """Why it will not come back."""
+        """The error after which it will not come back."""
         self.recovery: asyncio.Task[None] | None = None
-        self.policy = Policy(0)
-        """What new requests are answered with."""
+        self.adapter = ServedAdapter(0)
+        """The adapter of new requests, or none."""
 
     @contextmanager
-    def busy(self) -> Iterator[Policy]:
-        """Count a request, which is answered with the policy that comes."""
-        policy = self.policy
+    def busy(self) -> Iterator[ServedAdapter]:
+        """Count a request in flight, which uses the adapter that is yielded."""
+        adapter = self.adapter
         self.in_flight += 1
-        policy.in_flight[self.address] += 1
+        adapter.in_flight[self.address] += 1
         try:
-            yield policy
+            yield adapter
         finally:
             self.in_flight -= 1
-            policy.in_flight[self.address] -= 1
+            adapter.in_flight[self.address] -= 1
 
     async def wait_until_up(self, timeout_s: float) -> None:
-        """Return when the server answers, and computes; says every 10 s that it does not yet.
+        """Return when the server responds, and computes where its weights allow it; logs a warning every 10 s.
 
         Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`.
         """
-        started = said = time.monotonic()
+        started = logged = time.monotonic()
         while True:
             if self.process is not None:
                 self.process.require_alive(self.address)
             try:
-                # Its answer to /health is a generated token, for which a server that somebody paused would wait.
-                await self.go_on(PROBE_TIMEOUT_S)
-                await self.api.get("/health", PROBE_TIMEOUT_S)
+                await self._probe()
                 return
             except (Unreachable, ServerTimeout, Refused) as error:
                 now = time.monotonic()
@@ -81,16 +90,26 @@ class Server:
                     raise ServerTimeout(
                         f"SGLang server {self.address} is not ready after {timeout_s:g} s: {error}{self._log()}"
                     ) from error
-                if now - said > PROGRESS_EVERY_S:
-                    said = now
+                if now - logged > PROGRESS_EVERY_S:
+                    logged = now
                     logger.warning("waiting for SGLang server %s: %.0f s", self.address, now - started)
             await asyncio.sleep(POLL_S)
+
+    async def _probe(self) -> None:
+        if not self.weights_intact:
+            _, weight_version = await self.served()
+            # A server that has started again has whole weights.
+            self.weights_intact = weight_version == FRESH
+        if self.weights_intact:
+            # The response of /health is a generated token, for which a server that somebody paused would wait.
+            await self.continue_generation(PROBE_TIMEOUT_S)
+            await self.api.get("/health", PROBE_TIMEOUT_S)
 
     def _log(self) -> str:
         return "" if self.process is None else f"\nthe end of its log:\n{self.process.log_tail()}"
 
     async def served(self) -> tuple[str, str]:
-        """The path and the version label of the weights that it serves."""
+        """The path and the version of the weights that it serves, as the server calls them."""
         info = await self.api.get("/model_info", PROBE_TIMEOUT_S)
         about = await self.api.get("/server_info", PROBE_TIMEOUT_S)
         try:
@@ -98,11 +117,11 @@ class Server:
             return str(info["model_path"]), str(info["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise RolloutError(
-                f"{self.address} does not answer as an SGLang server does: {str(info)[:300]}"
+                f"{self.address} does not respond as an SGLang server does: {str(info)[:300]}"
             ) from error
 
-    async def label(self, version: int) -> None:
-        """Tokens from now on carry ``version``; requests in flight go on."""
+    async def set_weight_version(self, version: int) -> None:
+        """Tokens from now on carry ``version``; requests in flight continue."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.api.post("/update_weight_version", body, PROBE_TIMEOUT_S)
         self.version = version
@@ -111,42 +130,42 @@ class Server:
         """Stop computing: requests go back to the queue (``retract``), or end as they are (``abort``)."""
         await self.api.post("/pause_generation", {"mode": mode}, timeout_s)
 
-    async def go_on(self, timeout_s: float) -> None:
-        """The inverse of `pause`: keys and values of what was in flight are computed anew."""
+    async def continue_generation(self, timeout_s: float) -> None:
+        """Compute again after `pause`: keys and values of requests in flight are computed anew."""
         await self.api.post("/continue_generation", {}, timeout_s)
 
     async def abort(self, rid: str) -> None:
-        """Forget the request ``rid``; a server that cannot be reached has forgotten it."""
+        """Abort the request ``rid``; a server that cannot be reached has lost it."""
         try:
             await self.api.post("/abort_request", {"rid": rid}, PROBE_TIMEOUT_S)
         except RolloutError as error:
             logger.debug("request %s was not aborted: %s", rid, error)
 
-    async def take_tensors(self, bucket: Bucket, timeout_s: float) -> None:
+    async def load_tensors(self, bucket: Bucket, timeout_s: float) -> None:
         """Copy ``bucket`` into the weights, between the beginning and the end of an update."""
-        # One for each rank: whoever opens a name gives back a reference that pickling has taken.
+        # One for each rank: opening a name releases a reference that pickling has taken.
         payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
         body = {"serialized_named_tensors": payloads, "flush_cache": False}
         await self.control("/update_weights_from_tensor", body, timeout_s)
 
-    async def load_adapter(self, policy: Policy, timeout_s: float) -> None:
-        """Read the adapter of ``policy``, beside those that are there."""
-        body = {"lora_name": policy.name, "lora_path": policy.path}
+    async def load_adapter(self, adapter: ServedAdapter, timeout_s: float) -> None:
+        """Load ``adapter`` in addition to those that are loaded."""
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
         try:
             await self.control("/load_lora_adapter", body, timeout_s)
         except Refused as error:
             if "already loaded" not in error.message:  # a server of which only the connection was lost
                 raise
 
-    async def unload_adapter(self, policy: Policy) -> None:
-        """Forget the adapter of ``policy``, which no request needs; a server that cannot do it has lost it before."""
+    async def unload_adapter(self, adapter: ServedAdapter) -> None:
+        """Unload ``adapter``, which no request needs; a server that cannot do it has lost it before."""
         try:
-            await self.control("/unload_lora_adapter", {"lora_name": policy.name}, PROBE_TIMEOUT_S)
+            await self.control("/unload_lora_adapter", {"lora_name": adapter.name}, PROBE_TIMEOUT_S)
         except RolloutError as error:
-            logger.debug("the adapter %s was not unloaded: %s", policy.name, error)
+            logger.debug("the adapter %s was not unloaded: %s", adapter.name, error)
 
     async def join(self, group: GroupAddress, rank: int, timeout_s: float) -> None:
-        """Have its ranks join ``group``, the first of them as ``rank``; returns when all members are there."""
+        """Have its ranks join ``group``, the first of them as ``rank``; returns when all members have joined."""
         body = {
             "master_address": group.host,
             "master_port": group.port,
@@ -157,8 +176,8 @@ class Server:
         }
         await self.control("/init_weights_update_group", body, timeout_s)
 
-    async def take_broadcast(self, bucket: Bucket, group: str, timeout_s: float) -> None:
-        """Copy into the weights what rank 0 of ``group`` broadcasts, which is ``bucket`` tensor by tensor."""
+    async def load_broadcast(self, bucket: Bucket, group: str, timeout_s: float) -> None:
+        """Copy the broadcasts of rank 0 of ``group`` into the weights: ``bucket``, tensor by tensor."""
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -169,7 +188,7 @@ class Server:
         await self.control("/update_weights_from_distributed", body, timeout_s)
 
     async def leave(self, group: str) -> None:
-        """Leave ``group``: whoever waits for this server gets an error. One that cannot be reached has left."""
+        """Leave ``group``: ranks that wait for this server get an error. One that cannot be reached has left."""
         try:
             await self.control("/destroy_weights_update_group", {"group_name": group}, PROBE_TIMEOUT_S)
         except RolloutError as error:
@@ -177,8 +196,29 @@ class Server:
 
     async def flush_cache(self, timeout_s: float) -> None:
         """Drop the keys and values of earlier weights."""
-        await self.api.order("/flush_cache", {}, timeout_s)
+        await self.api.post("/flush_cache", {}, timeout_s, parse=False)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
         """``POST`` one step of a weight update."""
         return await self.api.post(path, body, timeout_s)
+
+
+def start_server(
+    config: SglangConfig, model: ServedModel, port: int, session: aiohttp.ClientSession
+) -> Server:
+    """Start the process of a server of ``model``; it is not ready yet."""
+    options = config.options
+    device = pick_device(config.device, 0).type
+    key = None if options.api_key is None else options.api_key.get_secret_value()
+    log = None if options.log_path is None else Path(options.log_path) / f"sglang-{port}.log"
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    arguments = arguments_of(config, model, port, device)
+    start = partial(ServerProcess, config.server_python, arguments, key, device, log, config.layout.tp)
+    return Server(api_of(f"{options.host}:{port}", session, options), start, start())
+
+
+def api_of(address: str, session: aiohttp.ClientSession, options: SglangOptions) -> Api:
+    """The interface of the server at ``address``."""
+    key = options.api_key
+    return Api(address, session, None if key is None else key.get_secret_value())

@@ -1,4 +1,4 @@
-"""Where servers take weights from. What was installed last is kept, so that a server that is replaced gets it too."""
+"""Weights that servers load. Those installed last are kept, so that a server that is replaced gets them too."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.comm import Comm
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.group import GroupAddress, Seats
+from core_rl.weight_sync.group import GroupAddress, ReceiverRanks
 from core_rl.weight_sync.messages import Bucket
-from core_rl_sglang.directories import plain_name
+from core_rl_sglang.adapters import plain_name
 from core_rl_sglang.server import Server
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights"]
 
 
 class Weights(Protocol):
-    """One version of the weights, which any number of servers can take, now and later."""
+    """One version of the weights, which any number of servers can load, now and later."""
 
     version: int
 
     @property
     def origin(self) -> str:
-        """The model path that a fresh server with them reports; empty if there is none."""
+        """The model path that a fresh server with these weights reports; empty if there is none."""
         ...
 
     async def load(self, server: Server, timeout_s: float) -> None:
-        """Install them on ``server``, which is paused; raises the errors of its interface."""
+        """Load them on ``server``, which is paused; raises the errors of its interface."""
         ...
 
     def discard(self) -> None:
-        """Free what keeps them; no server will need them again."""
+        """Free the memory or files; no server will need them again."""
         ...
 
 
@@ -60,10 +60,10 @@ class DiskWeights:
     def checked(meta: WeightUpdateMeta, shapes: dict[str, tuple[int, ...]]) -> DiskWeights:
         """The weights in ``meta.path``, which must be whole and hold tensors of these names and ``shapes``.
 
-        Its files are linked into a directory beside it: trainers put each version in place of the one before,
-        also while servers still read that one.
+        Its files are linked into a temporary directory: trainers replace each version by the next one, also while
+        servers still read it.
 
-        Raises `CheckpointError` and `WeightsError` before any server hears of them.
+        Raises `CheckpointError` and `WeightsError` before any server is called.
         """
         assert meta.path is not None
         with opened(meta.path, Comm(), kind="hf", require_manifest=meta.verify) as directory:
@@ -86,7 +86,7 @@ class DiskWeights:
 
 
 def _linked(directory: Path) -> Path:
-    """A directory beside ``directory`` with its files; copies where the file system has no hard links."""
+    """A directory next to ``directory`` with its files; copies where the file system has no hard links."""
     copy = Path(tempfile.mkdtemp(prefix=f".{directory.name}.served-", dir=directory.parent))
     try:
         shutil.copytree(directory, copy, copy_function=_link, dirs_exist_ok=True)
@@ -105,7 +105,7 @@ def _link(source: str, target: str) -> str:
 
 
 class TensorWeights:
-    """Weights in buckets of shared memory, which come one after another while servers take them."""
+    """Weights in buckets of shared memory, which arrive one after another while servers load them."""
 
     origin = ""
 
@@ -115,57 +115,57 @@ class TensorWeights:
         self._complete = False
         self._failure: WeightsError | None = None
         self._changed = asyncio.Condition()
-        self._taken: dict[Server, int] = {}
-        """How many buckets each server has that is in the middle of taking them."""
+        self._loaded: dict[Server, int] = {}
+        """Buckets that each server has loaded, for servers that have not loaded all."""
 
-    def seats(self, servers: Sequence[Server]) -> Seats | None:
-        """What the trainer's rank has to know of ``servers``, which join its group; None without one."""
+    def receiver_ranks(self, servers: Sequence[Server]) -> ReceiverRanks | None:
+        """The ranks of ``servers``, which join the trainer's group; None for no group."""
         return None
 
-    async def invite(self, group: GroupAddress, timeout_s: float) -> None:
+    async def join(self, group: GroupAddress, timeout_s: float) -> None:
         """Have the servers join ``group``."""
 
-    async def dismiss(self) -> None:
-        """Have servers leave that have no more use for the group."""
+    async def leave(self) -> None:
+        """Have the servers leave that are still in the group."""
 
     async def add(self, bucket: Bucket, *, broadcast: bool = False) -> None:
-        """Offer a bucket; returns when no server is more than this one behind."""
+        """Add a bucket; returns when all servers have loaded those before it."""
         async with self._changed:
             self._buckets.append(bucket)
             self._changed.notify_all()
             behind = len(self._buckets) - 1
-            await self._changed.wait_for(lambda: all(count >= behind for count in self._taken.values()))
+            await self._changed.wait_for(lambda: all(count >= behind for count in self._loaded.values()))
 
     async def finish(self, failure: WeightsError | None = None) -> None:
-        """There are no more; with ``failure``, servers that have taken some must not serve them."""
+        """Add no more buckets; with ``failure``, `load` raises it."""
         async with self._changed:
             self._complete, self._failure = True, failure
             self._changed.notify_all()
 
     async def load(self, server: Server, timeout_s: float) -> None:
-        await self._pass_on(server, lambda bucket: server.take_tensors(bucket, timeout_s), timeout_s)
+        await self._load_each(server, lambda bucket: server.load_tensors(bucket, timeout_s), timeout_s)
 
-    async def _pass_on(
-        self, server: Server, take: Callable[[Bucket], Awaitable[None]], timeout_s: float
+    async def _load_each(
+        self, server: Server, load: Callable[[Bucket], Awaitable[None]], timeout_s: float
     ) -> None:
-        """Have ``server`` take all buckets, from the first on, as they come."""
+        """Have ``server`` load all buckets, from the first on, as they arrive."""
         await server.control("/begin_weight_update", {}, timeout_s)
-        self._taken[server] = 0
+        self._loaded[server] = 0
         try:
             while (bucket := await self._next(server)) is not None:
-                await take(bucket)
+                await load(bucket)
                 async with self._changed:
-                    self._taken[server] += 1
+                    self._loaded[server] += 1
                     self._changed.notify_all()
         finally:
             async with self._changed:
-                del self._taken[server]
+                del self._loaded[server]
                 self._changed.notify_all()
             await server.control("/end_weight_update", {}, timeout_s)
         await server.flush_cache(timeout_s)
 
     async def _next(self, server: Server) -> Bucket | None:
-        count = self._taken[server]
+        count = self._loaded[server]
         async with self._changed:
             await self._changed.wait_for(lambda: self._complete or len(self._buckets) > count)
         if self._failure is not None:

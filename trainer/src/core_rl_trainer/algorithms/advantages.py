@@ -53,7 +53,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
-    """ReMax (arXiv:2310.10505): reward minus that of the greedy answer to the same prompt, both ``[B]``."""
+    """ReMax (arXiv:2310.10505): reward minus that of the greedy completion of the same prompt, both ``[B]``."""
     if rewards.dim() != 1 or rewards.shape != baseline_rewards.shape:
         raise BatchError(
             f"'rewards' {list(rewards.shape)} and 'baseline_rewards' {list(baseline_rewards.shape)} must both be [B]"
@@ -63,17 +63,17 @@ def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
     return (rewards.double() - baseline_rewards.double()).float()
 
 
-def whiten(values: Tensor, mask: Tensor, world: Comm | None = None) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, comm: Comm | None = None) -> Tensor:
     """``values [T]`` with mean 0 and variance 1 over the tokens where ``mask`` is true, and 0 elsewhere.
 
-    Moments are float64, over the ranks of ``world`` as well (the data-parallel ranks, each with its part of
+    Moments are float64, over the ranks of ``comm`` as well (the data-parallel ranks, each with its part of
     the batch). The variance is the sample variance, as in verl and TRL. Collective.
     """
-    world = world or Comm()
+    comm = comm or Comm()
     chosen = values[mask].double()
-    total, count = world.sum([float(chosen.sum()), float(len(chosen))])
+    total, count = comm.sum([float(chosen.sum()), float(len(chosen))])
     mean = total / max(count, 1)
-    (squares,) = world.sum([float((chosen - mean).square().sum())])
+    (squares,) = comm.sum([float((chosen - mean).square().sum())])
     variance = squares / max(count - 1, 1)
     white = (values.double() - mean) / (variance + VARIANCE_FLOOR) ** 0.5
     return torch.where(mask, white, 0.0).to(values.dtype)

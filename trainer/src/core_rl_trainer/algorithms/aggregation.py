@@ -19,11 +19,11 @@ __all__ = ["Aggregation", "FixedLength", "aggregate", "sequence_mean", "weight_f
 class FixedLength(Config):
     """Dr. GRPO (arXiv:2503.20783): the sum over tokens, divided by sequences times a constant length.
 
-    Unlike ``sequence_mean``, it does not favour short right answers and long wrong ones.
+    Unlike ``sequence_mean``, it does not favour short right completions and long wrong ones.
     """
 
     fixed_length: int = Field(ge=1)
-    """The length that stands for all, such as the most tokens of an answer."""
+    """The length that stands for all, such as the most tokens of a completion."""
 
 
 Aggregation = Literal["token_mean", "sequence_mean"] | FixedLength
@@ -50,7 +50,7 @@ def sequence_mean(values: Tensor, batch: SequenceBatch) -> Tensor:
 
 
 def weight_fn(how: Aggregation) -> WeightFn:
-    """How much `aggregate` counts: trained tokens, or sequences with a trained token, perhaps times a length."""
+    """The divisor of `aggregate`: trained tokens, or sequences with a trained token, perhaps times a length."""
     if isinstance(how, FixedLength):
         return _CountFixedLength(length=how.fixed_length)
     return count_tokens if how == "token_mean" else count_sequences

@@ -27,7 +27,7 @@ from core_rl_trainer.algorithms.preferences import (
     hinge_loss,
     ipo_loss,
 )
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
+from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.algorithms.updates import require_fields
 
 __all__ = ["DPOConfig", "DPOInterface", "DPOLoss"]
@@ -41,7 +41,7 @@ class DPOConfig(Config):
     variant: Variant = "dpo"
     """``dpo``, ``ipo`` (arXiv:2310.12036) or ``hinge`` (SLiC, arXiv:2305.10425)."""
     beta: float = Field(default=0.1, gt=0.0)
-    """How strongly the policy is held to the reference."""
+    """The strength of the penalty for leaving the reference."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """How often labels are taken to be wrong; for ``dpo`` alone."""
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from torch import Tensor
 
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import segment_sum
 from core_rl.distributed.comm import Comm
-from core_rl.errors import BatchError, ConfigError
+from core_rl.errors import BatchError
 from core_rl_trainer.algorithms import advantages as rules
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, GROUP, TOKEN_REWARDS, VALUES
 from core_rl_trainer.algorithms.gae import gae_advantages, returns_to_go
-from core_rl_trainer.algorithms.named import custom_callable, named_kind, named_or_fields
+from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 
 __all__ = [
     "GAE",
@@ -39,8 +39,8 @@ class AdvantageEstimator(Config):
     """Fields that the batch must have besides ``token_rewards``."""
 
     @abstractmethod
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
-        """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``world``."""
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``comm``."""
 
 
 class _OfSequences(AdvantageEstimator):
@@ -50,7 +50,7 @@ class _OfSequences(AdvantageEstimator):
     def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
         """Advantages ``[B]``; ``rewards [B]`` are float64."""
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
         return rules.spread_to_tokens(self._of(rewards, batch), batch)
 
@@ -89,7 +89,7 @@ class RLOO(_OfSequences):
 
 
 class ReMax(_OfSequences):
-    """Against the greedy answer to the same prompt (arXiv:2310.10505)."""
+    """Against the greedy completion of the same prompt (arXiv:2310.10505)."""
 
     type: Literal["remax"] = "remax"
     """The name."""
@@ -107,9 +107,9 @@ class ReinforcePlusPlus(AdvantageEstimator):
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount for each token."""
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         returns = returns_to_go(batch[TOKEN_REWARDS], batch, self.gamma)
-        return rules.whiten(returns, batch.loss_mask, world)
+        return rules.whiten(returns, batch.loss_mask, comm)
 
 
 class ReinforcePlusPlusBaseline(_OfSequences):
@@ -119,8 +119,8 @@ class ReinforcePlusPlusBaseline(_OfSequences):
     """The name."""
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
-        return rules.whiten(super().__call__(batch, world), batch.loss_mask, world)
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        return rules.whiten(super().__call__(batch, comm), batch.loss_mask, comm)
 
     def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
         return rules.dr_grpo_advantages(rewards, batch[GROUP])
@@ -136,10 +136,10 @@ class GAE(AdvantageEstimator):
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
     """1 trusts the rewards alone, 0 the critic alone."""
     bootstrap_truncated: bool = False
-    """Where an answer was cut off at its limit, go on from the critic's value of what comes then, instead of 0."""
+    """Where a completion was truncated, bootstrap from the critic's value of the next state, instead of 0."""
     fields: ClassVar[frozenset[str]] = frozenset({VALUES, BOOTSTRAP})
 
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         last = batch[BOOTSTRAP] * _truncated(batch) if self.bootstrap_truncated else None
         return gae_advantages(
             batch[TOKEN_REWARDS], batch[VALUES], batch, gamma=self.gamma, lam=self.lam, last_values=last
@@ -156,24 +156,14 @@ def _truncated(batch: SequenceBatch) -> Tensor:
 BUILT_IN = ("grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 
 
-class CustomAdvantage(AdvantageEstimator):
+class CustomAdvantage(Custom, AdvantageEstimator):
     """A rule of your own: ``fn(batch) -> Tensor [T]``; the batch has ``token_rewards [T]``."""
 
-    type: str
-    """``module:function``, or a name among the entry points ``rl_interfaces``."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Where the name stands for a class: what it is made with, before its instance is called."""
+    kind: ClassVar[str] = "advantage rule"
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
-    @model_validator(mode="after")
-    def _exists(self) -> Self:
-        try:
-            custom_callable("advantage rule", self.type, BUILT_IN, self.settings)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-    def __call__(self, batch: SequenceBatch, world: Comm) -> Tensor:
-        found: Tensor = custom_callable("advantage rule", self.type, BUILT_IN, self.settings)(batch)
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        found: Tensor = self.function()(batch)
         if found.shape != (batch.num_tokens,):
             raise BatchError(
                 f"{self.type!r} returned advantages {list(found.shape)}; return one for each token, "

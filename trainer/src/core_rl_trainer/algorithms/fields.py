@@ -1,24 +1,6 @@
-"""Names of the batch fields that algorithms read and write; the user guide tells what each holds."""
+"""Names of the batch fields that algorithms read and write."""
 
 from __future__ import annotations
-
-__all__ = [
-    "ADVANTAGES",
-    "BASELINE_REWARDS",
-    "BEHAVIOUR",
-    "BOOTSTRAP",
-    "CHOSEN",
-    "GROUP",
-    "IMPORTANCE",
-    "MARGIN",
-    "PROXIMAL",
-    "REFERENCE",
-    "RETURNS",
-    "REWARDS",
-    "SCORES",
-    "TOKEN_REWARDS",
-    "VALUES",
-]
 
 # Token fields, float32 [T].
 BEHAVIOUR = "logprobs"
@@ -28,13 +10,13 @@ PROXIMAL = "prox_logprobs"
 REFERENCE = "ref_logprobs"
 """Log-probs under the frozen reference policy."""
 TOKEN_REWARDS = "token_rewards"  # noqa: S105  (no password)
-"""What each trained token earns: the KL penalty, and the sequence's reward at its last trained token."""
+"""The reward of each trained token: the KL penalty, and the sequence's reward at its last trained token."""
 VALUES = "values"
 """The critic's value of the state before each token, before this step's updates."""
 RETURNS = "returns"
-"""What the critic is to predict."""
+"""The target of the critic."""
 ADVANTAGES = "advantages"
-"""What the policy loss multiplies log-probs or ratios with."""
+"""The factor of log-probs or ratios in the policy loss."""
 IMPORTANCE = "importance_weights"
 """Off-policy correction: the weight of each token's policy loss."""
 
@@ -42,9 +24,9 @@ IMPORTANCE = "importance_weights"
 REWARDS = "rewards"
 """The reward of each whole sequence."""
 GROUP = "group"
-"""Which sequences answer the same prompt: integers."""
+"""The number of each sequence's prompt: integers."""
 BASELINE_REWARDS = "baseline_rewards"
-"""ReMax: the reward of the greedy answer to the same prompt."""
+"""ReMax: the reward of the greedy completion of the same prompt."""
 BOOTSTRAP = "bootstrap"
 """The critic's value of the state after the last token."""
 SCORES = "scores"

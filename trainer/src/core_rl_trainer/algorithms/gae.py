@@ -1,6 +1,6 @@
 """Returns and generalised advantage estimation over packed sequences.
 
-Only trained tokens are actions: what stands between them (a tool's answer) belongs to the environment's step
+Only trained tokens are actions: tokens between them (a tool's reply) belong to the environment's step
 from one to the next, as in verl. So all recurrences run over the trained tokens of a sequence.
 """
 
@@ -51,7 +51,7 @@ def gae_advantages(
 
     ``delta[t] = token_rewards[t] + gamma * V(next) - values[t]``, where ``values [T]`` are those of the state
     before each token and the next state is that before the next trained token. After the last one it is
-    ``last_values [B]``: 0 by default, since the answer has ended. Returns for the critic are the advantages
+    ``last_values [B]``: 0 by default, since the completion has ended. Returns for the critic are the advantages
     plus ``values``.
     """
     chosen, owner = _trained(batch)

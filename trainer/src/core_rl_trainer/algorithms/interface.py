@@ -1,6 +1,6 @@
 """Model interfaces: an algorithm's steps over an engine, found by name as in ReaLHF and AReaL.
 
-A name is looked up among the interfaces registered in this process, those of the core, and the
+A name is looked up among the interfaces registered in this process, those of the trainer, and the
 entry points of installed distributions (group ``rl_interfaces``); ``"module:Class"`` names any class.
 """
 
@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-import importlib_metadata
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
@@ -22,8 +21,10 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError
+from core_rl.registry.objects import load_object
 from core_rl.rollout.workflow import RolloutWorkflow
-from core_rl_trainer.algorithms.named import GROUP, load_object, not_found
+from core_rl_trainer.algorithms.named import declared, find_object
+from core_rl_trainer.algorithms.presets import PRESETS, with_preset
 
 __all__ = [
     "ModelInterface",
@@ -36,21 +37,14 @@ __all__ = [
     "register_interface",
 ]
 
+ALGORITHMS = "core_rl_trainer.algorithms"
 BUILT_IN = {
-    "cispo": "core_rl_trainer.algorithms.presets:CISPOInterface",
-    "dapo": "core_rl_trainer.algorithms.presets:DAPOInterface",
-    "dpo": "core_rl_trainer.algorithms.dpo:DPOInterface",
-    "dr_grpo": "core_rl_trainer.algorithms.presets:DrGRPOInterface",
-    "grpo": "core_rl_trainer.algorithms.presets:GRPOInterface",
-    "gspo": "core_rl_trainer.algorithms.presets:GSPOInterface",
-    "ppo": "core_rl_trainer.algorithms.presets:PPOInterface",
-    "ppo_actor": "core_rl_trainer.algorithms.ppo_actor:PPOActorInterface",
-    "ppo_critic": "core_rl_trainer.algorithms.ppo_critic:PPOCriticInterface",
-    "reinforce_plus_plus": "core_rl_trainer.algorithms.presets:ReinforcePlusPlusInterface",
-    "remax": "core_rl_trainer.algorithms.presets:ReMaxInterface",
-    "reward_model": "core_rl_trainer.algorithms.reward_model:RewardModelInterface",
-    "rloo": "core_rl_trainer.algorithms.presets:RLOOInterface",
-    "sft": "core_rl_trainer.algorithms.sft:SFTInterface",
+    **dict.fromkeys(PRESETS, f"{ALGORITHMS}.ppo_actor:PPOActorInterface"),
+    "dpo": f"{ALGORITHMS}.dpo:DPOInterface",
+    "ppo_actor": f"{ALGORITHMS}.ppo_actor:PPOActorInterface",
+    "ppo_critic": f"{ALGORITHMS}.ppo_critic:PPOCriticInterface",
+    "reward_model": f"{ALGORITHMS}.reward_model:RewardModelInterface",
+    "sft": f"{ALGORITHMS}.sft:SFTInterface",
 }
 
 DataKind = Literal["rollouts", "demonstrations", "preferences"]
@@ -93,7 +87,7 @@ class ModelInterface(ABC, Generic[ConfigT]):
     """The config that ``args`` of `ModelInterfaceAbstraction` are parsed into."""
 
     trains_on: ClassVar[DataKind] = "rollouts"
-    """What `train_step` is to be given: rollouts, sequences to imitate, or pairs of them."""
+    """The data of `train_step`: rollouts, sequences to imitate, or pairs of them."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
@@ -103,10 +97,10 @@ class ModelInterface(ABC, Generic[ConfigT]):
         """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
         return frozenset()
 
-    def prepare(self, batch: SequenceBatch, world: Comm | None = None) -> SequenceBatch:
+    def prepare(self, batch: SequenceBatch, comm: Comm | None = None) -> SequenceBatch:
         """``batch`` with what `train_step` and other interfaces of the step need, taken over all of its sequences.
 
-        `train_step` does it by itself for a batch that was not prepared. ``world`` are the ranks that hold the
+        `train_step` does it by itself for a batch that was not prepared. ``comm`` are the ranks that hold the
         other parts of the batch, where each of them calls this; behind a group there are none.
         """
         return batch
@@ -124,11 +118,11 @@ class ModelInterface(ABC, Generic[ConfigT]):
         """``batch`` with the engine's own values of its tokens added; no weight changes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm itself carries from step to step, as JSON."""
+        """The state of the algorithm itself from step to step, as JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Resume from `state_dict`."""
 
     def generate(
         self, engine: RolloutEngineLike, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow
@@ -143,7 +137,7 @@ class ModelInterface(ABC, Generic[ConfigT]):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ModelInterfaceAbstraction:
-    """Which interface, and its settings."""
+    """The name of an interface, and its settings."""
 
     type_: str
     """A registered name, or ``"module:Class"``."""
@@ -156,7 +150,7 @@ _registered: dict[str, type[ModelInterface[Any]]] = {}
 
 def register_interface(name: str, cls: type[ModelInterface[Any]]) -> None:
     """Make ``cls`` known as ``name`` in this process. `ConfigError` when another class has the name."""
-    _check_class(name, cls)
+    _checked(name, cls)
     taken = _registered.get(name, cls)
     if taken is not cls or name in BUILT_IN:
         owner = BUILT_IN.get(name) or f"{taken.__module__}:{taken.__qualname__}"
@@ -166,8 +160,7 @@ def register_interface(name: str, cls: type[ModelInterface[Any]]) -> None:
 
 def available_interfaces() -> list[str]:
     """All names that `make_interface` knows."""
-    entry_points = importlib_metadata.entry_points(group=GROUP)
-    return sorted({*_registered, *BUILT_IN, *(point.name for point in entry_points)})
+    return sorted({*_registered, *BUILT_IN, *(point.name for point in declared())})
 
 
 def make_interface(abstraction: ModelInterfaceAbstraction) -> ModelInterface[Any]:
@@ -175,35 +168,28 @@ def make_interface(abstraction: ModelInterfaceAbstraction) -> ModelInterface[Any
 
     Raises `ConfigError` for an unknown, ambiguous or broken name and for settings it does not take.
     """
-    cls = interface_class(abstraction.type_)
-    return cls(parse_config(cls.config_class, abstraction.args, f"interface {abstraction.type_!r}"))
+    name = abstraction.type_
+    cls, values = interface_class(name), with_preset(name, abstraction.args)
+    return cls(parse_config(cls.config_class, values, f"interface {name!r}"))
 
 
 def interface_class(name: str) -> type[ModelInterface[Any]]:
     """The class that ``name`` stands for; raises as `make_interface` does."""
-    points = list(importlib_metadata.entry_points(group=GROUP, name=name))
-    targets = [point.value for point in points] + ([BUILT_IN[name]] if name in BUILT_IN else [])
-    if len(targets) + (name in _registered) > 1:
+    if name not in _registered and name not in BUILT_IN:
+        return _checked(name, find_object("interface", name, available_interfaces(), "module:Class"))
+    if claims := declared(name):
+        origins = ", ".join(f"{point.distribution} ({point.value!r})" for point in claims)
         raise ConfigError(
-            f"the interface name {name!r} is claimed more than once, by {', '.join(targets)}; "
-            "uninstall one, or write the 'module:Class' of the one that you mean"
+            f"the interface name {name!r} is claimed by {origins} too; uninstall it, or write its 'module:Class'"
         )
-    if name in _registered:
-        return _registered[name]
-    if targets or ":" in name:
-        return _load(name, targets[0] if targets else name)
-    raise ConfigError(not_found("interface", name, available_interfaces(), "module:Class"))
+    return _registered.get(name) or _checked(
+        name, load_object(BUILT_IN[name], f"interface {name!r}", ConfigError)
+    )
 
 
-def _load(name: str, target: str) -> type[ModelInterface[Any]]:
-    found: Any = load_object(name, target)
-    _check_class(name, found)
-    cls: type[ModelInterface[Any]] = found
-    return cls
-
-
-def _check_class(name: str, cls: object) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, ModelInterface) and hasattr(cls, "config_class")):
-        raise ConfigError(
-            f"the interface {name!r} is {cls!r}; it must be a subclass of ModelInterface with a config_class"
-        )
+def _checked(name: str, cls: object) -> type[ModelInterface[Any]]:
+    if isinstance(cls, type) and issubclass(cls, ModelInterface) and hasattr(cls, "config_class"):
+        return cls
+    raise ConfigError(
+        f"the interface {name!r} is {cls!r}; it must be a subclass of ModelInterface with a config_class"
+    )

@@ -3,61 +3,75 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
-import importlib_metadata
+from pydantic import Field, model_validator
 
+from core_rl.config.base import Config
 from core_rl.errors import ConfigError
+from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point, load_object
 
-__all__ = ["GROUP", "custom_callable", "load_object", "named_kind", "named_or_fields", "not_found"]
-
-GROUP = "rl_interfaces"
-
-
-def load_object(name: str, target: str) -> object:
-    """What ``target``, a ``module:attribute``, stands for; `ConfigError` that tells ``name`` if it cannot be had."""
-    module, _, attribute = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{name!r} ({target}) cannot be loaded: {error}") from error
+__all__ = ["Custom", "declared", "find_object", "named_kind", "named_or_fields"]
 
 
-def not_found(what: str, name: str, known: Collection[str], form: str) -> str:
-    """The message for an unknown ``name``."""
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"there is no {what} {name!r}; {hint}Known: {', '.join(sorted(known))}; or write {form!r}"
+def declared(name: str | None = None) -> list[EntryPoint]:
+    """The readable entry points of the group ``rl_interfaces``, or those called ``name``."""
+    points = [point for point in declared_in("rl_interfaces") if point.error is None]
+    return [point for point in points if name in (None, point.name)]
 
 
-def custom_callable(
-    what: str, name: str, known: Collection[str], settings: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """The function that ``name`` stands for, or, where it is a class, an instance made with ``settings``.
+def find_object(kind: str, name: str, known: Collection[str], form: str) -> object:
+    """The object of the entry point ``name``, or of the ``module:attribute`` that it is.
 
-    ``known`` are the names that are built in, for the message. Raises `ConfigError`.
+    ``known`` are further names, and ``form`` is what to write, for the message. Raises `ConfigError`.
     """
-    points = list(importlib_metadata.entry_points(group=GROUP, name=name))
-    if len(points) > 1:
-        raise ConfigError(
-            f"the name {name!r} is claimed by {', '.join(p.value for p in points)}; uninstall one"
-        )
-    if not points and ":" not in name:
-        others = {point.name for point in importlib_metadata.entry_points(group=GROUP)}
-        raise ConfigError(not_found(what, name, {*known, *others}, "module:function"))
-    found = load_object(name, points[0].value if points else name)
-    if isinstance(found, type):
+    if claims := declared(name):
+        return load_entry_point(kind, claims, ConfigError)
+    if ":" in name:
+        return load_object(name, f"{kind} {name!r}", ConfigError)
+    names = sorted({*known, *(point.name for point in declared())})
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(f"there is no {kind} {name!r}; {hint}Known: {', '.join(names)}; or write {form!r}")
+
+
+class Custom(Config):
+    """A function of the user's own, by its name."""
+
+    kind: ClassVar[str]
+    """The word for it in messages."""
+    built_in: ClassVar[tuple[str, ...]]
+    """Names that are taken."""
+    type: str
+    """``module:function``, or a name among the entry points ``rl_interfaces``."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class, where the name stands for a class; its instance is called."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
         try:
-            found = found(**settings)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name!r} does not take the settings {dict(settings)}: {error}") from error
-    elif settings:
-        raise ConfigError(f"{name!r} is a function and takes no settings; it was given {sorted(settings)}")
-    if not callable(found):
-        raise ConfigError(f"{name!r} is {found!r}, which cannot be called")
-    return found
+            self.function()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def function(self) -> Callable[..., Any]:
+        """The function, or an instance of the class. Raises `ConfigError`."""
+        name, settings = self.type, self.settings
+        found = find_object(self.kind, name, self.built_in, "module:function")
+        if isinstance(found, type):
+            try:
+                found = found(**settings)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{name!r} does not take the settings {settings}: {error}") from error
+        elif settings:
+            raise ConfigError(
+                f"{name!r} is a function and takes no settings; it was given {sorted(settings)}"
+            )
+        if not callable(found):
+            raise ConfigError(f"{name!r} is {found!r}, which cannot be called")
+        return found
 
 
 def named_or_fields(value: Any) -> Any:

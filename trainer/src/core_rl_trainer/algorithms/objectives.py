@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from torch import Tensor
 
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
-from core_rl.errors import ConfigError, LossError
+from core_rl.errors import LossError
 from core_rl_trainer.algorithms import surrogates
 from core_rl_trainer.algorithms.aggregation import Aggregation
-from core_rl_trainer.algorithms.named import custom_callable, named_kind, named_or_fields
+from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 from core_rl_trainer.algorithms.surrogates import Surrogate
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Objective(Config):
-    """What is maximised at each token."""
+    """The quantity that is maximised at each token."""
 
     aggregation: Aggregation = "token_mean"
     """``token_mean``; ``sequence_mean``: each sequence counts the same, however long; or ``{fixed_length: N}``."""
@@ -41,29 +41,28 @@ class Objective(Config):
         """The objective at each token; arguments are ``[T]``, and 0 where ``loss_mask`` is false."""
 
 
-class Clipped(Objective):
-    """PPO's clipped objective (arXiv:1707.06347); with a larger ``clip_high`` DAPO's (arXiv:2503.14476)."""
-
-    type: Literal["clipped"] = "clipped"
-    """The name."""
+class _ClipRange(Objective):
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     """Ratios below ``1 - clip_low`` gain nothing."""
     clip_high: float = Field(default=0.2, ge=0.0)
     """Ratios above ``1 + clip_high`` gain nothing."""
+
+
+class Clipped(_ClipRange):
+    """PPO's clipped objective (arXiv:1707.06347); with a larger ``clip_high`` DAPO's (arXiv:2503.14476)."""
+
+    type: Literal["clipped"] = "clipped"
+    """The name."""
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
         return surrogates.clipped_surrogate(logprobs, old, advantages, self.clip_low, self.clip_high)
 
 
-class DualClipped(Objective):
+class DualClipped(_ClipRange):
     """Clipped, and bounded where the advantage is negative (arXiv:1912.09729)."""
 
     type: Literal["dual_clipped"] = "dual_clipped"
     """The name."""
-    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Ratios below ``1 - clip_low`` gain nothing."""
-    clip_high: float = Field(default=0.2, ge=0.0)
-    """Ratios above ``1 + clip_high`` gain nothing."""
     limit: float = Field(default=3.0, gt=1.0)
     """Ratios above it count as this much where the advantage is negative."""
 
@@ -73,30 +72,24 @@ class DualClipped(Objective):
         )
 
 
-class GSPO(Objective):
+class GSPO(_ClipRange):
     """Clipped with the geometric mean of a sequence's ratios (arXiv:2507.18071)."""
 
     type: Literal["gspo"] = "gspo"
     """The name."""
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
-    """Ratios below ``1 - clip_low`` gain nothing."""
     clip_high: float = Field(default=4e-4, ge=0.0)
-    """Ratios above ``1 + clip_high`` gain nothing."""
     aggregation: Aggregation = "sequence_mean"
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
         return surrogates.gspo_surrogate(logprobs, old, advantages, batch, self.clip_low, self.clip_high)
 
 
-class SequenceClipped(Objective):
-    """Clipped with the product of a sequence's ratios: the whole answer is one action (arXiv:2402.14740)."""
+class SequenceClipped(_ClipRange):
+    """Clipped with the product of a sequence's ratios: the whole completion is one action (arXiv:2402.14740)."""
 
     type: Literal["sequence_clipped"] = "sequence_clipped"
     """The name."""
-    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Ratios below ``1 - clip_low`` gain nothing."""
-    clip_high: float = Field(default=0.2, ge=0.0)
-    """Ratios above ``1 + clip_high`` gain nothing."""
     aggregation: Aggregation = "sequence_mean"
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
@@ -132,25 +125,14 @@ class Reinforce(Objective):
 BUILT_IN = ("clipped", "dual_clipped", "gspo", "sequence_clipped", "cispo", "reinforce")
 
 
-class CustomObjective(Objective):
+class CustomObjective(Custom, Objective):
     """An objective of your own: ``fn(logprobs, old, advantages, batch)`` gives a `Surrogate`, or its values ``[T]``."""
 
-    type: str
-    """``module:function``, or a name among the entry points ``rl_interfaces``."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Where the name stands for a class: what it is made with, before its instance is called."""
-
-    @model_validator(mode="after")
-    def _exists(self) -> Self:
-        try:
-            custom_callable("policy loss", self.type, BUILT_IN, self.settings)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
+    kind: ClassVar[str] = "policy loss"
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        function = custom_callable("policy loss", self.type, BUILT_IN, self.settings)
-        found = function(logprobs, old, advantages, batch)
+        found = self.function()(logprobs, old, advantages, batch)
         if isinstance(found, torch.Tensor):
             found = Surrogate(values=found, clipped=torch.zeros_like(found, dtype=torch.bool))
         if not isinstance(found, Surrogate) or found.values.shape != logprobs.shape:

@@ -64,7 +64,7 @@ def mask_weights(weights: Tensor, low: float, high: float) -> Tensor:
 
 
 class Correction(Config):
-    """How tokens are weighed."""
+    """The weights of tokens."""
 
     def ratios(self, batch: SequenceBatch) -> Tensor:
         """Weights before any limit, ``[T]``."""
@@ -160,20 +160,20 @@ CorrectionConfig = Annotated[
 """A name, or its settings with the name as ``type``."""
 
 
-def importance_metrics(correction: Correction, batch: SequenceBatch, world: Comm) -> dict[str, float]:
-    """What the weights of the trained tokens look like, over all ranks of ``world``. Collective.
+def importance_metrics(correction: Correction, batch: SequenceBatch, comm: Comm) -> dict[str, float]:
+    """Statistics of the weights of the trained tokens, over all ranks of ``comm``. Collective.
 
-    ``importance_mean``, ``_max`` and ``_min`` before any limit (the mean is 1 in expectation),
-    ``importance_limited``, the part of the tokens that the limit changed, and ``importance_ess``, the
-    effective sample size ``(sum w)^2 / sum w^2`` of the limited weights, as a part of the tokens.
+    ``importance_mean``, ``_max`` and ``_min`` are taken before any limit; the mean is 1 in expectation.
+    ``importance_limited`` is the part of the tokens that the limit changed. ``importance_ess`` is the effective
+    sample size ``(sum w)^2 / sum w^2`` of the limited weights, as a part of the tokens.
     """
     mask = batch.loss_mask
     ratios = correction.ratios(batch)[mask].double()
     weights = correction.limited(ratios)
     sums = [ratios.sum(), (weights != ratios).sum(), weights.sum(), weights.square().sum()]
-    count, total, limited, first, second = world.sum([float(len(ratios)), *(float(value) for value in sums)])
+    count, total, limited, first, second = comm.sum([float(len(ratios)), *(float(value) for value in sums)])
     extremes = [float(ratios.max()), -float(ratios.min())] if len(ratios) else [-torch.inf, -torch.inf]
-    most, least = world.max(extremes)
+    most, least = comm.max(extremes)
     if not count:
         return {}
     return {

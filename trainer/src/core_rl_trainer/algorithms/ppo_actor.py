@@ -1,4 +1,4 @@
-"""The actor of PPO and of all that came from it: which advantages, which objective, which corrections."""
+"""The actor of PPO and its descendants: advantages, objective, corrections."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from core_rl_trainer.algorithms.fields import (
     VALUES,
 )
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
-from core_rl_trainer.algorithms.kl import KLEstimator, kl_estimate
-from core_rl_trainer.algorithms.kl_control import KLController
+from core_rl_trainer.algorithms.kl import KLController, KLEstimator, kl_estimate
 from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig
 from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
 from core_rl_trainer.algorithms.policy_loss import PolicyLoss
@@ -90,7 +89,7 @@ class PPOActorConfig(UpdatesConfig):
     drop_equal_groups: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
     overlong: OverlongConfig | None = None
-    """Take something off the reward of answers that are nearly too long."""
+    """Subtract a penalty from the reward of completions that are nearly too long."""
     max_kl: float | None = Field(default=None, gt=0.0)
     """End a step's updates when the divergence from the policy before them (``approx_kl``) is above this."""
     recompute_logprobs: bool = True
@@ -132,7 +131,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
 
     @property
     def wanted_fields(self) -> frozenset[str]:
-        """Fields of other engines, or of greedy answers, that the settings use."""
+        """Fields of other engines, or of greedy completions, that the settings use."""
         wanted = {PROXIMAL: self.config.recompute_logprobs, REFERENCE: self.config.kl_coef > 0}
         from_rollout = {GROUP, TOKEN_REWARDS}
         return frozenset(name for name, used in wanted.items() if used) | (
@@ -151,14 +150,14 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
 
     # ------------------------------------------------------------- preparation
 
-    def prepare(self, batch: SequenceBatch, world: Comm | None = None) -> SequenceBatch:
+    def prepare(self, batch: SequenceBatch, comm: Comm | None = None) -> SequenceBatch:
         """``batch`` with ``token_rewards``, ``advantages`` and, where there are values, ``returns [T]``.
 
-        Everything is taken over all sequences of ``batch``, and of the ranks of ``world``, each of which holds
-        whole groups. Groups without signal are left out, if the settings say so; the result may be empty.
+        Everything is taken over all sequences of ``batch``, and of the ranks of ``comm``, each of which holds
+        whole groups. With ``drop_equal_groups``, groups without signal are left out; the result may be empty.
         Raises `BatchError` that lists the missing fields, or names a reward that is not finite.
         """
-        world, chosen = world or Comm(), self.config
+        comm, chosen = comm or Comm(), self.config
         grouped = {GROUP} if chosen.drop_equal_groups else set()
         needed = {REWARDS, LOSS_MASK, BEHAVIOUR, *grouped, *self.wanted_fields, *chosen.advantage.fields}
         require_fields("the PPO actor", batch, needed)
@@ -170,22 +169,22 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if chosen.drop_equal_groups:
             kept = groups_with_signal(batch[REWARDS], batch[GROUP])
             batch = batch.select(kept.nonzero().flatten().tolist())
-        return batch.with_tokens(**self._advantages(batch, world))
+        return batch.with_tokens(**self._advantages(batch, comm))
 
     def _penalties(self, batch: SequenceBatch) -> torch.Tensor | None:
-        """What the KL divergence takes off the reward of each token, ``[T]``."""
+        """The KL penalty that is subtracted from the reward of each token, ``[T]``."""
         if self.config.kl_in != "reward" or not self.config.kl_coef:
             return None
         return self._kl.coef * self._divergence(batch, self.config.kl_estimator)
 
-    def _advantages(self, batch: SequenceBatch, world: Comm) -> dict[str, torch.Tensor]:
+    def _advantages(self, batch: SequenceBatch, comm: Comm) -> dict[str, torch.Tensor]:
         chosen = self.config
-        advantages = chosen.advantage(batch, world).float()
+        advantages = chosen.advantage(batch, comm).float()
         found = {ADVANTAGES: advantages}
         if VALUES in batch:
             found[RETURNS] = masked_fill(batch[VALUES], batch.loss_mask) + advantages
         if chosen.whiten_advantages:
-            found[ADVANTAGES] = whiten(advantages, batch.loss_mask, world)
+            found[ADVANTAGES] = whiten(advantages, batch.loss_mask, comm)
         if chosen.correction is not None:
             found[IMPORTANCE] = chosen.correction.limited(chosen.correction.ratios(batch))
         return found
@@ -206,18 +205,18 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         changes nothing. How far the rollout's log-probs are from the train engine's is not among them: that is
         `core_rl_trainer.logs.mismatch`, which a loop calls with the log-probs of `inference`.
         """
-        world, chosen = peers(engine), self.config
+        comm, chosen = peers(engine), self.config
         if ADVANTAGES not in batch:
-            batch = self.prepare(batch, world)
+            batch = self.prepare(batch, comm)
         require_fields("the PPO actor", batch, {LOSS_MASK, BEHAVIOUR, *self._used_in_loss()})
-        if not world.sum([float(batch.num_sequences)])[0]:
+        if not comm.sum([float(batch.num_sequences)])[0]:
             logger.warning("no group has rewards that differ: nothing to train in this step")
             return {"updates": 0.0, "update_successful": 0.0}
         loss = self.loss().spec(chosen.temperature)
         updates = run_updates(engine, batch, loss, mb_spec, chosen, chosen.max_kl)
         correction = chosen.correction
-        weights = {} if correction is None else importance_metrics(correction, batch, world)
-        return merge_updates(updates) | weights | self._control(batch, world)
+        weights = {} if correction is None else importance_metrics(correction, batch, comm)
+        return merge_updates(updates) | weights | self._control(batch, comm)
 
     def _used_in_loss(self) -> Iterator[str]:
         if self.config.recompute_logprobs:
@@ -227,13 +226,13 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if self.config.correction is not None:
             yield IMPORTANCE
 
-    def _control(self, batch: SequenceBatch, world: Comm) -> dict[str, float]:
+    def _control(self, batch: SequenceBatch, comm: Comm) -> dict[str, float]:
         """Let the KL controller see the batch; the coefficient that the step had."""
         if REFERENCE not in batch or not self.config.kl_coef:
             return {}
         divergence = self._divergence(batch, "k1")[batch.loss_mask].double()
         own = [float(divergence.sum()), float(len(divergence)), float(batch.num_sequences)]
-        total, tokens, sequences = world.sum(own)
+        total, tokens, sequences = comm.sum(own)
         used = self._kl.coef
         self._kl.update(total / max(tokens, 1.0), sequences)
         return {"kl_coef": used, "kl_before": total / max(tokens, 1.0)}

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from dataclasses import dataclass
 
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.metrics import Metric
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
+from core_rl.data.masked import masked_fill, masked_sum
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm
-from core_rl_trainer.algorithms.aggregation import Aggregation
+from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
 from core_rl_trainer.algorithms.fields import BOOTSTRAP, RETURNS, VALUES
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 from core_rl_trainer.algorithms.updates import (
@@ -17,9 +25,49 @@ from core_rl_trainer.algorithms.updates import (
     require_fields,
     run_updates,
 )
-from core_rl_trainer.algorithms.value_loss import ValueLoss
 
-__all__ = ["PPOCriticConfig", "PPOCriticInterface"]
+__all__ = ["PPOCriticConfig", "PPOCriticInterface", "ValueLoss", "clipped_value_error"]
+
+
+def clipped_value_error(
+    values: Tensor, old: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error to ``returns``, and where clipping changed it; both ``[T]``.
+
+    With ``clip`` it is the larger of two errors: that of the value, and that of the value clamped to within ``clip``
+    of the old one (PPO's code, described in arXiv:2005.12729, section 2). A value that has moved far gains nothing.
+    """
+    plain = (values - returns).square() / 2
+    if clip is None:
+        return plain, torch.zeros_like(plain, dtype=torch.bool)
+    clamped = (old + (values - old).clamp(-clip, clip) - returns).square() / 2
+    return torch.maximum(plain, clamped), clamped > plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """`clipped_value_error`; the batch holds ``values`` before the updates and ``returns``, both ``[T]``."""
+
+    clip: float | None = 0.2
+    aggregation: Aggregation = "token_mean"
+
+    def spec(self) -> LossSpec:
+        """The loss as a train engine with a value head takes it."""
+        return LossSpec(fn=self, weight_fn=weight_fn(self.aggregation), outputs=("values",))
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """The scalar sum; metrics are means over trained tokens."""
+        mask, count = batch.loss_mask, batch.loss_mask.sum()
+        values, returns = masked_fill(output["values"], mask), masked_fill(batch[RETURNS], mask)
+        errors, clipped = clipped_value_error(values, masked_fill(batch[VALUES], mask), returns, self.clip)
+        means = {
+            "value_loss": errors,
+            "value": values,
+            "return": returns,
+            "value_clip_fraction": clipped.float(),
+        }
+        metrics = {name: Metric.mean(masked_sum(value, mask), count) for name, value in means.items()}
+        return aggregate(errors, batch, self.aggregation), metrics
 
 
 class PPOCriticConfig(UpdatesConfig):
@@ -45,12 +93,12 @@ class PPOCriticInterface(ModelInterface[PPOCriticConfig]):
         where a constant would do as well.
         """
         require_fields("the PPO critic", batch, {LOSS_MASK, VALUES, RETURNS})
-        world = peers(engine)
-        if not world.sum([float(batch.num_sequences)])[0]:
+        comm = peers(engine)
+        if not comm.sum([float(batch.num_sequences)])[0]:
             return {"updates": 0.0, "update_successful": 0.0}
         loss = ValueLoss(clip=self.config.value_clip, aggregation=self.config.aggregation).spec()
         updates = run_updates(engine, batch, loss, mb_spec, self.config)
-        return merge_updates(updates) | {"explained_variance": explained_variance(batch, world)}
+        return merge_updates(updates) | {"explained_variance": explained_variance(batch, comm)}
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
@@ -61,13 +109,13 @@ class PPOCriticInterface(ModelInterface[PPOCriticConfig]):
         return scored.with_sequences(**{BOOTSTRAP: output["bootstrap"]})
 
 
-def explained_variance(batch: SequenceBatch, world: Comm) -> float:
+def explained_variance(batch: SequenceBatch, comm: Comm) -> float:
     """``1 - var(returns - values) / var(returns)`` over the trained tokens of all ranks; 0 for constant returns."""
     mask = batch.loss_mask
     returns = batch[RETURNS][mask].double()
     errors = returns - batch[VALUES][mask].double()
     own = [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
-    count, first, second, error, square = world.sum([float(len(returns)), *(float(value) for value in own)])
+    count, first, second, error, square = comm.sum([float(len(returns)), *(float(value) for value in own)])
     if not count:
         return 0.0
     variance = second / count - (first / count) ** 2

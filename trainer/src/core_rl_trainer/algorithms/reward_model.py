@@ -17,7 +17,7 @@ from core_rl.data.outputs import ModelOutput
 from core_rl_trainer.algorithms.fields import MARGIN, SCORES
 from core_rl_trainer.algorithms.interface import TrainEngineLike
 from core_rl_trainer.algorithms.preferences import bradley_terry_loss, check_pairs, count_pairs, find_pairs
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
+from core_rl_trainer.algorithms.sft import SupervisedInterface
 
 __all__ = ["RewardLoss", "RewardModelConfig", "RewardModelInterface"]
 

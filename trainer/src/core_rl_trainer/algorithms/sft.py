@@ -1,8 +1,10 @@
-"""Supervised fine-tuning: the negative log-likelihood of the trained tokens."""
+"""Learning from data alone, and supervised fine-tuning: the negative log-likelihood of the trained tokens."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,10 +16,45 @@ from core_rl.data.masked import masked_sum
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
-from core_rl_trainer.algorithms.interface import TrainEngineLike
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
+from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 
-__all__ = ["SFTConfig", "SFTInterface", "SFTLoss"]
+__all__ = ["EvalEngineLike", "SFTConfig", "SFTInterface", "SFTLoss", "SupervisedInterface"]
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class EvalEngineLike(TrainEngineLike, Protocol):
+    """An engine that can also compute a loss without gradients."""
+
+    def eval_batch(
+        self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec
+    ) -> dict[str, float]: ...
+
+
+class SupervisedInterface(ModelInterface[ConfigT]):
+    """A model interface whose batches come from data alone."""
+
+    @abstractmethod
+    def loss(self) -> LossSpec:
+        """The loss with these settings."""
+
+    def train_step(
+        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> dict[str, float]:
+        """One update with the whole batch."""
+        self.check(batch)
+        return engine.train_batch(batch, self.loss(), mb_spec)
+
+    def evaluate(
+        self, engine: EvalEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> dict[str, float]:
+        """The loss and its metrics; no weight changes."""
+        self.check(batch)
+        return engine.eval_batch(batch, self.loss(), mb_spec)
+
+    def check(self, batch: SequenceBatch) -> None:
+        """Raise `BatchError` that names what the batch lacks."""
 
 
 class SFTConfig(Config):

@@ -1,4 +1,4 @@
-"""What happens to rewards before advantages are taken: KL penalties, penalties of length, useless groups."""
+"""Reward shaping before advantages are taken: KL penalties, length penalties, groups without signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy objectives: what is maximised at each token, given log-probs, old log-probs and advantages.
+"""Policy objectives: the quantity that is maximised at each token, given log-probs, old log-probs and advantages.
 
 All take ``logprobs`` (with a graph), ``old`` and ``advantages``, each ``[T]`` and 0 where ``loss_mask`` is
 false, and give a `Surrogate`. The entropy bonus, the KL term and off-policy weights are added by
@@ -36,7 +36,7 @@ class Surrogate:
     values: Tensor
     """``[T]``."""
     clipped: Tensor
-    """Bool ``[T]``: where the clip range took the gradient away (or, for CISPO, held its weight)."""
+    """Bool ``[T]``: where the clip range took the gradient away (or, for CISPO, bounded its weight)."""
 
 
 def clipped_surrogate(
@@ -58,8 +58,8 @@ def dual_clipped_surrogate(
     """
     plain = clipped_surrogate(logprobs, old, advantages, low, high)
     floor = limit * advantages
-    held = (advantages < 0) & (plain.values < floor)
-    return Surrogate(values=torch.where(held, floor, plain.values), clipped=plain.clipped | held)
+    bounded = (advantages < 0) & (plain.values < floor)
+    return Surrogate(values=torch.where(bounded, floor, plain.values), clipped=plain.clipped | bounded)
 
 
 def gspo_surrogate(
@@ -77,7 +77,7 @@ def gspo_surrogate(
 def sequence_clipped_surrogate(
     logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch, low: float, high: float
 ) -> Surrogate:
-    """RLOO with clipping: the whole answer is one action (arXiv:2402.14740, section 3.2), and so is its ratio.
+    """RLOO with clipping: the whole completion is one action (arXiv:2402.14740, section 3.2), and so is its ratio.
 
     The ratio is the product over the sequence's trained tokens. Each token carries its sequence's value.
     """

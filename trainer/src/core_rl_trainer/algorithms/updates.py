@@ -10,7 +10,7 @@ from core_rl.backend.loss import LossSpec
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.shard import shard
+from core_rl.data.partition import shard
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError
@@ -20,7 +20,7 @@ __all__ = ["UpdatesConfig", "merge_updates", "peers", "require_fields", "run_upd
 
 
 class UpdatesConfig(Config):
-    """How often a batch is used."""
+    """The number of optimizer steps on a batch."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps in one pass over the batch."""

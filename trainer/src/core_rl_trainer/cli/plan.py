@@ -24,7 +24,7 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     console.print(_roles(plan.roles))
     console.print(_memory(plan.roles))
     if plan.colocated:
-        console.print("Roles that share devices take turns: at one time, one of them is there.")
+        console.print("Roles that share devices are offloaded while another one works.")
         for text in _sharing(plan.roles):
             console.print(text)
         console.print()
@@ -37,19 +37,18 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
 
 
 def _run(plan: RunPlan) -> Table:
-    load, old = plan.load, plan.off_policyness
+    workload, old = plan.workload, plan.off_policyness
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, caption=" ")
-    updates = "1 update" if load.updates_per_step == 1 else f"{load.updates_per_step} updates"
-    sequences = (
-        f"{load.rows_per_step:,} rows * {load.sequences_per_row} = {plan.sequences_per_step:,} sequences"
-    )
+    updates = "1 update" if workload.updates_per_step == 1 else f"{workload.updates_per_step} updates"
+    product = f"{workload.examples_per_step:,} examples * {workload.sequences_per_example}"
+    sequences = f"{product} = {plan.sequences_per_step:,} sequences"
     rows = (
-        ("algorithm", plan.algorithm + (f", answers at most {old} versions old" if old else "")),
-        ("data", f"{load.rows:,} rows to train on, {load.held_out:,} held out"),
+        ("algorithm", plan.algorithm + (f", completions at most {old} versions old" if old else "")),
+        ("data", f"{workload.examples:,} examples to train on, {workload.held_out:,} held out"),
         ("steps", f"{plan.steps:,}, with {updates} each: {plan.passes:.3g} passes over the data"),
         (
             "each step",
-            f"{sequences} of at most {load.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
+            f"{sequences} of at most {workload.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
         ),
         ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens"),
         ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
@@ -77,12 +76,12 @@ def _roles(roles: Sequence[RolePlan]) -> Table:
 
 
 def _sharing(roles: Sequence[RolePlan]) -> Iterator[str]:
-    """Which roles live in the same processes."""
+    """The roles that live in the same processes."""
     for role in roles:
-        guests = [other.role for other in roles if other.beside == role.role]
-        if guests:
+        others = [other.role for other in roles if other.colocated_with == role.role]
+        if others:
             count = "1 process" if len(role.ranks) == 1 else f"{len(role.ranks)} processes"
-            *some, last = [role.role, *guests]
+            *some, last = [role.role, *others]
             yield f"{', '.join(some)} and {last} live in the same {count}."
 
 
@@ -108,7 +107,7 @@ def _memory(roles: Sequence[RolePlan]) -> Table:
 def _ranks(role: RolePlan) -> Table:
     table = _table(f"{role.role}: rank", "dp", "tp", "pp", "cp", "sequences of a step", "micro-batches")
     for rank in role.ranks[:SHOWN]:
-        place = (str(rank.place[name]) for name in ("dp", "tp", "pp", "cp"))
+        place = (str(rank.coordinates[name]) for name in ("dp", "tp", "pp", "cp"))
         table.add_row(
             str(rank.rank), *place, f"at most {rank.sequences:,}", f"at most {rank.micro_batches:,}"
         )

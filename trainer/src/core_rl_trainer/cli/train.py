@@ -29,26 +29,24 @@ def train(
 ) -> None:
     """Train a model as RECIPE says.
 
-    The same command again, after a crash or Ctrl-C, goes on from the last complete checkpoint.
+    The same command again, after a crash or Ctrl-C, resumes from the last complete checkpoint.
 
     Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
     """
-    if not dry_run:
-        from core_rl.launch.process import start_fork_server
-
-        start_fork_server()  # imports torch for the ranks while this process does so for itself
-
     changes = overrides or []
     if dry_run:
         _print_plan(recipe, changes, as_json)
         return
 
+    from core_rl.launch.process import start_fork_server
+
+    start_fork_server()  # imports torch for the ranks while this process does so for itself
     from core_rl_trainer.loop.run import run_recipe
 
     try:
         result = run_recipe(recipe, changes)
     except KeyboardInterrupt:
-        typer.secho("interrupted; the same command goes on from the last complete checkpoint", err=True)
+        typer.secho("interrupted; the same command resumes from the last complete checkpoint", err=True)
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(result))

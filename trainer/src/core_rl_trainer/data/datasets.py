@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +13,19 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from core_rl.data.batch import SequenceBatch
 from core_rl.errors import BatchError, ConfigError
 from core_rl.seeds import derive_seed
-from core_rl_trainer.data.encoding import encode_answer, encode_demonstration, encode_prompt
-from core_rl_trainer.data.rows import (
-    Row,
-    RowCheck,
+from core_rl_trainer.algorithms.fields import CHOSEN
+from core_rl_trainer.data.encoding import encode_completion, encode_demonstration, encode_prompt
+from core_rl_trainer.data.examples import (
+    Example,
+    ExampleCheck,
     check_demonstration,
     check_preference,
     check_prompt,
+    read_examples,
     read_jsonl,
-    read_rows,
 )
 
 if TYPE_CHECKING:
@@ -31,12 +34,15 @@ if TYPE_CHECKING:
 __all__ = [
     "NUMBER",
     "DemonstrationDataset",
+    "ExampleDataset",
+    "MakeBatch",
     "NumberedBatches",
     "PreferenceDataset",
     "PromptDataset",
-    "RowDataset",
     "ShuffledOrder",
+    "demonstration_batch",
     "encode_prompt",
+    "preference_batch",
     "prompt_loader",
     "read_jsonl",
 ]
@@ -44,15 +50,16 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
+MakeBatch = Callable[[Sequence[Sample]], SequenceBatch]
 
 NUMBER = "_number"
-"""The field of a sample that holds its place in the data order of the run."""
+"""The field of a sample that holds its position in the data order of the run."""
 
 
-class RowDataset(Dataset[Sample]):
-    """Rows of training data, each with what was encoded of it.
+class ExampleDataset(Dataset[Sample]):
+    """Examples of training data, each with what was encoded of it.
 
-    A sample's ``index`` is its place among them, unless its row has a field of that name.
+    A sample's ``index`` is its place among them, unless its example has a field of that name.
 
     ``lengths`` are their tokens, and ``limit`` the most of them; longer ones are an error that names them, or, with
     ``drop``, left out.
@@ -73,7 +80,7 @@ class RowDataset(Dataset[Sample]):
         return self._samples[index]
 
 
-class PromptDataset(RowDataset):
+class PromptDataset(ExampleDataset):
     """Prompts, each with its ``prompt_ids``."""
 
     def __init__(
@@ -83,65 +90,66 @@ class PromptDataset(RowDataset):
         limit: int | None = None,
         drop: bool = False,
     ) -> None:
-        def encode(row: Row) -> Sample:
-            return row | {"prompt_ids": encode_prompt(tokenizer, row["prompt"])}
+        def encode(example: Example) -> Sample:
+            return example | {"prompt_ids": encode_prompt(tokenizer, example["prompt"])}
 
-        samples = encoded_rows(path, check_prompt, encode)
+        samples = encode_examples(path, check_prompt, encode)
         empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
         if empty:
             raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
         super().__init__(path, samples, [len(sample["prompt_ids"]) for sample in samples], limit, drop)
 
 
-class DemonstrationDataset(RowDataset):
+class DemonstrationDataset(ExampleDataset):
     """Sequences to imitate: ``input_ids`` and ``loss_mask``."""
 
     def __init__(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
     ) -> None:
-        def encode(row: Row) -> Sample:
-            ids, mask = encode_demonstration(tokenizer, row)
+        def encode(example: Example) -> Sample:
+            ids, mask = encode_demonstration(tokenizer, example)
             return {"input_ids": ids, "loss_mask": mask}
 
-        samples = encoded_rows(path, check_demonstration, encode)
+        samples = encode_examples(path, check_demonstration, encode)
         super().__init__(path, samples, [len(sample["input_ids"]) for sample in samples], limit, drop)
 
 
-class PreferenceDataset(RowDataset):
+class PreferenceDataset(ExampleDataset):
     """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""
 
     def __init__(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
     ) -> None:
-        def encode(row: Row) -> Sample:
+        def encode(example: Example) -> Sample:
             return {
-                name: encode_answer(tokenizer, row["prompt"], row[name]) for name in ("chosen", "rejected")
+                name: encode_completion(tokenizer, example["prompt"], example[name])
+                for name in ("chosen", "rejected")
             }
 
-        samples = encoded_rows(path, check_preference, encode)
+        samples = encode_examples(path, check_preference, encode)
         lengths = [max(len(ids) for ids, _ in sample.values()) for sample in samples]
         super().__init__(path, samples, lengths, limit, drop)
 
 
-def encoded_rows(path: Path, check: RowCheck, encode: Callable[[Row], Sample]) -> list[Sample]:
-    """What ``encode`` makes of each row at ``path``. A row that it refuses is named."""
+def encode_examples(path: Path, check: ExampleCheck, encode: Callable[[Example], Sample]) -> list[Sample]:
+    """Samples that ``encode`` makes of each example at ``path``. Raises an error that names the example."""
     samples = []
-    for number, row in enumerate(read_rows(path, check), start=1):
+    for number, example in enumerate(read_examples(path, check), start=1):
         try:
-            samples.append(encode(row))
+            samples.append(encode(example))
         except (BatchError, ConfigError) as error:
-            raise type(error)(f"{path}: row {number}: {error}") from error
+            raise type(error)(f"{path}: example {number}: {error}") from error
     return samples
 
 
 def within_limit(
     path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
 ) -> list[int]:
-    """The numbers of the samples of at most ``limit`` tokens; see `RowDataset`."""
+    """The numbers of the samples of at most ``limit`` tokens; see `ExampleDataset`."""
     wrong = [n for n, length in enumerate(lengths) if limit is not None and length > limit]
     if not wrong:
         return list(range(len(samples)))
-    kind = "prompt" if "prompt_ids" in samples[0] else "row"
+    kind = "prompt" if "prompt_ids" in samples[0] else "example"
     text = f"{len(wrong)} of {len(samples)} {kind}s are longer than the {limit} tokens that the model's context leaves"
     if not drop or len(wrong) == len(samples):
         shown = ", ".join(f"{kind} {n + 1} ({lengths[n]} tokens)" for n in wrong[:3])
@@ -173,11 +181,11 @@ class ShuffledOrder(Iterator[int]):
         return self._order[offset]
 
     def state_dict(self) -> dict[str, int]:
-        """How many items have been drawn."""
+        """The number of items drawn so far."""
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after as many items."""
+        """Continue after as many items."""
         self._position = int(state["position"])
 
 
@@ -194,7 +202,7 @@ def _as_list(samples: Sequence[Sample]) -> list[Sample]:
     return list(samples)
 
 
-def prompt_loader(dataset: RowDataset, batch_size: int, seed: int) -> StatefulDataLoader:
+def prompt_loader(dataset: ExampleDataset, batch_size: int, seed: int) -> StatefulDataLoader:
     """An endless loader of lists of ``batch_size`` samples. Its ``state_dict()`` is JSON.
 
     A pass over the data may end in the middle of a batch; the next one begins there.
@@ -207,7 +215,7 @@ def prompt_loader(dataset: RowDataset, batch_size: int, seed: int) -> StatefulDa
 
 
 class NumberedBatches(Iterator[list[Sample]]):
-    """The batches of a loader, each sample with its place in the data order; ``limit`` samples at most."""
+    """The batches of a loader, each sample with its position in the data order; ``limit`` samples at most."""
 
     def __init__(self, loader: StatefulDataLoader, limit: int | None = None) -> None:
         self._loader = loader
@@ -225,15 +233,34 @@ class NumberedBatches(Iterator[list[Sample]]):
         return [{**sample, NUMBER: number} for number, sample in enumerate(samples, first)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data order stands, as JSON."""
+        """The position in the data order, as JSON."""
         return {
             "drawn": self._drawn,
             "loader": self._loader.state_dict() if self._batches is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; before the first batch is drawn."""
+        """Resume from there; before the first batch is drawn."""
         assert self._batches is None
         self._drawn = int(state["drawn"])
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
+
+
+def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:
+    """One sequence for each sample, with ``loss_mask [T]``."""
+    return _packed([(sample["input_ids"], sample["loss_mask"]) for sample in samples])
+
+
+def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:
+    """Two sequences for each sample, the preferred one first, as a unit; ``loss_mask [T]`` and ``chosen [B]``."""
+    batch = _packed([sample[name] for sample in samples for name in ("chosen", "rejected")])
+    marks = torch.tensor([True, False]).repeat(len(samples))
+    units = torch.arange(len(samples)).repeat_interleave(2)
+    return replace(batch.with_sequences(**{CHOSEN: marks}), unit=units)
+
+
+def _packed(sequences: Sequence[tuple[list[int], list[bool]]]) -> SequenceBatch:
+    return SequenceBatch.from_sequences(
+        [ids for ids, _ in sequences], tokens={"loss_mask": [mask for _, mask in sequences]}
+    )

@@ -1,8 +1,10 @@
-"""Token ids of prompts, answers and chats: one beginning-of-sequence token, and an end that is trained."""
+"""Token ids of prompts, completions and chats: one beginning-of-sequence token, and an end that is trained."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -12,7 +14,15 @@ from core_rl.errors import BatchError, ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Encoded", "encode_answer", "encode_chat", "encode_demonstration", "encode_prompt"]
+__all__ = [
+    "Encoded",
+    "context_length",
+    "encode_chat",
+    "encode_completion",
+    "encode_demonstration",
+    "encode_prompt",
+    "load_tokenizer",
+]
 
 Messages = Sequence[Mapping[str, Any]]
 Encoded = tuple[list[int], list[bool]]
@@ -22,21 +32,23 @@ Encoded = tuple[list[int], list[bool]]
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
     """Token ids of ``prompt``, ready to be continued; messages go through the tokenizer's chat template.
 
-    The beginning-of-sequence token stands once where the tokenizer puts it, even if the text spells
-    it out as well, and no end-of-sequence token stands at the end. Raises `ConfigError` for messages where the
-    tokenizer has no chat template.
+    There is one beginning-of-sequence token where the tokenizer puts it, even if the text spells it out as well.
+    There is no end-of-sequence token at the end. Raises `ConfigError` for messages where the tokenizer has no chat
+    template.
     """
     if not isinstance(prompt, str):
         return _chat_ids(tokenizer, prompt, to_be_continued=True)
     return _without_eos(tokenizer, _one_bos(tokenizer, tokenizer(prompt)["input_ids"]))
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, answer: str) -> Encoded:
-    """``prompt`` and ``answer`` as one sequence; the answer is trained, with an end-of-sequence token behind it."""
+def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, completion: str) -> Encoded:
+    """``prompt`` and ``completion`` as one sequence; the completion and an end-of-sequence token are trained."""
     if not isinstance(prompt, str):
-        return encode_chat(tokenizer, [*prompt, {"role": "assistant", "content": answer}], first=len(prompt))
+        return encode_chat(
+            tokenizer, [*prompt, {"role": "assistant", "content": completion}], first=len(prompt)
+        )
     start = encode_prompt(tokenizer, prompt)
-    trained = _without_eos(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    trained = _without_eos(tokenizer, tokenizer(completion, add_special_tokens=False)["input_ids"])
     end = _end(tokenizer)
     if trained[-1:] != [end]:
         trained = [*trained, end]
@@ -59,17 +71,17 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, first: i
         if after[: len(before)] != before or ids[: len(after)] != after:
             raise BatchError(
                 f"the chat template rewrites what comes before message {number}; train on the last turn "
-                "alone ('prompt' and 'answer'), or mend the template"
+                "alone ('prompt' and 'answer'), or fix the template"
             )
         mask[len(before) : len(after)] = [True] * (len(after) - len(before))
     return _ended(tokenizer, ids, mask)
 
 
-def encode_demonstration(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Encoded:
-    """A row with ``messages``, or with ``prompt`` and ``answer``."""
-    if "messages" in row:
-        return encode_chat(tokenizer, row["messages"])
-    return encode_answer(tokenizer, row["prompt"], str(row["answer"]))
+def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> Encoded:
+    """An example with ``messages``, or with ``prompt`` and ``answer``."""
+    if "messages" in example:
+        return encode_chat(tokenizer, example["messages"])
+    return encode_completion(tokenizer, example["prompt"], str(example["answer"]))
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Encoded:
@@ -121,3 +133,21 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{tokenizer.name_or_path!r}: its tokenizer has no end-of-sequence token to train")
     return int(tokenizer.eos_token_id)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; `ConfigError` if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path!r}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def context_length(path: str) -> int | None:
+    """The most tokens of a sequence (``max_position_embeddings``); None where the model's config does not say."""
+    config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return int(found) if found else None

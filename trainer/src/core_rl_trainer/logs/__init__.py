@@ -1,1 +1,1 @@
-"""Metrics, records and pages of a training run."""
+"""Metrics, records and the page of a run."""

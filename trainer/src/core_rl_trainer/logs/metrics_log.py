@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a step, TensorBoard where it is installed, and what the recipe asks for besides."""
+"""Metrics of a run: one JSON object a step, TensorBoard where it is installed, and further boards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MetricsBoard(Protocol):
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl``, ``tensorboard/`` and ``boards``, going on after ``step``. See `StepLog`."""
+    """Appends to ``metrics.jsonl``, ``tensorboard/`` and ``boards``, continuing after ``step``. See `StepLog`."""
 
     def __init__(self, directory: Path, step: int, boards: Sequence[MetricsBoard] = ()) -> None:
         self._log = StepLog(directory / "metrics.jsonl", step)

@@ -1,4 +1,4 @@
-"""How far the train engine's log-probs are from those that the rollout engine reported for the same tokens.
+"""The mismatch between the log-probs of train engine and rollout engine for the same tokens.
 
 Let ``d_t = log p_trainer(x_t) - log p_rollout(x_t)`` over the ``N`` trained tokens of a batch (``loss_mask``), all of
 them drawn by the rollout engine. Everything is computed in float64, from the definitions:
@@ -9,16 +9,16 @@ name      value                                            what it is
 k1        ``mean(-d)``                                     estimate of KL(rollout || trainer), unbiased
 k3        ``mean(exp(d) - 1 - d)``                         the same, never negative (Schulman 2020,
                                                            http://joschu.net/blog/kl-approx.html)
-chi2      ``mean(exp(2 d)) - 1``                           estimate of chi-square(trainer || rollout): how much the
-                                                           importance weights ``exp(d)`` of tokens vary
+chi2      ``mean(exp(2 d)) - 1``                           estimate of chi-square(trainer || rollout): the variance
+                                                           of the importance weights ``exp(d)`` of tokens
 max       ``max |d|``                                      the largest difference
 ppl_ratio ``mean over sequences of exp(mean_t(-d))``       the trainer's perplexity of a sequence's trained tokens
                                                            over the rollout's, as in verl
 ========= ================================================ =====================================================
 
-Equal log-probs give 0, and 1 for the last. Tokens of older weights differ for a good reason, so that the numbers of
-each version lag stand beside those of all tokens: at lag 0, anything but rounding means that the engines disagree, or
-that the weights are stale.
+Equal log-probs give 0, and 1 for the last. Tokens of older weights differ for a good reason, so that there are
+also numbers for each version lag. At lag 0, anything but rounding means that the engines disagree, or that the weights
+are stale.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def mismatch_by_lag(trainer: Tensor, batch: SequenceBatch, version: int) -> dict
 
 
 def staleness_of(batch: SequenceBatch, version: int) -> dict[str, float]:
-    """How old the trained tokens of a batch are when the weights of ``version`` are trained on them.
+    """The lag of a batch's trained tokens when the weights of ``version`` are trained on them.
 
     ``staleness_mean`` and ``staleness_max`` are lags in versions, over tokens; ``mixed_versions`` is the
-    share of sequences whose tokens come from more than one version: generation went on across an update.
+    share of sequences whose tokens come from more than one version: generation continued across a weight sync.
     """
     mask = batch.loss_mask
     if not bool(mask.any()):

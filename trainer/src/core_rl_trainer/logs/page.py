@@ -1,4 +1,4 @@
-"""The page of a run: its curves, samples of its rollouts, and what somebody needs who takes it up again."""
+"""The page of a run: curves, samples of rollouts, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,38 @@ from typing import Any, Literal
 import yaml
 
 from core_rl.machine import Machine, describe_machine
+from core_rl.pages.chart import Chart, line_chart
 from core_rl.pages.environment import page_environment
 from core_rl.registry.engines import list_engines
-from core_rl_trainer.logs.curves import panels
 from core_rl_trainer.logs.metrics_log import Row
-from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["RunPage", "Status"]
+__all__ = ["RunPage", "Status", "charts_of", "main_chart"]
 
 Status = Literal["running", "stopped", "complete"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 COLOURS = {"running": "not-run", "stopped": "failed", "complete": "passed"}
+CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward", "eval_reward", "eval_reward_greedy")),
+    ("Loss", ("loss", "eval_loss")),
+    ("Accuracy", ("accuracy", "eval_accuracy")),
+    ("KL to the reference", ("kl_k1", "kl_k2", "kl_k3")),
+    ("KL of the step's updates", ("approx_kl",)),
+    ("Share of clipped tokens", ("clip_fraction",)),
+    ("Entropy", ("entropy",)),
+    ("Gradient norm", ("grad_norm", "critic_grad_norm")),
+    ("Tokens of a completion", ("completion_tokens",)),
+    ("Share of completions and groups", ("truncated", "groups_without_signal", "mixed_versions")),
+    ("Mismatch: KL(rollout ‖ trainer)", ("mismatch_k1", "mismatch_k3", "mismatch_chi2")),
+    ("Mismatch: largest difference", ("mismatch_max",)),
+    ("Staleness in versions", ("staleness_mean", "staleness_max")),
+    ("Learning rate", ("lr", "critic_lr")),
+    ("Seconds of each phase", ("time_*",)),
+    ("Tokens per second", ("tokens_per_s",)),
+)
+"""The charts that come first, and the metrics in them; ``*`` stands for any ending."""
 EVALUATIONS = 12
 """The newest evaluations, of which samples are shown."""
 CHARACTERS = 4000
@@ -45,11 +64,11 @@ class RunPage:
     """Renders the page of a run of ``recipe``; it needs nothing else: no network, no script, no other file."""
 
     def __init__(
-        self, recipe: Recipe, directory: Path, places: Mapping[str, RolePlace] = MappingProxyType({})
+        self, recipe: Recipe, directory: Path, placements: Mapping[str, Placement] = MappingProxyType({})
     ) -> None:
-        """``places`` are those of the train roles."""
+        """``placements`` are those of the train roles."""
         self._recipe = recipe
-        self._places = places
+        self._placements = placements
         self._directory = directory
         self._machine = _machine(recipe)
         self._environment = page_environment(TEMPLATES)
@@ -78,11 +97,42 @@ class RunPage:
             "step": int(max((row["step"] or 0 for row in rows), default=0)),
             "evaluations": _held_out(rows),
             "best": best,
-            "panels": panels(rows),
+            "charts": charts_of(rows),
             "samples": _by_step(samples),
-            "places": self._places,
+            "placements": self._placements,
         }
         return self._environment.get_template("run.html.jinja").render(values)
+
+
+def charts_of(rows: Sequence[Row]) -> tuple[list[Chart], list[Chart]]:
+    """The charts of all metrics in ``rows``: the main ones of related metrics, and one for each of the others."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "version")))
+    main = []
+    for title, wanted in CHARTS:
+        own = [name for pattern in wanted for name in names if _matches(name, pattern)]
+        names = [name for name in names if name not in own]
+        main.append(_chart(title, own, rows))
+    others = [_chart(name, [name], rows) for name in sorted(names)]
+    return [chart for chart in main if chart], [chart for chart in others if chart]
+
+
+def main_chart(rows: Sequence[Row]) -> Chart | None:
+    """The chart of the reward, or of the loss where there is none."""
+    return next(iter(charts_of(rows)[0]), None)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def _chart(title: str, names: Sequence[str], rows: Sequence[Row]) -> Chart | None:
+    series = {
+        name: [(row["step"] or 0.0, value) for row in rows if (value := row.get(name)) is not None]
+        for name in names
+    }
+    series = {name: points for name, points in series.items() if points}
+    last = max((row["step"] or 0.0 for row in rows), default=0.0)
+    return line_chart(title, series, last) if series else None
 
 
 def _machine(recipe: Recipe) -> Machine:

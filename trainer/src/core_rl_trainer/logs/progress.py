@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, now and then a line elsewhere."""
+"""The progress of a run: a bar on a terminal, some lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 __all__ = ["TrainingProgress", "print_result"]
 
 LINES = 10
-"""About how many lines a run prints where there is no terminal."""
+"""The approximate number of lines that a run prints where there is no terminal."""
 
 
 HELD_OUT = {
@@ -73,13 +73,13 @@ def _headline(metrics: Mapping[str, float]) -> str:
 
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
-    """The end of a run: what became better on the held-out rows, and where things are."""
+    """Print the end of a run: the change of the evaluation metrics, and the paths of its files."""
     before, after = result["before"], result["after"]
     for name, label in HELD_OUT.items():
         if name in after:
             change = after[name] - before[name]
             console.print(
-                f"held-out {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
+                f"evaluation, {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
                 highlight=False,
             )
     for name in ("model", "best_model", "page", "picture", "metrics"):

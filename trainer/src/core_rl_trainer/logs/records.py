@@ -1,4 +1,4 @@
-"""What a run writes down about itself as it goes: metrics, samples of rollouts, and its page."""
+"""The records of a run: metrics, samples of rollouts, and its page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import asdict
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+from core_rl.pages.chart import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsLog, Row
-from core_rl_trainer.logs.page import RunPage, Status
+from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.step_log import StepLog
 from core_rl_trainer.logs.wandb_log import WandbBoard
 from core_rl_trainer.loop.evaluation import RolloutSample
-from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -23,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecords:
-    """Everything in the run's directory that a person reads, going on after ``step`` (-1: from the start).
+    """Everything in the run's directory that a person reads, continuing after ``step`` (-1: from the start).
 
-    ``places`` are those of the train roles, for the page.
+    ``placements`` are those of the train roles, for the page.
     """
 
     def __init__(
@@ -33,14 +34,14 @@ class RunRecords:
         recipe: Recipe,
         directory: RunDirectory,
         step: int,
-        places: Mapping[str, RolePlace] = MappingProxyType({}),
+        placements: Mapping[str, Placement] = MappingProxyType({}),
     ) -> None:
         self._directory = directory
         values = recipe.model_dump(mode="json")
         boards = [] if recipe.wandb is None else [WandbBoard(recipe.wandb, directory.path, values)]
         self._metrics = MetricsLog(directory.path, step, boards)
         self._samples = StepLog(directory.path / "samples.jsonl", step)
-        self._page = RunPage(recipe, directory.path, places)
+        self._page = RunPage(recipe, directory.path, placements)
         self.best: Mapping[str, Any] | None = None
         """The best model so far, for the page."""
 
@@ -75,11 +76,12 @@ class RunRecords:
         self._samples.sync()
 
     def draw(self, status: Status = "running", problem: str = "") -> None:
-        """Write the page as of now."""
+        """Write the page and the picture as of now."""
         text = self._page.render(
             self.rows, self._samples.rows, status=status, best=self.best, problem=problem
         )
-        self._directory.write_page(text)
+        chart = main_chart(self.rows)
+        self._directory.write_page(text, svg_document(chart) if chart else None)
 
     def _draw_last(self, error: BaseException) -> None:
         """The page says why the run stopped. A disk that is full must not hide the error that is on its way."""

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def read_steps(path: Path) -> list[Row]:
-    """The complete rows of such a file; what stands after a damaged line (a killed writer's) is left out."""
+    """The complete rows of such a file; lines after a damaged one (a killed writer's) are left out."""
     rows: list[Row] = []
     if not path.is_file():
         return rows
@@ -30,7 +30,7 @@ def read_steps(path: Path) -> list[Row]:
 
 
 class StepLog:
-    """Appends rows, each with its ``step``, to ``path``, going on after ``step`` (-1: from the start).
+    """Appends rows, each with its ``step``, to ``path``, continuing after ``step`` (-1: from the start).
 
     Rows of later steps, which a run wrote before it was interrupted, are removed: those steps come again.
     """

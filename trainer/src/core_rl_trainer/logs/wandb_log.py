@@ -13,7 +13,7 @@ from core_rl_trainer.recipe.recipe import Recipe, WandbSection
 __all__ = ["WandbBoard", "require_wandb"]
 
 IDENTIFIER = ".wandb-run"
-"""The file that holds the run's identifier, so that a run that goes on is the same run there."""
+"""The file that holds the run's identifier, so that a run that resumes is the same run there."""
 
 
 def require_wandb(recipe: Recipe) -> None:

@@ -17,8 +17,8 @@ __all__ = ["BestModel"]
 class BestModel:
     """Keeps it in ``root/step-00000010`` in Hugging Face format; ``link`` leads there.
 
-    A newer one takes the place of an older one only when a checkpoint says so (`settle`): a run that goes
-    on from before has the model that it had then. ``found`` is what that checkpoint said.
+    A newer one replaces an older one only after a checkpoint has recorded it (`prune`). A run that resumes from an
+    earlier checkpoint has the model that it had then; ``found`` is the record of that checkpoint.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class BestModel:
         self._root = root
         self._link = link
         self._best = dict(found) if found is not None else None
-        self.settle()
+        self.prune()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Step, metric, its value, and where the model is; None before the first, and where none is kept."""
@@ -53,15 +53,15 @@ class BestModel:
         self._root.mkdir(exist_ok=True)
         save(path)
         self._best = {"step": step, "metric": rule.metric, "value": value, "model": str(path)}
-        self._point()
+        self._update_link()
 
-    def settle(self) -> None:
+    def prune(self) -> None:
         """Remove all models but the best; called when a checkpoint holds `state_dict`."""
         kept = Path(self._best["model"]).name if self._best is not None else None
         for path in self._root.iterdir() if self._root.is_dir() else ():
             if path.name != kept:
                 shutil.rmtree(path)
-        self._point()
+        self._update_link()
 
     def _better(self, value: float) -> bool:
         assert self._rule is not None
@@ -69,7 +69,7 @@ class BestModel:
             return True
         return bool(value > self._best["value"] if self._rule.mode == "max" else value < self._best["value"])
 
-    def _point(self) -> None:
+    def _update_link(self) -> None:
         if self._best is None:
             self._link.unlink(missing_ok=True)
             return

@@ -1,4 +1,4 @@
-"""What an evaluation finds: means over the held-out rows, and some answers to look at."""
+"""The result of an evaluation: means over the evaluation data, and some completions as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "RolloutSample", "rollout_samples"]
 
 SHOWN = 4
-"""Answers that are kept of an evaluation: the first to each of the first prompts, so that they can be compared."""
+"""Completions that are kept of an evaluation: the first of each of the first prompts, so that they can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class RolloutSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Metrics whose names begin with ``eval_``, and some of the answers behind them."""
+    """Metrics whose names begin with ``eval_``, and some of the completions behind them."""
 
     metrics: dict[str, float]
     samples: tuple[RolloutSample, ...] = ()
 
 
 def rollout_samples(batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase) -> tuple[RolloutSample, ...]:
-    """The first sequence of each of the first groups of ``batch``: an answer for each of some prompts."""
+    """The first sequence of each of the first groups of ``batch``: a completion of each of some prompts."""
     first: dict[int, int] = {}
     for number, group in enumerate(batch["group"].tolist()):
         first.setdefault(group, number)

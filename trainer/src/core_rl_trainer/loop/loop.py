@@ -1,4 +1,4 @@
-"""One step of training: take answers, score them, update, hand the new weights over."""
+"""One training step on rollouts: take completions, score them, update, sync the new weights."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 class TrainingLoop:
     """The engines, the algorithm and the data of a run. The version of the weights is the number of steps.
 
-    Everything random is a function of the recipe's seed and of places in the data order, so that a synchronous
-    run that goes on from a checkpoint is the run that was never interrupted. In an asynchronous one the data
-    order is the same, and which weights answer a prompt depends on the clock, within the bound.
+    Everything random is a function of the recipe's seed and of positions in the data order. A synchronous run that
+    resumes from a checkpoint is therefore the run that was never interrupted. In an asynchronous one the data order
+    is the same; the weight version of a completion depends on the clock, within the bound.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TrainingLoop:
         self._rollouts = rollouts
         self._eval_samples = [eval_data[index] for index in range(len(eval_data))]
         self._sync = recipe.rollout.sync
-        self._weights = weights if recipe.rollout.sync == "disk" else weights.with_suffix(".meeting")
+        self._weights = weights if recipe.rollout.sync == "disk" else weights.with_suffix(".rendezvous")
         self._model_path = recipe.model.path
         self._scoring = Scoring(
             roles=roles,
@@ -100,16 +100,16 @@ class TrainingLoop:
             return
         self._warned = True
         logger.warning(
-            "step %d: the answers to each prompt all have the same reward (%g on average), so that an algorithm that "
-            "compares them learns nothing; look at samples.jsonl, and at the reward function",
+            "step %d: the completions of each prompt all have the same reward (%g on average), so that an algorithm "
+            "that compares them learns nothing; look at samples.jsonl, and at the reward function",
             step,
             described["reward"],
         )
 
     def publish(self, version: int) -> None:
-        """Hand the actor's weights to the rollout engine as ``version``, while episodes run.
+        """Sync the actor's weights to the rollout engine as ``version``, while episodes run.
 
-        What is being generated is interrupted where the engine can do so, and goes on with the new weights.
+        Generation is interrupted where the engine can do so, and continues with the new weights.
         """
         meta = WeightUpdateMeta(method=self._sync, version=version, path=str(self._weights))
         for group in self._roles.trained().values():
@@ -118,7 +118,7 @@ class TrainingLoop:
         sync_weights(_Sender(self._roles), rollout, meta, self._timeout_s, interrupted(rollout))
 
     def start(self) -> None:
-        """Before the first step: the rollout engine gets the weights that the training starts from."""
+        """Prepare the first step: the rollout engine gets the initial weights."""
         self.publish(0)
 
     def save_model(self, path: Path) -> None:
@@ -127,17 +127,17 @@ class TrainingLoop:
             self._algorithm.save(actor, str(path), tokenizer_path=self._model_path)
 
     def evaluate(self) -> Evaluation:
-        """Mean rewards on the held-out prompts with the rollout engine's weights, and some of the answers."""
+        """Mean rewards on the evaluation prompts with the rollout engine's weights, and some completions."""
         return self._rollouts.evaluate(self._eval_samples)
 
     # ----------------------------------------------------------------- state
 
     def parts(self) -> dict[str, Any]:
-        """What a run checkpoint holds besides `state_dict`: writers by name."""
+        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
         return {name: GroupWriter(group) for name, group in self._roles.trained().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data order stands, and what was drawn and not trained on, as JSON."""
+        """The position in the data order, and what was drawn and not trained on, as JSON."""
         return {
             "data": self._data.state_dict(),
             "rollouts": self._rollouts.state_dict(),
@@ -145,7 +145,7 @@ class TrainingLoop:
         }
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Go on from ``checkpoint``, whose weights are published and whose prompts are submitted again.
+        """Resume from ``checkpoint``, whose weights are published and whose prompts are submitted again.
 
         Raises `CheckpointMismatch` when its parts do not belong together.
         """
@@ -219,7 +219,7 @@ class Clock:
 
 
 def _describe(batch: SequenceBatch) -> dict[str, float]:
-    """What the rollouts of a step look like."""
+    """Metrics of the rollouts of a step."""
     rewards, groups = batch["rewards"].double(), batch["group"]
     means = [rewards[groups == group] for group in groups.unique()]
     reasons = batch.meta["stop_reason"]
@@ -228,6 +228,6 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
         "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
-        "answer_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
+        "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
         "truncated": reasons.count("length") / len(reasons),
     }

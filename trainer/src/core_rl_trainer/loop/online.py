@@ -15,15 +15,14 @@ from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceA
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
 from core_rl_trainer.algorithms.updates import UpdatesConfig
 from core_rl_trainer.data.datasets import PromptDataset
+from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.loop.loop import TrainingLoop
-from core_rl_trainer.loop.prepared import Load, Prepared
+from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.loop.roles import open_roles, plan_roles
 from core_rl_trainer.loop.rollouts import Rollouts, UserCode
 from core_rl_trainer.loop.run_directory import RunDirectory
-from core_rl_trainer.recipe.context import context_length, load_tokenizer
-from core_rl_trainer.recipe.named import load_named
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.functions import RewardFn
+from core_rl_trainer.rewards.functions import RewardFn, load_callable
 from core_rl_trainer.rewards.process import ProcessReward
 from core_rl_trainer.rewards.text import NamedReward, TextReward, TextRewardFn
 
@@ -36,7 +35,7 @@ FROM_CRITIC = frozenset({VALUES, BOOTSTRAP})
 PROVIDED = frozenset({PROXIMAL, REFERENCE, BASELINE_REWARDS}) | FROM_CRITIC
 
 
-def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Prepared:
+def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRun:
     """All checks and the data."""
     _check_fields(recipe, algorithm)
     critic = _critic(recipe)
@@ -56,22 +55,22 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> Prepared:
             data = (train_data, eval_data)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
 
-    load = _load(recipe, algorithm, train_data, eval_data)
-    return Prepared(roles=plan.roles(), places=plan.places(), load=load, open=opened)
+    workload = _workload(recipe, algorithm, train_data, eval_data)
+    return PreparedRun(roles=plan.roles(), placements=plan.placements(), workload=workload, open=opened)
 
 
-def _load(
+def _workload(
     recipe: Recipe, algorithm: ModelInterface[Any], train_data: PromptDataset, eval_data: PromptDataset
-) -> Load:
+) -> Workload:
     chosen, context = recipe.rollout, context_length(recipe.model.path)
     turns = chosen.max_turns if chosen.environment else 1
     config = algorithm.config
     updates = config.minibatches * config.epochs if isinstance(config, UpdatesConfig) else 1
-    return Load(
-        rows=len(train_data),
+    return Workload(
+        examples=len(train_data),
         held_out=len(eval_data),
-        rows_per_step=chosen.prompts_per_step,
-        sequences_per_row=chosen.group_size,
+        examples_per_step=chosen.prompts_per_step,
+        sequences_per_example=chosen.group_size,
         longest=min(train_data.longest + turns * chosen.max_new_tokens, context or sys.maxsize),
         updates_per_step=updates,
     )
@@ -82,19 +81,19 @@ def no_reward(
     output_ids: Sequence[int],  # noqa: ARG001
     data: Mapping[str, Any],  # noqa: ARG001
 ) -> float:
-    """0 for every answer, where the reward model alone decides."""
+    """0 for every completion, where the reward model alone decides."""
     return 0.0
 
 
 def _load_user_code(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe names, by the last part of its field; `ConfigError` for what is not there."""
+    """The functions that the recipe names, by the last part of the field. Raises `ConfigError`."""
     named = {
         "reward": recipe.reward,
         "rollout.environment": recipe.rollout.environment,
         "rollout.should_accept": recipe.rollout.should_accept,
     }
     return {
-        field.rpartition(".")[2]: None if name is None else load_named(field, name)
+        field.rpartition(".")[2]: None if name is None else load_callable(field, name)
         for field, name in named.items()
     }
 
@@ -103,7 +102,7 @@ def _load_user_code(recipe: Recipe) -> dict[str, Any]:
 def _open_user_code(
     recipe: Recipe, loaded: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[UserCode]:
-    """What `_load_user_code` loaded, ready to be called; the processes of the reward end on the way out."""
+    """The functions of `_load_user_code`, ready to be called; processes of the reward end with the context."""
     chosen, reward, make = recipe.rollout, loaded["reward"], loaded["environment"]
     with ExitStack() as stack:
         if recipe.reward is not None and chosen.reward_processes:
@@ -119,7 +118,7 @@ def _open_user_code(
 
 
 def _longest_prompt(recipe: Recipe) -> int | None:
-    """How many tokens of a prompt leave room for an answer; with an environment, for a single token."""
+    """The most tokens of a prompt that leave room for a completion; with an environment, for a single token."""
     context = context_length(recipe.model.path)
     if context is None:
         return None
@@ -152,7 +151,7 @@ def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:
     name, wanted = recipe.algorithm.type_, algorithm.wanted_fields
     if isinstance(algorithm, PPOCriticInterface):
         raise ConfigError(
-            f"the interface {name!r} trains a critic, which needs an actor beside it; set algorithm.type_=ppo, and put "
+            f"the interface {name!r} trains a critic, which needs an actor; set algorithm.type_=ppo, and put "
             "these settings into the section 'critic'"
         )
     unknown = sorted(wanted - PROVIDED)
@@ -171,6 +170,6 @@ def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:
         )
     if BASELINE_REWARDS in wanted and recipe.reward_model is not None:
         raise ConfigError(
-            f"the interface {name!r} compares with the reward of a greedy answer, which a reward_model does not "
+            f"the interface {name!r} compares with the reward of a greedy completion, which a reward_model does not "
             "score; use a reward function, or 'rloo'"
         )

@@ -16,65 +16,65 @@ from core_rl_trainer.loop.evaluation import Evaluation
 if TYPE_CHECKING:
     from core_rl_trainer.loop.run_directory import RunDirectory
 
-__all__ = ["Load", "Loop", "Prepared", "RolePlace"]
+__all__ = ["Loop", "Placement", "PreparedRun", "Workload"]
 
 
 class Loop(Protocol):
-    """What a run does with its engines."""
+    """The operations of a run on its engines."""
 
     def start(self) -> None:
-        """Before the first step."""
+        """Prepare the first step."""
 
     def step(self, step: int) -> dict[str, float]:
-        """Train; the metrics of the step."""
+        """Train one step; returns its metrics."""
 
     def evaluate(self) -> Evaluation:
-        """On the held-out rows."""
+        """Evaluate on the evaluation data."""
 
     def save_model(self, path: Path) -> None:
-        """In Hugging Face format."""
+        """Write the model in Hugging Face format."""
 
     def parts(self) -> dict[str, Any]:
-        """What a run checkpoint holds besides `state_dict`: writers by name."""
+        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The rest of it, as JSON."""
+        """The rest of a run checkpoint, as JSON."""
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Go on from there."""
+        """Resume from ``checkpoint``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """How much comes in each step, at most."""
+class Workload:
+    """Examples, sequences and tokens of each training step, at most."""
 
-    rows: int
-    """Rows to train on."""
+    examples: int
+    """Examples to train on."""
     held_out: int
-    rows_per_step: int
-    sequences_per_row: int
+    examples_per_step: int
+    sequences_per_example: int
     longest: int
-    """Tokens of the longest sequence, the answer included."""
+    """Tokens of the longest sequence, the completion included."""
     updates_per_step: int = 1
     """Optimizer steps of the actor."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolePlace:
-    """Where the ranks of a train role are."""
+class Placement:
+    """The devices of the ranks of a train role."""
 
     devices: tuple[int, ...]
     """The number of each rank's device."""
-    beside: str | None = None
+    colocated_with: str | None = None
     """The role in whose processes this one's engine lives; null where it has processes of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """The engines by role, where their ranks are, their load, and what opens them in a run directory."""
+class PreparedRun:
+    """The engines by role, their placements, the workload, and the function that opens them in a run directory."""
 
     roles: Mapping[str, tuple[EngineSpec, EngineConfig]]
-    places: Mapping[str, RolePlace]
+    placements: Mapping[str, Placement]
     """Of the train roles."""
-    load: Load
+    workload: Workload
     open: Callable[[RunDirectory], AbstractContextManager[Loop]]

@@ -14,8 +14,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
-from core_rl_trainer.data.batches import MakeBatch
-from core_rl_trainer.data.datasets import RowDataset, Sample
+from core_rl_trainer.data.datasets import ExampleDataset, MakeBatch, Sample
 
 __all__ = ["ReferenceCache"]
 
@@ -24,21 +23,21 @@ CHUNK = 64
 
 
 class ReferenceCache:
-    """``ref_logprobs`` of the samples of a dataset, by their ``index``; float32, one row for each sample."""
+    """``ref_logprobs`` of the samples of a dataset, by their ``index``; float32, one tensor for each sample."""
 
-    def __init__(self, rows: Mapping[int, Tensor]) -> None:
-        self._rows = rows
+    def __init__(self, values: Mapping[int, Tensor]) -> None:
+        self._values = values
 
     @staticmethod
     def compute(
         interface: ModelInterface[Config],
         engine: TrainEngineLike,
-        dataset: RowDataset,
+        dataset: ExampleDataset,
         make_batch: MakeBatch,
         mb_spec: MicroBatchSpec,
     ) -> ReferenceCache:
-        """With the present weights of ``engine``: those that the training starts from."""
-        rows: dict[int, Tensor] = {}
+        """With the present weights of ``engine``: the initial weights."""
+        values: dict[int, Tensor] = {}
         samples = [dataset[index] for index in range(len(dataset))]
         for first in range(0, len(samples), CHUNK):
             chunk = samples[first : first + CHUNK]
@@ -46,22 +45,22 @@ class ReferenceCache:
             logprobs = interface.inference(engine, batch, mb_spec)[BEHAVIOUR].float()
             lengths = [make_batch([sample]).num_tokens for sample in chunk]
             pieces = zip(chunk, logprobs.split(lengths), strict=True)
-            rows |= {sample["index"]: piece.clone() for sample, piece in pieces}
-        return ReferenceCache(rows)
+            values |= {sample["index"]: piece.clone() for sample, piece in pieces}
+        return ReferenceCache(values)
 
     def add_to(self, batch: SequenceBatch, samples: Sequence[Sample]) -> SequenceBatch:
         """``batch``, made of ``samples``, with ``ref_logprobs [T]``."""
         return batch.with_tokens(
-            **{REFERENCE: torch.cat([self._rows[sample["index"]] for sample in samples])}
+            **{REFERENCE: torch.cat([self._values[sample["index"]] for sample in samples])}
         )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file, renamed into place."""
         temporary = path.with_suffix(".tmp")
-        save_file({str(index): row for index, row in self._rows.items()}, temporary)
+        save_file({str(index): value for index, value in self._values.items()}, temporary)
         temporary.replace(path)
 
     @staticmethod
     def load(path: Path) -> ReferenceCache:
         """Read what `save` wrote."""
-        return ReferenceCache({int(index): row for index, row in load_file(path).items()})
+        return ReferenceCache({int(index): value for index, value in load_file(path).items()})

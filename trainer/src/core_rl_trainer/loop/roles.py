@@ -22,7 +22,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.spec import EngineKind, EngineSpec
 from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.loop.prepared import RolePlace
+from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.recipe.recipe import PlacementSection, Recipe
 
 __all__ = ["Plan", "Roles", "open_roles", "open_trained", "plan_roles", "plan_trained"]
@@ -59,37 +59,38 @@ class Plan:
         chosen: tuple[int, ...] | None = getattr(self.placement, name)
         return chosen or tuple(range(self.trainers()[name][1].layout.world_size))
 
-    def takes_turns(self, name: str) -> bool:
-        """Whether the role ``name`` makes room for others: where it is colocated, unless its devices are its own.
+    def offloads(self, name: str) -> bool:
+        """Return whether the role ``name`` is offloaded while others work: colocated, unless its devices are its own.
 
-        Without a placement it makes room even alone, for rollouts on its devices.
+        Without a placement it is offloaded even alone, to make room for rollouts on its devices.
         """
         others = {device for other in self.trainers() if other != name for device in self.devices(other)}
         shares = getattr(self.placement, name) is None or not others.isdisjoint(self.devices(name))
         return self.colocated and shares
 
-    def beside(self, name: str) -> str | None:
+    def colocated_with(self, name: str) -> str | None:
         """The role in whose processes the engine of ``name`` lives; None where it has processes of its own.
 
-        Roles that take turns on the same devices share their processes where they have the same layout: a process
-        has one world, and on an accelerator each costs memory.
+        Colocated roles on the same devices share their processes where they have the same layout: a process has one
+        world, and on an accelerator each costs memory.
         """
         others = self.trainers()
-        if not self.takes_turns(name):
+        if not self.offloads(name):
             return None
         place = (others[name][1].layout, self.devices(name))
         same = (
             other
             for other, (_, config) in others.items()
-            if self.takes_turns(other) and (config.layout, self.devices(other)) == place
+            if self.offloads(other) and (config.layout, self.devices(other)) == place
         )
         first = next(same)
         return None if first == name else first
 
-    def places(self) -> dict[str, RolePlace]:
-        """Where the train roles are, by name."""
+    def placements(self) -> dict[str, Placement]:
+        """The placements of the train roles, by name."""
         return {
-            name: RolePlace(devices=self.devices(name), beside=self.beside(name)) for name in self.trainers()
+            name: Placement(devices=self.devices(name), colocated_with=self.colocated_with(name))
+            for name in self.trainers()
         }
 
 
@@ -102,13 +103,13 @@ class Roles:
     reference: EngineGroup | None
     reward: EngineGroup | None
     rollout: InferenceEngine
-    taking_turns: tuple[EngineGroup, ...]
-    """Those that are in host memory while they do not work."""
+    offloaded: tuple[EngineGroup, ...]
+    """The groups that are in host memory while they do not work."""
 
     @contextmanager
     def working(self, group: EngineGroup) -> Iterator[EngineGroup]:
-        """``group``, for calls inside the context; where it takes turns with others, it is offloaded afterwards."""
-        if group not in self.taking_turns:
+        """``group``, for calls inside the context; it is offloaded afterwards where it shares its devices."""
+        if group not in self.offloaded:
             yield group
             return
         group.onload()
@@ -133,7 +134,7 @@ class Roles:
 
 
 def saved_state(group: EngineGroup, path: str) -> SaveLoadMeta:
-    """How a group saves itself for a resume: in its own format, which is exact, where it has one."""
+    """Path and format of a checkpoint to resume from: the engine's own format, which is exact, where it has one."""
     own = group.spec.supports(Capability.SHARDED_CHECKPOINT)
     return SaveLoadMeta(path=path, format="sharded" if own else "portable")
 
@@ -255,7 +256,7 @@ def _config(
     """``own`` comes before the engine's section, which comes before ``fields``."""
     spec = get_spec(name)
     if spec.kind != kind:
-        raise ConfigError(f"the engine {name!r} is for {spec.kind}; this place needs one for {kind}")
+        raise ConfigError(f"the engine {name!r} is for {spec.kind}; this field needs one for {kind}")
     common = {"dtype": recipe.dtype, "device": recipe.device, "seed": recipe.seed}
     section = recipe.engines.get(name, {})
     return spec, parse_config(load_config(spec), common | fields | section | dict(own), f"engine {name!r}")
@@ -267,11 +268,11 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
     with ExitStack() as stack:
         groups: dict[str, EngineGroup] = {}
         for name, part in plan.trainers().items():
-            beside = plan.beside(name)
-            devices = plan.devices(name) if beside is None else None
-            host = None if beside is None else groups[beside]
+            host_role = plan.colocated_with(name)
+            devices = plan.devices(name) if host_role is None else None
+            host = None if host_role is None else groups[host_role]
             groups[name] = stack.enter_context(open_trained(part, plan.finetune, devices, host))
-            if plan.takes_turns(name):
+            if plan.offloads(name):
                 groups[name].offload()  # room for the next one
         spec, config = plan.rollout
         rollout = load_engine(spec, config)
@@ -284,7 +285,7 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
             reference=groups.get("reference"),
             reward=groups.get("reward"),
             rollout=rollout,
-            taking_turns=tuple(group for name, group in groups.items() if plan.takes_turns(name)),
+            offloaded=tuple(group for name, group in groups.items() if plan.offloads(name)),
         )
 
 

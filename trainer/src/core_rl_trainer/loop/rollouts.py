@@ -1,4 +1,4 @@
-"""Rollouts of a run: what is drawn depends on the seed, the prompt's place in the data order, and the weights alone."""
+"""Rollouts of a run: samples depend on the seed, the position in the data order, and the weights alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError
-from core_rl.rollout.episode import AcceptFn
-from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
+from core_rl.rollout.workflow import AcceptFn, RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.datasets import NUMBER
-from core_rl_trainer.environments.environment import Environment
+from core_rl_trainer.environments import Environment
 from core_rl_trainer.loop.evaluation import Evaluation, rollout_samples
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.functions import RewardFn
-from core_rl_trainer.workflows.greedy_baseline import GreedyBaselineWorkflow
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
+from core_rl_trainer.workflows.single_turn import GreedyBaselineWorkflow, SingleTurnWorkflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +55,7 @@ class NumberedWorkflow:
 
 @dataclass(frozen=True, kw_only=True)
 class UserCode:
-    """What a recipe names for the rollouts, loaded."""
+    """Functions that a recipe names for the rollouts, loaded."""
 
     reward: RewardFn | None
     environment: Callable[[], Environment] | None = None
@@ -65,7 +63,7 @@ class UserCode:
 
 
 class Rollouts:
-    """Answers to prompts, for training and for evaluation, as a recipe says."""
+    """Completions of prompts, for training and for evaluation, with the settings of a recipe."""
 
     def __init__(
         self,
@@ -97,9 +95,9 @@ class Rollouts:
     # --------------------------------------------------------------- training
 
     def training_batch(self, step: int, batches: Iterator[Sequence[Mapping[str, Any]]]) -> SequenceBatch:
-        """Groups of answers to the prompts of ``step``, drawn from ``batches`` as far ahead as the recipe allows.
+        """Groups of completions of the prompts of ``step``, drawn from ``batches`` as far ahead as the recipe allows.
 
-        Raises `RolloutError` when an answer comes from weights that are older than that, or newer than
+        Raises `RolloutError` when a completion comes from weights that are older than that, or newer than
         the engine's.
         """
         chosen = self._recipe.rollout
@@ -116,29 +114,29 @@ class Rollouts:
         return batch
 
     def counters(self) -> dict[str, float]:
-        """Prompts whose answers run or wait for their turn, and prompts rejected since the start of the run."""
+        """Prompts that run or wait, and prompts rejected since the start of the run."""
         counted = self._engine.rollouts.counters()
         ahead = counted["waiting"] + counted["running"] + counted["accepted"] - counted["consumed"]
         return {"prompts_ahead": float(ahead), "prompts_rejected": float(counted["rejected"])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Which prompts were drawn and not consumed, and counts; JSON."""
+        """The prompts that were drawn and not consumed, and counts; JSON."""
         return self._engine.rollouts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the prompts are submitted again."""
+        """Resume from there; the prompts are submitted again."""
         self._engine.rollouts.load_state_dict(state, self._training, self._user.should_accept)
 
     # ------------------------------------------------------------- evaluation
 
     def evaluate(self, samples: Sequence[Mapping[str, Any]]) -> Evaluation:
-        """Mean rewards over held-out ``samples``: of sampled answers, the same seeds each time, and of greedy ones.
+        """Mean rewards over ``samples``: of sampled completions, with the same seeds each time, and of greedy ones.
 
-        Some of the sampled answers are kept as text.
+        Some of the sampled completions are kept as text.
         """
         seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
-        sampled = self._answers(samples, seeded, self._recipe.eval_samples)
-        greedy = self._answers(samples, self._greedy, 1)
+        sampled = self._completions(samples, seeded, self._recipe.eval_samples)
+        greedy = self._completions(samples, self._greedy, 1)
         return Evaluation(
             metrics={
                 "eval_reward": float(sampled["rewards"].double().mean()),
@@ -147,7 +145,7 @@ class Rollouts:
             samples=rollout_samples(sampled, self._tokenizer),
         )
 
-    def _answers(
+    def _completions(
         self, samples: Sequence[Mapping[str, Any]], sampling: SamplingParams, group_size: int
     ) -> SequenceBatch:
         numbered = [{**sample, NUMBER: number} for number, sample in enumerate(samples)]

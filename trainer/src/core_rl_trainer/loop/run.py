@@ -1,4 +1,4 @@
-"""A whole run: what ``core-rl train`` does with a recipe, from the first check to the last file."""
+"""A whole run: ``core-rl train``, from the first check of the recipe to the last file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from core_rl_trainer.algorithms.interface import (
     interface_class,
     make_interface,
 )
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
-from core_rl_trainer.logs.plot import plot_rewards
+from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.logs.progress import TrainingProgress, print_result
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.wandb_log import require_wandb
 from core_rl_trainer.loop.best_model import BestModel
 from core_rl_trainer.loop.online import prepare_online
-from core_rl_trainer.loop.prepared import Loop, Prepared
+from core_rl_trainer.loop.prepared import Loop, PreparedRun
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.loop.run_plan import RunPlan, plan_run
 from core_rl_trainer.loop.supervised import prepare_supervised
@@ -34,14 +33,14 @@ __all__ = ["dry_run", "prepare", "run_recipe", "train"]
 logger = logging.getLogger(__name__)
 
 FOR_ROLLOUTS = ("rollout", "reward", "eval_samples", "colocated", "placement")
-"""What is read only where answers are generated."""
+"""Fields that are read only where completions are generated."""
 
 
 def run_recipe(path: Path, overrides: list[str], console: Console | None = None) -> dict[str, Any]:
     """Train as the recipe at ``path`` says, with dotted ``overrides``; the result as plain values.
 
-    A run that was interrupted goes on from its last complete checkpoint; one that is complete is only
-    reported. Progress goes to ``console``, by default to stderr.
+    An interrupted run resumes from its last complete checkpoint; one that is complete is only reported.
+    Progress goes to ``console``, by default to stderr.
     """
     return train(load_recipe(path, overrides), console or Console(stderr=True))
 
@@ -55,7 +54,7 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
             checkpoint = directory.checkpoints.latest()
             done = checkpoint.step if checkpoint else -1
             with (
-                RunRecords(recipe, directory, done, prepared.places) as records,
+                RunRecords(recipe, directory, done, prepared.placements) as records,
                 prepared.open(directory) as loop,
             ):
                 result = _Run(recipe, directory, loop, records, console).run(checkpoint)
@@ -70,11 +69,11 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
 
 
 def dry_run(recipe: Recipe) -> RunPlan:
-    """What `train` would do. The recipe is checked and the data is read; nothing starts, nothing is written."""
+    """The plan of `train`. The recipe is checked and the data is read; nothing starts, nothing is written."""
     return plan_run(recipe, prepare(recipe))
 
 
-def prepare(recipe: Recipe) -> Prepared:
+def prepare(recipe: Recipe) -> PreparedRun:
     """All checks of ``recipe``, and its data."""
     require_wandb(recipe)
     algorithm = _make_algorithm(recipe)
@@ -123,7 +122,7 @@ class _Run:
         self._records = records
         self._console = console
         self._evaluations: dict[str, dict[str, float]] = {}
-        """Step, as text since JSON has no other keys, to the mean rewards on the held-out prompts."""
+        """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
 
     def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
         """Train to the last step, from the first or from ``checkpoint``; the result as plain values."""
@@ -148,12 +147,11 @@ class _Run:
                     records.draw()
                 elif evaluated:
                     records.draw()
-        drawn = plot_rewards(records.rows, directory.picture, f"{recipe.engine}, seed {recipe.seed}")
-        return self._result(best, drawn)
+        return self._result(best)
 
     def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
         if checkpoint is not None:
-            progress.say(f"going on from the checkpoint of step {checkpoint.step} in {self._directory.path}")
+            progress.say(f"resuming from the checkpoint of step {checkpoint.step} in {self._directory.path}")
             self._loop.restore(checkpoint)
             self._evaluations = dict(checkpoint.state["evaluations"])
         else:
@@ -172,9 +170,9 @@ class _Run:
     def _save(self, step: int, best: BestModel) -> None:
         state = self._loop.state_dict() | {"evaluations": self._evaluations, "best": best.state_dict()}
         self._directory.checkpoints.save(step, self._loop.parts(), state)
-        best.settle()
+        best.prune()
 
-    def _result(self, best: BestModel, drawn: bool) -> dict[str, Any]:
+    def _result(self, best: BestModel) -> dict[str, Any]:
         recipe, directory = self._recipe, self._directory
         return {
             "engine": recipe.engine,
@@ -188,5 +186,5 @@ class _Run:
             "best_model": str(directory.best_model) if best.state_dict() else None,
             "metrics": str(directory.path / "metrics.jsonl"),
             "page": str(directory.page),
-            "picture": str(directory.picture) if drawn else None,
+            "picture": str(directory.picture),
         }

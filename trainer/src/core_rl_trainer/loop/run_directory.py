@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where, whose it is, and how a run is found again."""
+"""The directory of a run: its files, its lock, and the recipe that it belongs to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core_rl_trainer.recipe.recipe import Recipe, differing_fields
 
 __all__ = ["RunDirectory", "open_run_directory"]
 
-RECIPE, RESULT, PAGE, LOCK = "recipe.yaml", "result.json", "index.html", ".lock"
+RECIPE, RESULT, PAGE, PICTURE, LOCK = "recipe.yaml", "result.json", "index.html", "reward.svg", ".lock"
 OWNED = (
     RECIPE,
     RESULT,
@@ -32,7 +32,7 @@ OWNED = (
     "model",
     "best",
     "best_model",
-    "reward.png",
+    PICTURE,
     PAGE,
     "reference",
 )
@@ -58,7 +58,7 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 
 class RunDirectory:
-    """What lies where in ``recipe.output_dir``; made by `open_run_directory`."""
+    """The files of ``recipe.output_dir``; made by `open_run_directory`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.path = recipe.directory
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @property
     def weights(self) -> Path:
-        """Through which weights go to the rollout engine."""
+        """The directory through which weights go to the rollout engine."""
         return self.path / "weights"
 
     @property
@@ -79,8 +79,8 @@ class RunDirectory:
 
     @property
     def picture(self) -> Path:
-        """The rewards over the steps."""
-        return self.path / "reward.png"
+        """The rewards, or the losses, over the steps."""
+        return self.path / PICTURE
 
     @property
     def page(self) -> Path:
@@ -89,7 +89,7 @@ class RunDirectory:
 
     @property
     def best(self) -> Path:
-        """Holds the model of the best evaluation."""
+        """The directory with the model of the best evaluation."""
         return self.path / "best"
 
     @property
@@ -98,22 +98,24 @@ class RunDirectory:
         return self.path / "best_model"
 
     def reference(self, name: str) -> Path:
-        """The reference's log-probs of the rows to train on (``train``), or of the held-out ones (``eval``)."""
+        """The file of the reference's log-probs of the training data (``train``) or the evaluation data (``eval``)."""
         directory = self.path / "reference"
         directory.mkdir(exist_ok=True)
         return directory / f"{name}.safetensors"
 
     def result(self) -> dict[str, Any] | None:
-        """What a finished run left; None before."""
+        """The result of a finished run; None before."""
         path = self.path / RESULT
         if not path.is_file():
             return None
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
-    def write_page(self, text: str) -> None:
-        """Put the page into its place at once, so that nobody sees half of it."""
-        self._write(PAGE, text)
+    def write_page(self, page: str, picture: str | None) -> None:
+        """Replace the page and the picture; nobody sees half of one."""
+        self._write(PAGE, page)
+        if picture is not None:
+            self._write(PICTURE, picture)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Record that the run is complete; the last thing that a run does."""
@@ -138,7 +140,7 @@ class RunDirectory:
         temporary.replace(self.path / name)
 
     def _clear(self) -> None:
-        """Remove what a run writes, and nothing else; the recipe last, since it says whose the rest is."""
+        """Remove the files of a run, and nothing else; the recipe last, since it identifies the others."""
         for name in reversed(OWNED):
             path = self.path / name
             if path.is_dir() and not path.is_symlink():

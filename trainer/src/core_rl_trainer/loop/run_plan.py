@@ -1,7 +1,7 @@
-"""What a run will do, and what it needs, before anything starts.
+"""The plan of a run: its steps, ranks and memory, before anything starts.
 
-The memory of a rank is estimated, in bytes, for micro-batches of ``T`` tokens on a model of ``L`` layers of width
-``h``, in a compute dtype of ``b`` bytes:
+The memory of a rank is estimated in bytes. Micro-batches have ``T`` tokens; the model has ``L`` layers of width ``h``;
+the compute dtype has ``b`` bytes:
 
 =========== ============================================================================================
 weights     what the engine's config says (`TrainEngineConfig.state_bytes`): as a rule 4 for each weight on
@@ -35,7 +35,7 @@ import torch
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import KEEP_BYTES, chunk_rows
-from core_rl_trainer.loop.prepared import Load, Prepared, RolePlace
+from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["MemoryEstimate", "RankPlan", "RolePlan", "RunPlan", "plan_run"]
@@ -66,7 +66,7 @@ class RankPlan:
     """One rank of a train engine."""
 
     rank: int
-    place: dict[str, int]
+    coordinates: dict[str, int]
     """Its number along ``tp``, ``cp``, ``dp`` and ``pp``."""
     sequences: int
     """At most, of one pass over a step's sequences; ranks with the same ``dp`` see the same ones."""
@@ -89,7 +89,7 @@ class RolePlan:
     """None for an inference engine, which plans its own."""
     devices: tuple[int, ...] = ()
     """The number of each rank's device."""
-    beside: str | None = None
+    colocated_with: str | None = None
     """The role in whose processes it lives; null where it has its own."""
 
 
@@ -100,9 +100,9 @@ class RunPlan:
     algorithm: str
     output_dir: str
     steps: int
-    load: Load
+    workload: Workload
     passes: float
-    """Over the rows to train on."""
+    """Over the examples to train on."""
     sequences_per_step: int
     tokens_per_step: int
     """At most."""
@@ -110,26 +110,26 @@ class RunPlan:
     evaluations: int
     checkpoints: int
     off_policyness: int
-    """Versions that answers may be old; 0 is a synchronous run."""
+    """The largest lag of a completion, in weight versions; 0 is a synchronous run."""
     colocated: bool
-    """Whether the roles take turns on the same devices."""
+    """Whether roles on the same devices are offloaded while others work."""
     roles: tuple[RolePlan, ...]
 
 
-def plan_run(recipe: Recipe, prepared: Prepared) -> RunPlan:
+def plan_run(recipe: Recipe, prepared: PreparedRun) -> RunPlan:
     """The plan of ``recipe``. Models are counted, not built; nothing is started."""
-    load, steps = prepared.load, recipe.steps
-    sequences = load.rows_per_step * load.sequences_per_row
+    workload, steps = prepared.workload, recipe.steps
+    sequences = workload.examples_per_step * workload.sequences_per_example
     evaluations = {0, steps, *range(recipe.eval_every or steps, steps + 1, recipe.eval_every or steps)}
     checkpoints = {steps, *range(recipe.save_every, steps + 1, recipe.save_every)}
     return RunPlan(
         algorithm=recipe.algorithm.type_,
         output_dir=str(recipe.directory),
         steps=steps,
-        load=load,
-        passes=steps * load.rows_per_step / load.rows,
+        workload=workload,
+        passes=steps * workload.examples_per_step / workload.examples,
         sequences_per_step=sequences,
-        tokens_per_step=sequences * load.longest,
+        tokens_per_step=sequences * workload.longest,
         micro_batch_tokens=recipe.micro_batch_tokens,
         evaluations=len(evaluations),
         checkpoints=len(checkpoints),
@@ -139,9 +139,9 @@ def plan_run(recipe: Recipe, prepared: Prepared) -> RunPlan:
     )
 
 
-def _role(role: str, prepared: Prepared, sequences: int, limit: int) -> RolePlan:
-    (spec, config), longest = prepared.roles[role], prepared.load.longest
-    place = prepared.places.get(role, RolePlace(devices=()))
+def _role(role: str, prepared: PreparedRun, sequences: int, limit: int) -> RolePlan:
+    (spec, config), longest = prepared.roles[role], prepared.workload.longest
+    placement = prepared.placements.get(role, Placement(devices=()))
     model = footprint_of(config.model)
     ranks: tuple[RankPlan, ...] = ()
     memory = MemoryEstimate(weights=BYTES[config.dtype] * model.parameters / config.layout.tp)
@@ -158,21 +158,23 @@ def _role(role: str, prepared: Prepared, sequences: int, limit: int) -> RolePlan
         model=model,
         memory=memory,
         ranks=ranks,
-        devices=place.devices,
-        beside=place.beside,
+        devices=placement.devices,
+        colocated_with=placement.colocated_with,
     )
 
 
 def _ranks(config: TrainEngineConfig, sequences: int, longest: int, limit: int) -> Iterator[RankPlan]:
     share = math.ceil(sequences / config.layout.dp)
     for rank in range(config.layout.world_size):
-        place = config.layout.place(rank)
+        coordinates = config.layout.coordinates(rank)
         each = max(1, limit // longest)  # sequences of a micro-batch, if all are as long as the longest
-        yield RankPlan(rank=rank, place=place, sequences=share, micro_batches=math.ceil(share / each))
+        yield RankPlan(
+            rank=rank, coordinates=coordinates, sequences=share, micro_batches=math.ceil(share / each)
+        )
 
 
 def estimate_memory(config: TrainEngineConfig, model: Footprint, tokens: int) -> MemoryEstimate:
-    """What one rank needs for micro-batches of ``tokens``; see the module's docstring."""
+    """The memory of one rank for micro-batches of ``tokens``; see the module's docstring."""
     state = config.state_bytes(model.parameters, 0 if config.optimizer is None else model.trained)
     return MemoryEstimate(
         weights=state.weights,

@@ -1,4 +1,4 @@
-"""What the models of a run know about a batch of answers: log-probs, values, scores."""
+"""Log-probs, values and scores of a batch of completions, from the models of a run; and the updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on data alone: SFT, reward models, DPO. One step is one update on the next rows."""
+"""Training on data alone: SFT, reward models, DPO. One training step is one update on the next examples."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.algorithms.supervised import SupervisedInterface
-from core_rl_trainer.data.batches import MakeBatch, demonstration_batch, preference_batch
+from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.datasets import (
     DemonstrationDataset,
+    ExampleDataset,
+    MakeBatch,
     NumberedBatches,
     PreferenceDataset,
-    RowDataset,
     Sample,
+    demonstration_batch,
+    preference_batch,
     prompt_loader,
 )
+from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.loop import Clock, GroupWriter, restore_group
-from core_rl_trainer.loop.prepared import Load, Prepared, RolePlace
+from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.loop.reference_cache import ReferenceCache
 from core_rl_trainer.loop.roles import open_trained, plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
-from core_rl_trainer.recipe.context import context_length, load_tokenizer
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["SupervisedLoop", "prepare_supervised"]
@@ -38,7 +40,7 @@ __all__ = ["SupervisedLoop", "prepare_supervised"]
 MODEL = "model"
 
 
-def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> Prepared:
+def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> PreparedRun:
     """All checks and the data."""
     refused = [name for name in ("critic", "reward_model") if getattr(recipe, name) is not None]
     if refused:
@@ -50,23 +52,23 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     kind = DemonstrationDataset if interface.trains_on == "demonstrations" else PreferenceDataset
     drop = recipe.data.too_long == "drop"
     data = tuple(kind(Path(path), tokenizer, limit, drop) for path in (recipe.data.train, recipe.data.eval))
-    rows = recipe.data.batch_size
-    finetune = FinetuneSpec(dataset_size=recipe.steps * rows, train_batch_size=rows)
+    size = recipe.data.batch_size
+    finetune = FinetuneSpec(dataset_size=recipe.steps * size, train_batch_size=size)
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
         with open_trained(plan, finetune) as group:
             yield SupervisedLoop(recipe, interface, group, (data[0], data[1]), directory)
 
-    load = Load(
-        rows=len(data[0]),
+    workload = Workload(
+        examples=len(data[0]),
         held_out=len(data[1]),
-        rows_per_step=rows,
-        sequences_per_row=1 if interface.trains_on == "demonstrations" else 2,
+        examples_per_step=size,
+        sequences_per_example=1 if interface.trains_on == "demonstrations" else 2,
         longest=data[0].longest,
     )
-    place = RolePlace(devices=tuple(range(plan[1].layout.world_size)))
-    return Prepared(roles={MODEL: plan}, places={MODEL: place}, load=load, open=opened)
+    placement = Placement(devices=tuple(range(plan[1].layout.world_size)))
+    return PreparedRun(roles={MODEL: plan}, placements={MODEL: placement}, workload=workload, open=opened)
 
 
 def _head(interface: SupervisedInterface[Any]) -> str:
@@ -82,7 +84,7 @@ class SupervisedLoop:
         recipe: Recipe,
         interface: SupervisedInterface[Any],
         engine: EngineGroup,
-        data: tuple[RowDataset, RowDataset],
+        data: tuple[ExampleDataset, ExampleDataset],
         directory: RunDirectory,
     ) -> None:
         self._tokenizer_path = recipe.model.path
@@ -97,7 +99,7 @@ class SupervisedLoop:
         self._references: dict[str, ReferenceCache] = {}
 
     def start(self) -> None:
-        """Before the first step: the reference's log-probs, from the weights that the training starts from."""
+        """Prepare the first step: compute the reference's log-probs, with the initial weights."""
         if REFERENCE not in self._interface.wanted_fields:
             return
         for name, dataset in (("train", self._train_data), ("eval", self._eval_data)):
@@ -108,7 +110,7 @@ class SupervisedLoop:
             self._references[name] = cache
 
     def step(self, step: int) -> dict[str, float]:
-        """One update on the next rows; the metrics of the step. Afterwards the weights have version ``step``."""
+        """One update on the next examples; the metrics of the step. Afterwards the weights have version ``step``."""
         clock = Clock()
         with clock.phase("data"):
             batch = self._batch("train", next(self._data))
@@ -124,7 +126,7 @@ class SupervisedLoop:
         return self._references[name].add_to(batch, samples) if self._references else batch
 
     def evaluate(self) -> Evaluation:
-        """The loss and its metrics over all held-out rows."""
+        """The loss and its metrics over the evaluation data."""
         samples = [self._eval_data[index] for index in range(len(self._eval_data))]
         metrics = self._interface.evaluate(self._engine, self._batch("eval", samples), self._mb_spec)
         return Evaluation(metrics={f"eval_{name}": value for name, value in metrics.items()})
@@ -136,15 +138,15 @@ class SupervisedLoop:
     # ----------------------------------------------------------------- state
 
     def parts(self) -> dict[str, Any]:
-        """What a run checkpoint holds besides `state_dict`: writers by name."""
+        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
         return {MODEL: GroupWriter(self._engine)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data order stands, as JSON."""
+        """The position in the data order, as JSON."""
         return {"data": self._data.state_dict()}
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Go on from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
+        """Resume from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
         restore_group(self._engine, MODEL, checkpoint)
         self._restore_data(checkpoint.state)
         if REFERENCE in self._interface.wanted_fields:

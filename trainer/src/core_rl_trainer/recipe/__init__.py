@@ -1,1 +1,1 @@
-"""Recipes: the config of a training run."""
+"""The recipe: the config of a run."""

@@ -48,16 +48,16 @@ class ModelSection(Config):
 
 
 class RolloutSection(Config):
-    """How answers are generated."""
+    """The generation of completions."""
 
     engine: str = "reference-rollout"
     """The inference engine."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts of one training step."""
     group_size: int = Field(default=8, ge=1)
-    """Answers to each prompt; GRPO compares their rewards with each other."""
+    """Completions of each prompt; GRPO compares their rewards with each other."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """The most tokens of one answer."""
+    """The most tokens of one completion."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Of the sampling, and of the log-probs that the train engine computes."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -65,32 +65,33 @@ class RolloutSection(Config):
     top_k: int | None = Field(default=None, ge=1)
     """Draw from this many of the most likely tokens; null keeps all."""
     timeout_s: float = Field(default=600.0, gt=0.0)
-    """How long the answers to one batch of prompts may take."""
+    """The time limit of the completions of one batch of prompts, in seconds."""
     sync: SyncMethod = "disk"
     """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory (``tensor``), or
     over a process group with the ranks of its servers (``distributed``). ``lora`` sends the adapter of ``model.lora``
     alone; the others send weights with an adapter merged into them."""
     max_head_offpolicyness: int = Field(default=0, ge=0)
-    """0 trains synchronously: answers come from the newest weights. Above 0 it trains asynchronously: the next
-    answers are generated meanwhile, from weights that are at most this many versions older."""
+    """0 trains synchronously: completions come from the newest weights. Above 0 it trains asynchronously: the next
+    completions are generated meanwhile, from weights that are at most this many versions older."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
-    """Prompts that are answered at one time."""
+    """Prompts that are completed at one time."""
     should_accept: str | None = None
-    """``module:function`` or ``file.py:function``, called with the batch of one prompt's answers: those for which it
-    is false are not trained on, and other prompts take their place. ``core_rl_trainer.data.filters:rewards_differ``
-    leaves out groups without a signal, as DAPO (arXiv:2503.14476) does."""
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions. Where it is
+    false, they are not trained on, and other prompts replace theirs.
+    ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without a signal, as DAPO
+    (arXiv:2503.14476) does."""
     reward_timeout_s: float | None = Field(default=None, gt=0.0)
-    """How long the reward of one answer may take; null for as long as it takes."""
+    """The time limit of the reward of one completion, in seconds; null for none."""
     reward_processes: int = Field(default=0, ge=0)
     """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
     0 computes them in threads, where it is only given up."""
     environment: str | None = None
     """``module:function`` or ``file.py:function``, called with the tokenizer for each episode: makes the
-    `Environment` that answers the model between its turns, such as a `ToolEnvironment`. Null: one turn."""
+    `Environment` that replies to the model between its turns, such as a `ToolEnvironment`. Null: one turn."""
     max_turns: int = Field(default=4, ge=1)
-    """With an environment: the most answers of one episode."""
+    """With an environment: the most completions of one episode."""
     step_timeout_s: float | None = Field(default=None, gt=0.0)
-    """With an environment: how long it may take for one answer; null for as long as it takes."""
+    """With an environment: the time limit of one of its replies, in seconds; null for none."""
 
     @model_validator(mode="after")
     def _killed_when(self) -> Self:
@@ -124,7 +125,7 @@ class RewardModelSection(Config):
 
 
 class PlacementSection(Config):
-    """On which devices of the machine each role is: the number of the device of each of its ranks, in rank order.
+    """The devices of each role: the number of the device of each of its ranks, in rank order.
 
     By default every role begins at device 0, so that they share their devices.
     """
@@ -140,26 +141,26 @@ class PlacementSection(Config):
 
 
 class DataSection(Config):
-    """What is trained on: JSONL files, or datasets that ``datasets.save_to_disk`` wrote.
+    """The data: JSONL files, or datasets that ``datasets.save_to_disk`` wrote.
 
-    Rows for rollouts have a ``prompt`` (a text, or chat messages) and whatever the reward function reads; those for
-    ``sft`` an ``answer`` besides, or ``messages`` alone; those for ``reward_model`` and ``dpo`` the answers
+    Examples for rollouts have a ``prompt`` (a text, or chat messages) and whatever the reward function reads; those for
+    ``sft`` an ``answer`` besides, or ``messages`` alone; those for ``reward_model`` and ``dpo`` the completions
     ``chosen`` and ``rejected``.
     """
 
     train: str
-    """Rows to train on."""
+    """Examples to train on."""
     eval: str
-    """Held-out rows."""
+    """Examples for evaluation."""
     batch_size: int = Field(default=16, ge=1)
-    """Rows of one training step where nothing is rolled out."""
+    """Examples of one training step where nothing is rolled out."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """What becomes of rows that are longer than the model's context, counting ``rollout.max_new_tokens`` where
+    """The treatment of examples that are longer than the model's context, counting ``rollout.max_new_tokens`` where
     there are rollouts: an error that names them, or a warning that counts them."""
 
 
 class KeepBest(Config):
-    """Which evaluation has the best model."""
+    """The rule for the best evaluation."""
 
     metric: str = Field(pattern="^eval_")
     """A metric of evaluations, such as ``eval_reward`` or ``eval_loss``."""
@@ -185,7 +186,7 @@ class WandbSection(Config):
 
 
 class Recipe(Config):
-    """A training run. Relative paths start at the working directory."""
+    """The config of a run. Relative paths start at the working directory."""
 
     engine: str
     """The train engine."""
@@ -203,23 +204,23 @@ class Recipe(Config):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """The most tokens of one forward pass on one data-parallel rank."""
     rollout: RolloutSection = RolloutSection()
-    """How answers are generated."""
+    """The generation of completions."""
     algorithm: ModelInterfaceAbstraction = ModelInterfaceAbstraction("ppo_actor")
     """The model interface, and its settings in ``args``."""
     data: DataSection
-    """Where the prompts are."""
+    """The data."""
     reward: str | None = "core_rl_trainer.rewards.text:text_match"
-    """``module:function`` or ``file.py:function``, called with the answer's text and the line of the JSONL file.
-    With an environment, the last answer is scored, and null leaves the rewards to the environment; null also where
+    """``module:function`` or ``file.py:function``, called with the completion's text and the line of the JSONL file.
+    With an environment, the last completion is scored, and null leaves the rewards to the environment; null also where
     a reward model alone decides."""
     critic: CriticSection | None = None
     """The critic, where the algorithm has one (``ppo``)."""
     reward_model: RewardModelSection | None = None
     """A reward model."""
     placement: PlacementSection = PlacementSection()
-    """On which devices each role is."""
+    """The devices of each role."""
     colocated: bool = False
-    """Roles take turns on the same devices: each is in host memory while another one works. Those with the same layout
+    """Roles share their devices: each is offloaded to host memory while another one works. Those with the same layout
     on the same devices live in the same processes. One whose ``placement`` names devices of its own stays there."""
     steps: int = Field(ge=1)
     """Training steps; each ends with new weights in the rollout engine."""
@@ -228,17 +229,17 @@ class Recipe(Config):
     keep: int = Field(default=2, ge=1)
     """Run checkpoints that are kept."""
     keep_best: KeepBest | None = None
-    """Keep the model of the best evaluation as ``best_model``, beside the checkpoints, in Hugging Face format."""
+    """Keep the model of the best evaluation as ``best_model``, next to the checkpoints, in Hugging Face format."""
     wandb: WandbSection | None = None
     """Show the metrics in Weights & Biases as well."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between evaluations on the held-out prompts; 0: only before and after the training."""
+    """Steps between evaluations on the evaluation prompts; 0: only before and after the training."""
     eval_samples: int = Field(default=1, ge=1)
-    """Sampled answers to each held-out prompt, besides the greedy one."""
+    """Sampled completions of each evaluation prompt, in addition to the greedy one."""
     seed: int = Field(default=0, ge=0)
     """Of the data order and of the sampling."""
     output_dir: str
-    """Where everything is written; ``{engine}`` and ``{seed}`` stand for the values of those fields."""
+    """The directory of all files of the run; ``{engine}`` and ``{seed}`` stand for the values of those fields."""
     fresh: bool = False
     """Start over: delete what an earlier run wrote to ``output_dir``."""
 
@@ -248,7 +249,7 @@ class Recipe(Config):
         if own != self.rollout.temperature:
             raise ValueError(
                 f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
-                "would be of another distribution than the answers; leave the former out"
+                "would be of another distribution than the completions; leave the former out"
             )
         return self
 

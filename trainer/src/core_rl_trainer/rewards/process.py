@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickle
 import queue
 import signal
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,8 +21,8 @@ from typing import Any, Self
 
 from core_rl.errors import ConfigError, EngineStateError, RolloutError
 from core_rl.launch.process import start_process
-from core_rl_trainer.rewards.calls import name_of
-from core_rl_trainer.rewards.worker import worker_main
+from core_rl.launch.worker import end_with_driver
+from core_rl_trainer.rewards.functions import name_of
 
 __all__ = ["ProcessReward"]
 
@@ -134,11 +136,11 @@ class _Worker:
         self._connection.send(request)
         if not self._connection.poll(timeout_s):
             self.stop()
-            raise RolloutError(f"no answer in {timeout_s:g} s; its process was killed")
-        fine, answer = self._connection.recv()
+            raise RolloutError(f"no result in {timeout_s:g} s; its process was killed")
+        fine, result = self._connection.recv()
         if not fine:
-            raise RolloutError(answer)
-        return answer
+            raise RolloutError(result)
+        return result
 
     def kill(self) -> None:
         """Kill the process and its children, of whose group it is the leader once it is up."""
@@ -150,7 +152,7 @@ class _Worker:
                 kill(process.pid, signal.SIGKILL)
 
     def stop(self) -> int | None:
-        """Kill the process, wait for its end and free what it held; its exit code."""
+        """Kill the process, wait for its end and free its resources; returns the exit code."""
         if self._process is None:
             return None
         self.kill()
@@ -161,3 +163,31 @@ class _Worker:
             self._connection.close()
         self._process = self._connection = None
         return code
+
+
+def worker_main(connection: Connection) -> None:
+    """Answer each message with ``(True, value)``, or ``(False, message)``; the first one holds the function."""
+    end_with_driver()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver closed its end
+        pickled, functions = connection.recv(), []
+        connection.send(_outcome(lambda: functions.append(pickle.loads(pickled))))  # noqa: S301 (the driver's)
+        while functions:
+            connection.send(_outcome(_reward, functions[0], connection.recv()))
+
+
+def _outcome(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+    try:
+        return True, work(*args)
+    except Exception as error:  # noqa: BLE001  (the process boundary: the driver raises it)
+        return False, f"raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+
+def _reward(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    value = function(*args)
+    if inspect.isawaitable(value):
+        value = asyncio.run(_awaited(value))
+    return float(value)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,4 +1,4 @@
-"""Verifiable rewards on text, and how a recipe names one."""
+"""Verifiable rewards on text, and rewards by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
-from core_rl_trainer.recipe.named import load_named
+from core_rl_trainer.rewards.functions import load_callable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,6 @@ __all__ = [
     "TextReward",
     "TextRewardFn",
     "integer_match",
-    "load_reward",
     "text_match",
 ]
 
@@ -27,19 +26,19 @@ _INTEGER = re.compile(r"[-+]?\d+")
 
 
 class TextRewardFn(Protocol):
-    """Scores the text of one answer; ``sample`` is the line of the JSONL file. May be a coroutine function."""
+    """Scores the text of one completion; ``sample`` is the line of the JSONL file. May be a coroutine function."""
 
-    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
-
-
-def text_match(answer: str, sample: Mapping[str, Any]) -> float:
-    """1 if the answer is the sample's ``answer``, up to white space around it; else 0."""
-    return float(answer.strip() == str(_expected(sample)).strip())
+    def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
 
 
-def integer_match(answer: str, sample: Mapping[str, Any]) -> float:
-    """1 if the last integer in the answer is the sample's ``answer``; else 0."""
-    found = _INTEGER.findall(answer.replace(",", ""))
+def text_match(completion: str, sample: Mapping[str, Any]) -> float:
+    """1 if the completion is the sample's ``answer``, up to white space around it; else 0."""
+    return float(completion.strip() == str(_expected(sample)).strip())
+
+
+def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
+    """1 if the last integer in the completion is the sample's ``answer``; else 0."""
+    found = _INTEGER.findall(completion.replace(",", ""))
     return float(bool(found) and int(found[-1]) == int(_expected(sample)))
 
 
@@ -60,14 +59,8 @@ class TextReward:
     def __call__(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]
     ) -> float | Awaitable[float]:
-        answer = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
-        return self._fn(str(answer), data)
-
-
-def load_reward(name: str) -> TextRewardFn:
-    """The function that ``module:function`` or ``path/file.py:function`` names; `ConfigError` if there is none."""
-    found: TextRewardFn = load_named("reward", name)
-    return found
+        completion = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
+        return self._fn(str(completion), data)
 
 
 @dataclass(frozen=True)
@@ -80,11 +73,12 @@ class NamedReward:
     def __name__(self) -> str:
         return self.name.rpartition(":")[2]
 
-    def __call__(self, answer: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
+    def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
         """Load the function, the first time, and call it."""
-        return _loaded(self.name)(answer, sample)
+        return _loaded(self.name)(completion, sample)
 
 
 @cache
 def _loaded(name: str) -> TextRewardFn:
-    return load_reward(name)
+    found: TextRewardFn = load_callable("reward", name)
+    return found

@@ -14,9 +14,8 @@ from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.transcript import Transcript
 from core_rl.seeds import derive_seed
-from core_rl_trainer.environments.environment import Environment, Observation
-from core_rl_trainer.rewards.calls import guarded, name_of
-from core_rl_trainer.rewards.functions import RewardFn, as_reward, compute_reward
+from core_rl_trainer.environments import Environment, Observation
+from core_rl_trainer.rewards.functions import RewardFn, as_reward, compute_reward, guarded, name_of
 from core_rl_trainer.workflows.single_turn import gather_group
 
 __all__ = ["MultiTurnWorkflow"]
@@ -26,23 +25,23 @@ __all__ = ["MultiTurnWorkflow"]
 class MultiTurnWorkflow:
     """``group_size`` independent episodes from one sample, each with an environment of its own.
 
-    The model answers the prompt; the environment's tokens follow, and the model goes on from there, until the
-    environment is done, an answer is cut off, or there is no turn or room left. The result has the fields
+    The model completes the prompt; the environment's tokens follow, and the model continues after them. It ends when
+    the environment is done, a completion is cut off, or there is no turn or room left. The result has the fields
     of `Transcript.pack`, ``rewards`` (float32 ``[B]``), ``group`` (int64 ``[B]``, the episode's number) and
-    ``turns`` (int64 ``[B]``, answers). Tokens are those that were drawn, and those of the environment, whose
+    ``turns`` (int64 ``[B]``, completions). Tokens are those that were drawn, and those of the environment, whose
     ``loss_mask`` is 0.
     """
 
     environment: Callable[[], Environment]
     """Makes the environment of one episode."""
     reward: RewardFn | None = None
-    """Scores the last answer, in addition to the environment's own rewards."""
+    """Scores the last completion, in addition to the environment's own rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Of each answer. With a ``seed``, each gets one of its own, derived from it, the episode, its place and turn."""
+    """Of each completion. With a ``seed``, each gets its own, derived from it, the episode, its number and turn."""
     group_size: int = 1
-    """How many episodes; their rewards are compared with each other (GRPO)."""
+    """The number of episodes; their rewards are compared with each other (GRPO)."""
     max_turns: int = 8
-    """The most answers of one episode."""
+    """The most completions of one episode."""
     max_tokens: int | None = None
     """The most tokens of one episode, such as the engine's context; None leaves it to the engine to refuse."""
     step_timeout_s: float | None = None
@@ -61,7 +60,7 @@ class MultiTurnWorkflow:
     async def arun_episode(
         self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
     ) -> SequenceBatch | None:
-        """Play the group. Raises `RolloutError` that names the episode, the answer and the turn."""
+        """Play the group. Raises `RolloutError` that names the episode, the completion and the turn."""
         played = await gather_group(
             self._play(engine, data, (episode, member)) for member in range(self.group_size)
         )
@@ -75,7 +74,7 @@ class MultiTurnWorkflow:
     async def _play(
         self, engine: TokenGenerator, data: Mapping[str, Any], place: tuple[int, int]
     ) -> tuple[Transcript, float]:
-        subject = f"sample {place[0]}, answer {place[1]}"
+        subject = f"sample {place[0]}, completion {place[1]}"
         environment = self.environment()
         try:
             prompt = await self._ask(environment, environment.reset(data), f"{subject}: reset of")
@@ -96,11 +95,11 @@ class MultiTurnWorkflow:
         """Fill ``transcript``; the sum of the environment's rewards."""
         total = 0.0
         for turn in range(self.max_turns):
-            response = await self._answer(engine, transcript, (*place, turn))
+            response = await self._generate(engine, transcript, (*place, turn))
             transcript.add_answer(response)
             if response.stop_reason == "length":  # half a message is nothing that an environment understands
                 return total
-            subject = f"sample {place[0]}, answer {place[1]}, turn {turn}:"
+            subject = f"sample {place[0]}, completion {place[1]}, turn {turn}:"
             seen = await self._ask(environment, environment.step(response.output_ids), subject)
             total += self._reward_of(seen, environment, subject)
             if seen.done:
@@ -112,7 +111,7 @@ class MultiTurnWorkflow:
             transcript.add_environment(seen.ids)
         raise AssertionError("max_turns is at least 1")
 
-    async def _answer(
+    async def _generate(
         self, engine: TokenGenerator, transcript: Transcript, path: tuple[int, int, int]
     ) -> LLMResponse:
         sampling = self.sampling
@@ -122,7 +121,7 @@ class MultiTurnWorkflow:
             room = self.max_tokens - len(transcript)
             if room < 1:
                 raise RolloutError(
-                    f"sample {path[0]}: a prompt of {len(transcript)} tokens leaves no room for an answer in "
+                    f"sample {path[0]}: a prompt of {len(transcript)} tokens leaves no room for a completion in "
                     f"{self.max_tokens}; shorten it or leave it out"
                 )
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))

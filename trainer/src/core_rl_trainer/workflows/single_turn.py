@@ -13,31 +13,31 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import TokenGenerator, generate_whole
-from core_rl.rollout.workflow import pack_responses
+from core_rl.rollout.workflow import RolloutWorkflow, pack_responses
 from core_rl.seeds import derive_seed
 from core_rl_trainer.rewards.functions import RewardFn, compute_reward
 
-__all__ = ["SingleTurnWorkflow", "gather_group"]
+__all__ = ["GreedyBaselineWorkflow", "SingleTurnWorkflow", "gather_group"]
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SingleTurnWorkflow:
-    """One prompt, ``group_size`` independent answers, one reward for each.
+    """One prompt, ``group_size`` independent completions, one reward for each.
 
     ``data`` holds ``prompt_ids`` and whatever the reward function reads. The result has the fields of
     `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64 ``[B]``, the episode's number).
-    An answer that the engine aborts goes on; see `generate_whole`.
+    A completion that the engine aborts is continued; see `generate_whole`.
     """
 
     reward: RewardFn
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """With a ``seed``, each answer gets a seed of its own, derived from it, the episode and its place."""
+    """With a ``seed``, each completion gets a seed of its own, derived from it, the episode and its number."""
     group_size: int = 1
-    """How many answers; their rewards are compared with each other (GRPO)."""
+    """The number of completions; their rewards are compared with each other (GRPO)."""
     reward_timeout_s: float | None = None
-    """How long the reward of one answer may take, in seconds."""
+    """The time limit of the reward of one completion, in seconds."""
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -46,19 +46,19 @@ class SingleTurnWorkflow:
     async def arun_episode(
         self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
     ) -> SequenceBatch | None:
-        """Generate and score the group. Raises `RolloutError` that names the episode and the answer."""
+        """Generate and score the group. Raises `RolloutError` that names the episode and the completion."""
         if "prompt_ids" not in data:
             raise RolloutError(f"sample {episode} has no 'prompt_ids'; it has {sorted(data)}")
         prompt = tuple(int(token) for token in data["prompt_ids"])
         scored = await gather_group(
-            self._answer(engine, prompt, data, episode, member) for member in range(self.group_size)
+            self._generate(engine, prompt, data, episode, member) for member in range(self.group_size)
         )
         return pack_responses([response for response, _ in scored]).with_sequences(
             rewards=torch.tensor([reward for _, reward in scored], dtype=torch.float32),
             group=torch.full((self.group_size,), episode, dtype=torch.long),
         )
 
-    async def _answer(
+    async def _generate(
         self,
         engine: TokenGenerator,
         prompt: tuple[int, ...],
@@ -71,7 +71,7 @@ class SingleTurnWorkflow:
             self.sampling if seed is None else replace(self.sampling, seed=derive_seed(seed, episode, member))
         )
         response = await generate_whole(engine, LLMRequest(input_ids=prompt, sampling=sampling))
-        subject = f"sample {episode}, answer {member}"
+        subject = f"sample {episode}, completion {member}"
         reward = await compute_reward(
             self.reward, prompt, response.output_ids, data, subject=subject, timeout_s=self.reward_timeout_s
         )
@@ -87,3 +87,29 @@ async def gather_group(members: Iterable[Coroutine[Any, Any, _Result]]) -> list[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyBaselineWorkflow:
+    """The sequences of ``sampled``, each with the reward of ``greedy`` as ``baseline_rewards [B]``.
+
+    ReMax (arXiv:2310.10505) compares with the greedy completion of the same weights. A sample is rejected
+    when either workflow rejects it.
+    """
+
+    sampled: RolloutWorkflow
+    greedy: RolloutWorkflow
+    """Makes one sequence."""
+
+    async def arun_episode(
+        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
+    ) -> SequenceBatch | None:
+        """The sequences of one sample; the greedy one is not among them."""
+        batch, baseline = await asyncio.gather(
+            self.sampled.arun_episode(engine, data, episode), self.greedy.arun_episode(engine, data, episode)
+        )
+        if batch is None or baseline is None:
+            return None
+        return batch.with_sequences(
+            baseline_rewards=baseline["rewards"][:1].expand(batch.num_sequences).clone()
+        )

@@ -1,0 +1,130 @@
+"""The code on the pages runs as written: files first, then shell commands, then all Python of a page as one script."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from arithmetic_support import load_example
+from page_blocks import PAGES, ROOT, Block, blocks_of, commands_of, name_of
+
+from core_rl.cli import main
+from core_rl_conformance.inputs.tiny_models import TinyModel, build
+
+RUNNABLE = ("python", "sh")
+WITH_CODE = [
+    page
+    for page in PAGES
+    if any(block.language in RUNNABLE and block.reason is None for block in blocks_of(page))
+]
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which a tiny model stands under every path that the pages name."""
+    directory, arithmetic = tmp_path_factory.mktemp("stand-ins"), load_example()
+    model, start = directory / "Qwen" / "Qwen3-0.6B", directory / "runs" / "arithmetic" / "start"
+    build(TinyModel(family="qwen3")).save_pretrained(model)
+    arithmetic.make_tokenizer().save_pretrained(model)
+    shutil.copytree(model, start / "model")
+    settings = arithmetic.Settings(engine="reference", seed=0, largest=9, held_out=16)
+    train, held_out = arithmetic.make_problems(settings)
+    arithmetic.write_problems(start / "train.jsonl", train)
+    arithmetic.write_problems(start / "eval.jsonl", held_out)
+    return directory
+
+
+@pytest.fixture
+def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(stand_ins, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_the_code_of_a_page_runs(page: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [block for block in blocks_of(page) if block.reason is None]
+    for block in blocks:
+        if block.title is not None:
+            write_file(block, workspace)
+    for block in blocks:
+        if block.language == "sh":
+            for command in commands_of(block):
+                run_command(command, workspace, monkeypatch)
+    run_script(page, [b for b in blocks if b.language == "python" and b.title is None], workspace)
+
+
+def write_file(block: Block, workspace: Path) -> None:
+    assert block.title is not None
+    path = workspace / block.title
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.code, encoding="utf-8")
+
+
+def run_command(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "core-rl":
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert (caught.value.code or 0) == 0, command
+    elif program == "pytest":
+        pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+        result = subprocess.run(pytest_command, cwd=workspace, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    elif [program, *arguments[:2]] == ["pip", "install", "-e"]:
+        for path in reversed(install_in_place(workspace / arguments[2])):
+            monkeypatch.syspath_prepend(path)
+            monkeypatch.setenv("PYTHONPATH", path, prepend=os.pathsep)
+    else:
+        pytest.fail(f"no test runs {command!r}: put <!-- not run: REASON --> above the block")
+
+
+def install_in_place(project: Path) -> list[str]:
+    """Make ``project`` a distribution without pip; the directories that ``sys.path`` then needs."""
+    declared = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    site = project / "site"
+    info = site / f"{declared['name'].replace('-', '_')}-{declared['version']}.dist-info"
+    info.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    groups = declared["entry-points"].items()
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups]
+    (info / "entry_points.txt").write_text("".join(lines), encoding="utf-8")
+    return [str(project / "src"), str(site)]
+
+
+def run_script(page: Path, blocks: list[Block], workspace: Path) -> None:
+    """Run ``blocks`` in one namespace, with the line numbers of the page, as ``python script.py`` would."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines))
+        lines += block.code.splitlines()
+    script = workspace / f"{page.stem.replace('-', '_')}.py"
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_a_block_that_fails_names_the_line_of_its_page(workspace: Path) -> None:
+    page = workspace / "page.md"
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nx / 0\n```\n", encoding="utf-8")
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_script(page, blocks_of(page), workspace)
+    assert caught.traceback[-1].lineno + 1 == 10
+
+
+def test_a_command_that_no_test_runs_needs_a_reason(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(pytest.fail.Exception, match="not run: REASON"):
+        run_command("nox -s quickstart", workspace, monkeypatch)

@@ -1,0 +1,170 @@
+"""The documentation: links lead somewhere, nothing is left to fill in, every public name has an entry."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from page_blocks import DOCS, FENCE, PAGES, ROOT, blocks_of, name_of
+
+from core_rl.config.base import parse_config
+from core_rl_trainer.recipe.recipe import Recipe
+
+PATTERNS = (
+    "*.md",
+    "docs/**/*.md",
+    "benchmarks/*.md",
+    "changelog.d/README.md",
+    "plugins/*/*.md",
+    "trainer/*.md",
+)
+ALL_PAGES = sorted(page for pattern in (*PATTERNS, "examples/**/*.md") for page in ROOT.glob(pattern))
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:    .*\n)*)", re.MULTILINE)
+# Blocks that no CPU test runs, by the reason in the comment above them.
+NOT_RUN = {
+    "installs packages": 5,
+    "installs everything and trains for minutes": 3,
+    "trains for a minute": 4,
+    "needs an SGLang environment": 3,
+    "needs reports": 1,
+    "takes minutes": 2,
+}
+PUBLIC_PACKAGES = ["core_rl_trainer", "core_rl_trainer.algorithms"]
+# Every public name of these modules has an entry as well.
+PUBLIC_MODULES = [
+    "core_rl.backend.inference_backend",
+    "core_rl.backend.inference_protocols",
+    "core_rl.backend.protocols",
+    "core_rl.backend.sharded_state",
+    "core_rl.backend.tensors",
+    "core_rl.backend.train_backend",
+    "core_rl.errors",
+    "core_rl.rollout.workflow",
+    "core_rl_conformance.profile",
+]
+
+
+def ids(page: Path) -> str:
+    return name_of(page)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives to the headings of a page."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            yield link
+
+
+def documented() -> set[str]:
+    """Dotted names that the reference pages document: of a module, the names of its ``__all__``."""
+    found: set[str] = set()
+    for page in DOCS.glob("**/*.md"):
+        for name, _ in DIRECTIVE.findall(page.read_text(encoding="utf-8") + "\n"):
+            found |= set(expand(name))
+    return found
+
+
+def expand(name: str) -> Iterator[str]:
+    """``name``, and of a module its public names."""
+    yield name
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError:
+        owner, _, attribute = name.rpartition(".")
+        getattr(importlib.import_module(owner), attribute)  # raises for a name that is gone
+        return
+    yield from (f"{name}.{attribute}" for attribute in getattr(module, "__all__", vars(module)))
+
+
+def is_documented(package: str, name: str, entries: set[str]) -> bool:
+    """Whether a public name of ``package`` has an entry under the module that defines it."""
+    found = getattr(importlib.import_module(package), name)
+    if isinstance(found, type) or inspect.isfunction(found):
+        return f"{found.__module__}.{name}" in entries
+    return any(entry.endswith(f".{name}") for entry in entries)  # constants and type aliases
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert list(broken_links(page)) == []
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=ids)
+def test_nothing_is_left_to_fill_in(page: Path) -> None:
+    assert re.findall(r"@[A-Z]+@|TODO|FIXME", page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=ids)
+def test_code_parses(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language == "python":
+            ast.parse(block.code)
+        elif block.language in ("yaml", "toml"):
+            assert block.language == "toml" or yaml.safe_load(block.code) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_parts_of_recipes_are_valid(page: Path) -> None:
+    """Every YAML block without a title is a part of a recipe."""
+    base = yaml.safe_load((ROOT / "examples" / "grpo_arithmetic.yaml").read_text(encoding="utf-8"))
+    for block in blocks_of(page):
+        if block.language == "yaml" and block.title is None:
+            parse_config(Recipe, {**base, **yaml.safe_load(block.code)}, f"{name_of(page)}:{block.line}")
+
+
+def test_every_public_name_has_an_entry() -> None:
+    entries = documented()
+    public = [
+        (package, name)
+        for package in ["core_rl", *PUBLIC_PACKAGES, *PUBLIC_MODULES]
+        for name in importlib.import_module(package).__all__
+        if not name.startswith("__")
+    ]
+    assert [".".join(one) for one in public if not is_documented(*one, entries)] == []
+
+
+def test_blocks_that_are_not_run_are_known() -> None:
+    reasons = Counter(block.reason for page in PAGES for block in blocks_of(page) if block.reason)
+    assert reasons == NOT_RUN
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md")]
+    assert [page for page in pages if f": {page}\n" not in navigation] == []
+
+
+def test_the_tests_behind_the_invariants_exist() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", page)
+    assert links
+    missing = [
+        name for name, path in links if f"def {name}(" not in (DOCS / path).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A page: one\n[a](none.md) [b](#a-page-one) [c](page.md#two) [d](https://x.y/z)", encoding="utf-8"
+    )
+    assert list(broken_links(page)) == ["none.md", "page.md#two"]

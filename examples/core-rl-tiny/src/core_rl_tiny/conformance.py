@@ -1,0 +1,10 @@
+"""The layouts and models on which the conformance suite runs the engine `tiny`."""
+
+from __future__ import annotations
+
+from core_rl.config.layout import ParallelLayout
+from core_rl_conformance.profile import Profile
+
+__all__ = ["PROFILE"]
+
+PROFILE = Profile(layouts=(ParallelLayout(dp=1), ParallelLayout(dp=2)), families=("llama",))

@@ -1,0 +1,73 @@
+"""FSDP2 over the blocks of a packed model, and the way back after a pass that raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from core_rl.errors import ConfigError, EngineStateError
+from core_rl.toolkit.packed import PackedModel
+from core_rl_fsdp.config import FSDPConfig
+
+__all__ = ["fsdp_modules", "reset_pass", "shard_modules"]
+
+
+def shard_modules(packed: PackedModel, mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
+    """Shard each block, the scalar head and the rest of ``packed`` in place; returns the root."""
+    reshard = config.options.reshard_after_forward
+    compute = torch.bfloat16 if config.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for block in _blocks(packed.model):
+        if config.options.compile:
+            # Sequences of all lengths meet here, so sizes stay symbols.
+            block.compile(dynamic=True)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if packed.head != "lm":
+        # The scalar head computes in float32, whatever the blocks do.
+        fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
+    root = fully_shard(packed, mesh=mesh, mp_policy=policy)
+    for module in fsdp_modules(packed):
+        # The core has already divided the loss by the global weight, so ranks add up. FSDP
+        # would average, and gloo has no pre-multiplied sum.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    return root
+
+
+def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
+    """The modules of ``root`` whose parameters are gathered together."""
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def _blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks, by the class names that transformers says not to split."""
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ConfigError(f"{type(model).__name__} names no blocks to shard (_no_split_modules is empty)")
+    return blocks
+
+
+def reset_pass(root: FSDPModule) -> None:
+    """Undo what a pass that raised has left: gathered weights, and gradients that are not reduced yet. No collective.
+
+    Raises `EngineStateError` with torch before 2.13, which has no way back.
+    """
+    if root._get_fsdp_state()._is_root is None:
+        return  # the first pass has not begun
+    if not hasattr(root, "reset_iter_state"):
+        raise EngineStateError(f"FSDP of torch {torch.__version__} cannot be used after a pass that raised")
+    root.reset_iter_state()
+    for module in fsdp_modules(cast("nn.Module", root)):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            unsharded: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.grad = None

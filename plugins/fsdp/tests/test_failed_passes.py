@@ -1,0 +1,137 @@
+"""A pass that raises leaves an engine that can be used again, or one that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import fsdp_support as support
+import pytest
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.metrics import Metric
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput
+from core_rl.engine.train import TrainEngine
+from core_rl.errors import EngineStateError, LossError
+from core_rl.launch.group import EngineGroup
+from core_rl_fsdp.engine import FSDPBackend
+
+LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"))
+BUDGET = MicroBatchSpec(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[EngineGroup]:
+    with EngineGroup("fsdp", support.fsdp_config(2), timeout_s=60) as ranks:
+        yield ranks
+
+
+def sometimes_raising(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """Raises on whichever rank has the token id 60."""
+    if bool((data.input_ids == support.VOCABULARY - 1).any()):
+        raise ZeroDivisionError("the loss divides by zero")
+    return support.loss(output, data)
+
+
+def gradients(group: EngineGroup) -> dict[str, Tensor]:
+    group.forward_backward(support.make_batch(0), LOSS, BUDGET)
+    found = group.named_tensors("grads")
+    group.optimizer_zero_grad()
+    return found
+
+
+def test_a_loss_that_raises_on_one_of_two_ranks(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(2, dtype="bfloat16", reduce_scatter="last"))
+    expected = gradients(group)
+    batch = SequenceBatch.from_sequences(
+        [[1, 2, 3], [4, 5, 6], [7, 60, 8], [9, 10, 11]], tokens={"weight": [[1.0] * 3] * 4}
+    )
+    raising = LossSpec(fn=sometimes_raising, outputs=LOSS.outputs)
+    with pytest.raises(LossError, match=r"rank \d: ZeroDivisionError: the loss divides by zero"):
+        group.forward_backward(batch, raising, BUDGET)
+    with pytest.raises(EngineStateError, match="after a pass that raised"):
+        group.optimizer_step()
+    group.optimizer_zero_grad()
+    found = gradients(group)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Broken(Exception):
+    """Raised inside of the model."""
+
+
+def break_pass(engine: TrainEngine, where: str, forward_only: bool) -> None:
+    """A pass that raises in the second micro-batch: in the first block's forward or backward pass."""
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Broken(where)
+
+    layer: Any = backend.model.base_model.get_submodule("layers.0.mlp")
+    if where == "forward":
+        hook = layer.register_forward_hook(lambda *_: count())
+    else:
+        hook = layer.register_full_backward_hook(lambda *_: count())
+    with pytest.raises(Broken):
+        engine.forward_backward(support.make_batch(1), LOSS, BUDGET, forward_only=forward_only)
+    hook.remove()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduce_scatter", ["each", "last"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_model_that_raises_on_a_lone_rank(
+    group: EngineGroup, dtype: str, reduce_scatter: str, reshard: bool
+) -> None:
+    config = support.fsdp_config(1, dtype=dtype, reduce_scatter=reduce_scatter, reshard_after_forward=reshard)
+    group.initialize(config=config)
+    expected = gradients(group)
+    for where, forward_only in (("forward", False), ("forward", True), ("backward", False)):
+        group.run(break_pass, where, forward_only)
+        group.optimizer_zero_grad()
+        found = gradients(group)
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), where
+    assert group.train_batch(support.make_batch(0), LOSS, BUDGET)["update_successful"] == 1
+
+
+def break_first_pass(engine: TrainEngine) -> None:
+    with mock.patch.object(FSDPBackend, "outputs", side_effect=Broken), pytest.raises(Broken):
+        engine.forward_backward(support.make_batch(1), LOSS, BUDGET)
+
+
+def test_the_first_pass_may_raise(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(1))
+    expected = gradients(group)
+    group.initialize(config=support.fsdp_config(1))
+    group.run(break_first_pass)
+    group.optimizer_zero_grad()
+    assert all(torch.equal(value, expected[name]) for name, value in gradients(group).items())
+
+
+def fail_on_one_rank(engine: TrainEngine) -> str:
+    """Rank 1 raises inside the pass, and so do others that wait for it; what each says to the next call."""
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    with pytest.raises(Broken), mock.patch.object(FSDPBackend, "outputs", side_effect=Broken("no memory")):
+        engine.forward_backward(support.make_batch(1), LOSS, BUDGET)
+    with pytest.raises(EngineStateError) as caught:
+        engine.optimizer_zero_grad()
+    return str(caught.value)
+
+
+def test_ranks_that_raise_alone_have_failed(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(2))
+    for said in group.run(fail_on_one_rank):
+        assert "an engine that has failed: Broken: no memory" in said
+    group.initialize(config=support.fsdp_config(2))
+    assert gradients(group)

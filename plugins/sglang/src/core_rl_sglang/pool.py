@@ -1,0 +1,191 @@
+"""`ServerPool`: the servers that are ready, the choice of one for a prompt, and the recovery of lost ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+
+from core_rl.errors import RolloutError
+from core_rl_sglang.api import Unreachable
+from core_rl_sglang.config import SglangOptions
+from core_rl_sglang.server import PROBE_TIMEOUT_S, Server
+
+__all__ = ["PrefixRouter", "ServerPool"]
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 16
+"""Prefixes are remembered at multiples of so many tokens."""
+REMEMBERED = 100_000
+"""Prefixes; the ones that were not used for longest are forgotten."""
+SLACK = 16
+"""A server may have so many requests more than the idlest one before it loses a prompt that it knows."""
+
+
+class ServerPool:
+    """The servers of a fleet. All methods run on one event loop.
+
+    ``restore`` gives a server that has come back the present weights, and calls `add`.
+    """
+
+    def __init__(
+        self, options: SglangOptions, servers: Sequence[Server], restore: Callable[[Server], Awaitable[None]]
+    ) -> None:
+        self.options = options
+        self.servers = tuple(servers)
+        self.closing = False
+        self._restore = restore
+        self._router = PrefixRouter()
+        self._changed = asyncio.Condition()
+        """Notified when a server comes back, or never will."""
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def ready(self) -> list[Server]:
+        """The servers that get requests."""
+        return [server for server in self.servers if server.ready]
+
+    async def add(self, server: Server) -> None:
+        """Let ``server`` get requests."""
+        async with self._changed:
+            server.ready, server.failure = True, None
+            self._changed.notify_all()
+
+    async def pick(self, ids: Sequence[int]) -> Server:
+        """The server for a prompt, as soon as one is ready; `RolloutError` when none is left."""
+        try:
+            async with asyncio.timeout(self.options.start_timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.ready or self._all_failed())
+        except TimeoutError as error:
+            raise RolloutError(f"none of the SGLang servers {self._names()} came back") from error
+        by_name = {server.address: server for server in self.ready}
+        if not by_name:
+            raise RolloutError(
+                f"none of the SGLang servers {self._names()} is left: {self.servers[0].failure}"
+            ) from self.servers[0].failure
+        return by_name[self._router.pick(ids, {name: server.in_flight for name, server in by_name.items()})]
+
+    def _all_failed(self) -> bool:
+        return all(server.failure is not None for server in self.servers)
+
+    def _names(self) -> str:
+        return ", ".join(server.address for server in self.servers)
+
+    def abort(self, server: Server, rid: str) -> None:
+        """Abort a request on ``server``, in the background."""
+        if not self.closing:
+            task = asyncio.ensure_future(server.abort(rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def post(self, call: Callable[[Server], Awaitable[None]]) -> None:
+        """Call all ready servers; one that cannot be reached is lost, and is restored when it is back."""
+
+        async def one(server: Server) -> None:
+            try:
+                await call(server)
+            except Unreachable as error:
+                self.mark_lost(server, error)
+
+        await asyncio.gather(*map(one, self.ready))
+
+    # -------------------------------------------------------------- recovery
+
+    def mark_lost(self, server: Server, error: BaseException) -> None:
+        """Start the recovery of ``server``; it gets no requests until then."""
+        if server.ready and not self.closing:
+            logger.warning("lost an SGLang server: %s", error)
+            server.ready = False
+            self._router.forget(server.address)
+            server.recovery = asyncio.ensure_future(self._recover(server))
+
+    def mark_failed(self, servers: Sequence[Server], errors: Sequence[BaseException | None]) -> None:
+        """Mark each of ``servers`` that has an error as lost."""
+        for server, error in zip(servers, errors, strict=True):
+            if error is not None:
+                self.mark_lost(server, error)
+
+    async def wait_recovered(self) -> None:
+        """Wait for the recoveries that are under way."""
+        running = [s.recovery for s in self.servers if s.recovery is not None and not s.recovery.done()]
+        await asyncio.gather(*running)
+
+    def close(self) -> None:
+        """End recoveries, and start no others."""
+        self.closing = True
+        for server in self.servers:
+            if server.recovery is not None:
+                server.recovery.cancel()
+
+    async def _recover(self, server: Server) -> None:
+        try:
+            await self._revive(server)
+            await self._restore(server)
+            logger.warning(
+                "SGLang server %s is back with weights of version %d", server.address, server.version
+            )
+        except RolloutError as error:
+            logger.error("SGLang server %s does not come back: %s", server.address, error)
+            if not server.weights_intact:
+                # Its requests would wait for ever; the tokens that they have are of whole weights.
+                with suppress(RolloutError):
+                    await server.pause("abort", PROBE_TIMEOUT_S)
+            async with self._changed:
+                server.failure = error
+                self._changed.notify_all()
+
+    async def _revive(self, server: Server) -> None:
+        """Wait for the server, or start a new process for one that has ended."""
+        if server.process is not None and server.start is not None:
+            # Its connections break before its process has ended.
+            for _ in range(20):
+                if not server.process.alive:
+                    break
+                await asyncio.sleep(0.05)
+            if not server.process.alive:
+                if not self.options.restart:
+                    server.process.require_alive(server.address)
+                await asyncio.to_thread(server.process.stop)
+                server.process = await asyncio.to_thread(server.start)
+        await server.wait_until_up(self.options.start_timeout_s)
+
+
+class PrefixRouter:
+    """Sends a prompt to the server that has seen its longest prefix, unless that one has much more to do than others.
+
+    So the samples of a group, and the turns of a conversation, find the keys and values of their prefix in a cache.
+    """
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[int, str] = OrderedDict()
+        """By the hash of a prefix, the server that has seen it last."""
+
+    def pick(self, ids: Sequence[int], loads: Mapping[str, int]) -> str:
+        """The name of one of the servers in ``loads``, which says how many requests each has in flight."""
+        prefixes = _prefixes(ids)
+        idlest = min(loads, key=lambda name: loads[name])
+        known = next((self._seen[key] for key in reversed(prefixes) if self._seen.get(key) in loads), idlest)
+        chosen = known if loads[known] <= loads[idlest] + SLACK else idlest
+        for key in prefixes:
+            self._seen[key] = chosen
+            self._seen.move_to_end(key)
+        while len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        return chosen
+
+    def forget(self, name: str) -> None:
+        """The caches of the server ``name`` are empty."""
+        for key in [key for key, owner in self._seen.items() if owner == name]:
+            del self._seen[key]
+
+
+def _prefixes(ids: Sequence[int]) -> list[int]:
+    """A hash of each prefix whose length is a multiple of `BLOCK`, and of the whole, the shortest first."""
+    found, running = [], 0
+    for start in range(0, len(ids), BLOCK):
+        running = hash((running, *ids[start : start + BLOCK]))
+        found.append(running)
+    return found

@@ -1,0 +1,124 @@
+"""Requests in SGLang's format, and the meaning of its responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core_rl.data.requests import LLMRequest, SamplingParams
+from core_rl.errors import RolloutError
+from core_rl_sglang.pool import BLOCK, SLACK, PrefixRouter
+from core_rl_sglang.responses import StaleServer, generation_body, to_response
+
+EOS = {2, 5}
+
+
+def generated(ids: list[int], finish: dict[str, Any], versions: Any = None) -> dict[str, Any]:
+    spans = [{"version": "0", "start": 0, "end": len(ids)}] if versions is None else versions
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": finish,
+            "output_token_logprobs": [[-1.0, token, None] for token in ids],
+            "weight_versions": spans,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ids", "finish", "kept", "reason"),
+    [
+        ({}, [7, 8, 9], "length", [7, 8, 9], "length"),
+        ({}, [7, 2], "stop", [7, 2], "stop"),
+        ({}, [7, 8, 2], "length", [7, 8, 2], "stop"),
+        ({"ignore_eos": True}, [7, 2, 5], "length", [7, 2, 5], "length"),
+        ({"ignore_eos": True, "stop_token_ids": (8,)}, [7, 2, 8, 9, 8], "length", [7, 2, 8], "stop"),
+        ({"stop_token_ids": (9,)}, [7, 9], "stop", [7, 9], "stop"),
+        ({}, [7], "abort", [7], "abort"),
+        ({}, [], "abort", [], "abort"),
+    ],
+)
+def test_answers_end_as_the_contract_says(
+    sampling: dict[str, Any], ids: list[int], finish: str, kept: list[int], reason: str
+) -> None:
+    request = LLMRequest(input_ids=(1,), sampling=SamplingParams(**sampling))
+    found = to_response(request, generated(ids, {"type": finish}), EOS, "here:1")
+    assert (list(found.output_ids), found.stop_reason) == (kept, reason)
+    assert len(found.logprobs) == len(found.versions) == len(kept)
+
+
+def test_a_request_that_was_aborted_in_the_queue_has_no_tokens() -> None:
+    found = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
+    assert to_response(LLMRequest(input_ids=(1,)), found, EOS, "here:1").stop_reason == "abort"
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5))
+def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
+    spans, start = [], 0
+    for version, length in enumerate(lengths):
+        spans.append({"version": str(version), "start": start, "end": start + length})
+        start += length
+    finish = {"type": "length" if start else "abort"}
+    request = LLMRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=30, ignore_eos=True))
+    found = to_response(request, generated([7] * start, finish, spans), EOS, "here:1")
+    assert list(found.versions) == [v for v, length in enumerate(lengths) for _ in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "error"),
+    [
+        ([{"version": "default", "start": 0, "end": 2}], StaleServer),
+        ([{"version": "1", "start": 0, "end": 1}], RolloutError),
+        ([{"version": "1", "start": 1, "end": 2}], RolloutError),
+    ],
+)
+def test_versions_that_are_not_ours_or_not_of_all_tokens(spans: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="here:1"):
+        to_response(LLMRequest(input_ids=(1,)), generated([7, 7], {"type": "length"}, spans), EOS, "here:1")
+
+
+def test_all_that_a_generation_config_could_set_is_said() -> None:
+    body = generation_body(LLMRequest(input_ids=(1, 2)), "name")
+    sampling = body["sampling_params"]
+    assert (body["rid"], body["input_ids"], body["return_logprob"]) == ("name", [1, 2], True)
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (
+        1.0,
+        1.0,
+        -1,
+        0,
+    )
+    assert (sampling["repetition_penalty"], sampling["frequency_penalty"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "sent"), [(0.7, 1, -1), (0.7, 2, 2), (0.0, 1, 1), (1.0, None, -1)]
+)
+def test_the_only_token_left_is_drawn_at_its_temperature(
+    temperature: float, top_k: int | None, sent: int
+) -> None:
+    sampling = SamplingParams(temperature=temperature, top_k=top_k)
+    found = generation_body(LLMRequest(input_ids=(1,), sampling=sampling), "n")["sampling_params"]
+    assert found["top_k"] == sent
+    assert (found["top_p"] < 1e-6) == (top_k == 1 and temperature > 0)
+
+
+def test_turns_of_a_conversation_stay_where_their_prefix_is() -> None:
+    router, loads = PrefixRouter(), {"a": 0, "b": 0, "c": 0}
+    first = list(range(3 * BLOCK))
+    home = router.pick(first, loads)
+    busy = {name: (SLACK if name == home else 0) for name in loads}
+    assert router.pick([*first, 1, 2, 3], busy) == home
+    assert router.pick([*first, 1, 2, 3], {**busy, home: SLACK + 1}) != home, "much more to do than others"
+    assert router.pick([9] * 3 * BLOCK, busy) != home
+
+
+def test_a_lost_server_is_forgotten() -> None:
+    router = PrefixRouter()
+    home = router.pick([1] * 40, {"a": 0, "b": 0})
+    router.forget(home)
+    other = "b" if home == "a" else "a"
+    assert router.pick([1] * 40, {home: 1, other: 0}) == other
+    assert router.pick([1] * 40, {home: 0}) == home, "the only one that is there"

@@ -1,0 +1,253 @@
+"""Weight updates on several servers: refused, broken off, undone. Servers are stubs here."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from sglang_support import (
+    Stub,
+    complete,
+    connected,
+    drop,
+    dying_stream,
+    first,
+    request,
+    stubs,
+    tiny_model,
+)
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.errors import RolloutError, WeightsError
+from core_rl.weight_sync.sender import send_tensors
+from core_rl_conformance.procedures.streaming import tensors_of
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[Stub]:
+    with stubs(tmp_path) as made:
+        yield made[0]
+
+
+def test_a_refused_update_leaves_weights_and_version(tmp_path: Path) -> None:
+    new = tiny_model(tmp_path, seed=1)
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        old = made[0].model_path
+        made[1].faults["/update_weights_from_disk"] = first(
+            1, lambda r, b: web.json_response({"success": False, "message": "no room"}, status=400)
+        )
+        with pytest.raises(WeightsError, match=f"{made[1].address}.*no room"):
+            engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)
+        assert engine.get_version() == 0
+        assert [stub.model_path for stub in made] == [old, old], "also where it had succeeded"
+        assert {v for response in complete(engine, request(), request(9)) for v in response.versions} == {0}
+
+
+def test_a_server_that_dies_in_an_update_comes_back_with_the_new_weights(tmp_path: Path) -> None:
+    new = tiny_model(tmp_path, seed=1)
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        made[1].faults["/update_weights_from_disk"] = first(1, drop)
+        engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)
+        assert [stub.version for stub in made] == ["3", "3"]
+        assert made[0].model_path == made[1].model_path != new, "links, which the trainer cannot replace"
+
+
+def test_an_update_pauses_and_continues(stub: Stub, tmp_path: Path) -> None:
+    new = tiny_model(tmp_path, seed=1)
+    for in_flight, mode in (("continue", "retract"), ("abort", "abort")):
+        with connected([stub], in_flight=in_flight) as engine:
+            before = len(stub.bodies)
+            engine.update_weights(WeightUpdateMeta(version=1, path=new)).result(20)
+        seen = stub.bodies[before:]
+        assert [path for path, _ in seen] == [
+            "/pause_generation",
+            "/update_weights_from_disk",
+            "/update_weight_version",
+            "/continue_generation",
+        ]
+        assert seen[0][1] == {"mode": mode}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_tensors_reach_every_server_in_buckets(tmp_path: Path, count: int) -> None:
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    with stubs(tmp_path, count) as made, connected(made) as engine:
+        meta = WeightUpdateMeta(
+            method="tensor", version=3, path=str(tmp_path / "rendezvous"), bucket_bytes=4096
+        )
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta)
+        arrival.result(20)
+        assert engine.get_version() == 3
+        for stub in made:
+            got = [body for path, body in stub.bodies if path == "/update_weights_from_tensor"]
+            names = [name for body in got for name, _ in unpickled(body)]
+            assert names == list(tensors)
+            assert len(got) > 5
+            assert stub.version == "3"
+            assert stub.calls["/flush_cache"] == 1
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"] == 1
+
+
+def unpickled(body: dict[str, Any]) -> Any:
+    return pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+
+
+def test_a_stream_that_breaks_off_restores_the_old_weights(tmp_path: Path) -> None:
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        meta = WeightUpdateMeta(
+            method="tensor", version=3, path=str(tmp_path / "rendezvous"), bucket_bytes=4096
+        )
+        arrival = engine.update_weights(meta)
+        with pytest.raises(WeightsError, match="the trainer died"):
+            send_tensors(dying_stream(tiny_model(tmp_path, seed=1)), meta)
+        with pytest.raises(WeightsError):
+            arrival.result(20)
+        assert engine.get_version() == 0
+        for stub in made:
+            assert stub.version == "0"
+            assert stub.bodies[-2][0] == "/update_weight_version"
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"]
+            assert stub.calls["/update_weights_from_disk"] == 1, "the weights before the update"
+
+
+def test_a_connection_that_breaks_at_a_pause_leaves_nobody_paused(stub: Stub, tmp_path: Path) -> None:
+    def pause_and_drop(request: web.Request, body: Any) -> None:
+        stub.paused = True
+        drop(request, body)
+
+    new = tiny_model(tmp_path, seed=1)
+    stub.faults["/pause_generation"] = first(1, pause_and_drop)
+    with connected([stub], start_timeout_s=2.0) as engine:
+        engine.pause()
+        engine.update_weights(WeightUpdateMeta(version=2, path=new)).result(20)
+        assert stub.paused
+        engine.resume()
+        assert complete(engine, request())[0].versions == (2,) * 4
+        assert not stub.paused
+
+
+def grouped(tmp_path: Path, version: int = 3) -> WeightUpdateMeta:
+    point = str(tmp_path / "rendezvous")
+    return WeightUpdateMeta(method="distributed", version=version, path=point, bucket_bytes=4096)
+
+
+def require_broadcast(stub: Stub, tensors: dict[str, torch.Tensor]) -> None:
+    assert stub.broadcast.keys() == tensors.keys()
+    assert all(torch.equal(stub.broadcast[name], value) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_group_reaches_every_server_and_a_later_one(tmp_path: Path, count: int) -> None:
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    with stubs(tmp_path, count) as made, connected(made) as engine:
+        meta = grouped(tmp_path)
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta)
+        arrival.result(20)
+        for stub in made:
+            require_broadcast(stub, tensors)
+            assert stub.version == "3"
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"] == 1
+            assert stub.group is None, "it has left"
+        made[0].stop()
+        made[0].broadcast = {}
+        made[0].start()
+        complete(engine, *(request(1, number) for number in range(8)))
+        engine.set_version(3)  # waits for servers on their way back
+        if made[0].calls["/init_weights_update_group"] > 1:
+            require_broadcast(made[0], tensors)
+
+
+def test_a_server_that_dies_in_a_group_holds_up_nobody(tmp_path: Path) -> None:
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        meta = grouped(tmp_path)
+
+        def die(request: web.Request, body: Any) -> None:
+            made[1]._leave()
+            drop(request, body)
+
+        made[1].faults["/update_weights_from_distributed"] = first(1, die)
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta)
+        arrival.result(30)
+        assert engine.get_version() == 3
+        for stub in made:
+            require_broadcast(stub, tensors)
+            assert stub.version == "3"
+
+
+def test_a_broadcast_that_breaks_off_restores_the_old_weights(tmp_path: Path) -> None:
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        meta = grouped(tmp_path)
+        arrival = engine.update_weights(meta)
+        with pytest.raises(WeightsError, match="the trainer died"):
+            send_tensors(dying_stream(tiny_model(tmp_path, seed=1)), meta)
+        with pytest.raises(WeightsError):
+            arrival.result(20)
+        assert engine.get_version() == 0
+        for stub in made:
+            assert stub.version == "0"
+            assert stub.group is None
+            assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"]
+            assert stub.calls["/update_weights_from_disk"] == 1, "the weights before the update"
+
+
+def paths(stub: Stub, start: int) -> list[str]:
+    """The calls from the number ``start`` on."""
+    return [path for path, _ in stub.bodies[start:]]
+
+
+def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
+    return web.json_response({"success": False, "message": "no memory"}, status=400)
+
+
+LOAD = ["/pause_generation", "/update_weights_from_disk", "/update_weight_version"]
+
+
+def test_no_server_computes_while_an_update_is_undone(tmp_path: Path) -> None:
+    """Neither the one that has the new weights, nor the one that has refused them."""
+    new = tiny_model(tmp_path, seed=1)
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        before = [len(stub.bodies) for stub in made]
+        made[1].faults["/update_weights_from_disk"] = first(1, refuse)
+        with pytest.raises(WeightsError, match="no memory"):
+            engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)
+        assert paths(made[0], before[0]) == [*LOAD, *LOAD, "/continue_generation"]
+        assert paths(made[1], before[1]) == [*LOAD[:2], *LOAD, "/continue_generation"]
+        assert [stub.version for stub in made] == ["0", "0"]
+
+
+def test_a_server_that_cannot_be_restored_computes_when_it_has_weights(stub: Stub, tmp_path: Path) -> None:
+    """The refused update and its undoing both fail; only the recovery succeeds."""
+    new = tiny_model(tmp_path, seed=1)
+    with connected([stub]) as engine:
+        before = len(stub.bodies)
+        stub.faults["/update_weights_from_disk"] = first(2, refuse)
+        with pytest.raises(WeightsError, match="no memory"):
+            engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)
+        assert complete(engine, request())[0].versions == (0,) * 4
+    seen = paths(stub, before)
+    assert "/health" not in seen
+    assert seen.index("/continue_generation") > len(seen) - seen[::-1].index("/update_weights_from_disk") - 1
+    assert seen.index("/continue_generation") > len(seen) - seen[::-1].index("/update_weight_version") - 1
+
+
+def test_requests_of_a_server_that_is_never_restored_end(stub: Stub, tmp_path: Path) -> None:
+    new = tiny_model(tmp_path, seed=1)
+    with connected([stub]) as engine:
+        stub.faults["/update_weights_from_disk"] = refuse
+        with pytest.raises(WeightsError, match="no memory"):
+            engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)
+        with pytest.raises(RolloutError, match="is left"):
+            complete(engine, request())
+    modes = [body["mode"] for path, body in stub.bodies if path == "/pause_generation"]
+    assert modes[-1] == "abort"
+    assert stub.paused

@@ -1,1 +1,0 @@
-"""Environments of multi-turn rollouts."""

@@ -1,0 +1,143 @@
+"""The command ``core-rl train``: arguments, output, exit codes, and the imports of the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+
+import core_rl_trainer
+from core_rl import errors
+from core_rl.cli import main
+
+
+def run_command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def stand_in(
+    monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str, float]
+) -> list[tuple[Path, list[str]]]:
+    """Replace `run_recipe` by a function with this outcome; returns the list of its calls."""
+    calls: list[tuple[Path, list[str]]] = []
+
+    def run_recipe(path: Path, overrides: list[str]) -> dict[str, float]:
+        calls.append((path, overrides))
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("core_rl_trainer.loop.run.run_recipe", run_recipe)
+    return calls
+
+
+def test_train_hands_on_the_recipe_and_the_overrides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = stand_in(monkeypatch, {"reward": 0.5})
+    assert run_command("train", "recipe.yaml", "engine=fsdp", "optimizer.lr=1e-5") == 0
+    assert calls == [(Path("recipe.yaml"), ["engine=fsdp", "optimizer.lr=1e-5"])]
+    assert capsys.readouterr().out == ""
+
+
+def test_train_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(monkeypatch, {"reward": 0.5})
+    assert run_command("train", "recipe.yaml", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"reward": 0.5}
+
+
+def test_train_dry_run_prints_the_plan_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = support.make_start(tmp_path)
+    recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
+    capsys.readouterr()  # what saving the model printed
+    assert run_command("train", str(recipe), "seed=1", "--dry-run", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["recipe"]["seed"] == 1 and printed["recipe"]["optimizer"]["lr"] == 0.02
+    assert [role["role"] for role in printed["plan"]["roles"]] == ["actor", "reference", "rollout"]
+    assert run_command("train", str(recipe), "--dry-run") == 0
+    assert "Nothing was started" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+OUTCOMES = [
+    (errors.ConfigError("wrong field"), 2, "error: wrong field"),
+    (errors.LayoutError("wrong layout"), 2, "error: wrong layout"),
+    (errors.EngineNotFound("no engine"), 2, "error: no engine"),
+    (errors.CheckpointDamaged("truncated"), 1, "error: truncated"),
+    (errors.RankFailed("rank 1 failed", 1, "Traceback of rank 1"), 1, "Traceback of rank 1"),
+    (KeyboardInterrupt(), 130, "the same command resumes"),
+]
+
+
+@pytest.mark.parametrize(("outcome", "code", "message"), OUTCOMES)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outcome: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    stand_in(monkeypatch, outcome)
+    assert run_command("train", "recipe.yaml") == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_what_core_rl_does_not_raise_on_purpose_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main(["train", "recipe.yaml"])
+
+
+def test_a_missing_recipe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("train", "no_such_recipe.yaml") == 2
+    assert "no_such_recipe.yaml" in capsys.readouterr().err
+
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "pydantic",
+    "torchdata",
+    "tensorboard",
+    "safetensors",
+    "matplotlib",
+}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import core_rl_trainer; dir(core_rl_trainer)",
+        "from core_rl.registry.objects import load_object; load_object('core_rl_trainer.cli.train:train', 'train')",
+        "from core_rl.cli.commands import plugin_commands; assert 'train' in [c.name for c in plugin_commands()]",
+    ],
+    ids=["package", "entry point", "commands"],
+)
+def test_the_package_and_its_command_load_without_torch(statement: str) -> None:
+    code = f"import sys; {statement}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", core_rl_trainer.__all__)
+def test_every_exported_name_resolves(name: str) -> None:
+    found: Any = getattr(core_rl_trainer, name)
+    assert name == "__version__" or found.__name__ == name
+    assert name in dir(core_rl_trainer)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = core_rl_trainer.Trainer
