@@ -104,7 +104,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
 
     def reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
-        grads = [grad for name, grad in self.state().local_grads() if name in self._partial]
+        grads = [grad for name, grad in self.local_grads() if name in self._partial]
         if grads:
             total = torch.cat([grad.reshape(-1) for grad in grads])
             dist.all_reduce(total, group=self._meshes.shards.tensor.group)
