@@ -86,7 +86,7 @@ def each_train_batch_starts_from_zero(subject: Subject) -> None:
     """A second ``train_batch`` has only its own gradients, and later outputs are those of the new weights.
 
     Why: gradients that are never dropped, and forward passes that still use the old weights.
-    Look at: ``_zero_grad``, and gathered or cached copies of weights that outlive a step.
+    Look at: ``zero_grad``, and gathered or cached copies of weights that outlive a step.
     """
     model, first, second = subject.model(), subject.data(seed=1), subject.data()
     group = subject.start(model, optimizer={"lr": 0.0})
