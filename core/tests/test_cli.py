@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core_rl import __version__
+from core_rl.backend.train_backend import TrainBackend
 from core_rl.cli import main
 from core_rl.config.capability import Capability
 from core_rl.registry.engines import register_engine
@@ -101,7 +104,7 @@ def test_engines_strict_fails_for_a_broken_one() -> None:
 
 @pytest.mark.usefixtures("alpha")
 def test_show_prints_capabilities_and_fields_without_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines", "show", "alpha") == 0
+    assert _run("engines", "show", "alpha", "--no-check") == 0
     out = capsys.readouterr().out
     assert "An engine [for tests]." in out
     assert "supported: lora, moe" in out
@@ -112,12 +115,24 @@ def test_show_prints_capabilities_and_fields_without_the_backend(capsys: pytest.
 
 @pytest.mark.usefixtures("alpha")
 def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines", "show", "alpha", "--json") == 0
+    assert _run("engines", "show", "alpha", "--json", "--no-check") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["capabilities"] == ["lora", "moe"]
     fields = {field["name"]: field for field in shown["fields"]}
     assert fields["optimizer.lr"]["default"] == 1e-5
     assert fields["model"]["required"]
+
+
+class Lacking(TrainBackend[Any]):
+    """Only compared with a spec, never made."""
+
+
+def test_show_compares_declared_and_implemented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("engines", "show", "reference") == 0
+    spec = replace(GOOD, name="lacking", factory=f"{__name__}:Lacking")
+    with register_engine(spec):
+        assert _run("engines", "show", "lacking") == 1
+    assert "it declares 'lora' and lacks SupportsLora" in capsys.readouterr().err
 
 
 def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +144,7 @@ def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
 
 IMPORTS = """
 import sys
+from core_rl.backend.train_backend import TrainBackend
 from core_rl.cli import main
 try:
     main({arguments!r})
@@ -150,7 +166,9 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("arguments", [["engines"], ["engines", "--json"], ["engines", "show", "reference"]])
+@pytest.mark.parametrize(
+    "arguments", [["engines"], ["engines", "--json"], ["engines", "show", "reference", "--no-check"]]
+)
 def test_engines_imports_nothing_that_takes_long(arguments: list[str]) -> None:
     code = IMPORTS.format(arguments=arguments, heavy=HEAVY)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
