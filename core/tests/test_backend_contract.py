@@ -8,11 +8,13 @@ import backend_support as support
 import engine_support
 import pytest
 
+from core_rl.cli import main
 from core_rl.config.capability import Capability
 from core_rl.engine.loading import load_backend, load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineContractError
 from core_rl.reference.train import ReferenceBackend
+from core_rl.registry.engines import register_engine
 
 NORM = r"'model\.norm\.weight'"
 
@@ -68,3 +70,11 @@ def test_what_the_toolkit_brings_may_be_declared_or_not(declared: list[Capabilit
 def test_nobody_subclasses_the_engine() -> None:
     with pytest.raises(EngineContractError, match=r"Mine subclasses TrainEngine.*implement TrainBackend"):
         type("Mine", (TrainEngine,), {})
+
+
+def test_show_compares_declared_and_implemented(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = support.spec(support.Bare, Capability.LORA)
+    with register_engine(spec), pytest.raises(SystemExit) as caught:
+        main(["engines", "show", spec.name])
+    assert caught.value.code == 1
+    assert "it declares 'lora' and lacks SupportsLora" in capsys.readouterr().err

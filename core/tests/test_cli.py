@@ -6,14 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from core_rl import __version__
-from core_rl.backend.train_backend import TrainBackend
 from core_rl.cli import main
 from core_rl.config.capability import Capability
 from core_rl.registry.engines import register_engine
@@ -123,18 +120,6 @@ def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert fields["model"]["required"]
 
 
-class Lacking(TrainBackend[Any]):
-    """Only compared with a spec, never made."""
-
-
-def test_show_compares_declared_and_implemented(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines", "show", "reference") == 0
-    spec = replace(GOOD, name="lacking", factory=f"{__name__}:Lacking")
-    with register_engine(spec):
-        assert _run("engines", "show", "lacking") == 1
-    assert "it declares 'lora' and lacks SupportsLora" in capsys.readouterr().err
-
-
 def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("engines", "show", "quux") == 2
     captured = capsys.readouterr()
@@ -144,7 +129,6 @@ def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
 
 IMPORTS = """
 import sys
-from core_rl.backend.train_backend import TrainBackend
 from core_rl.cli import main
 try:
     main({arguments!r})
