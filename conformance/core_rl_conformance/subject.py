@@ -189,7 +189,7 @@ class Subject:
         return self.bench.gradients(model, data, loss, self.dtype, self.case.device)
 
     def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
-        """What hints may say of the tokens of ``data``, in a group that shards all of it and ``cut``s the shards."""
+        """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""
         return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
 
     # ------------------------------------------------------------ judging

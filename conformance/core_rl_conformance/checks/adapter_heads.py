@@ -1,4 +1,4 @@
-"""A scalar head beside an adapter, in the adapter's files."""
+"""A scalar head in the adapter's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core_rl_conformance.subject import ONE_PASS, Subject
 
 @check("I11.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
 def a_head_is_saved_with_its_adapter(subject: Subject) -> None:
-    """A value head that was trained beside an adapter is in ``format="adapter"``, and comes back bit for bit.
+    """A value head that was trained with an adapter is in ``format="adapter"``, and is loaded bit for bit.
 
     Why: a critic of an adapter alone has the noise of a new head, or the head of the base, and nothing fails.
     Look at: ``named_tensors("adapter")``, which has the head under ``base_model.model.score.weight``, and what a

@@ -46,10 +46,10 @@ def exports_are_merged(subject: Subject) -> None:
 
     With rank-stabilised adapters, the root of the rank. Weights without an adapter are the base's, bit for bit: a
     tied embedding too.
-    Why: a server without LoRA that gets base weights samples from the policy before training (verl #7014:
-    the stream was read after the merged context had closed; verl #7495: one way of syncing never merged); a
-    merge in place that is taken back rounds the base, one on a tied head changes the embedding (peft #2018), and one
-    with a scale of its own is another policy than the forward pass (TensorRT-LLM #1668).
+    Why: a server without LoRA that gets base weights samples from the policy before training (verl #7014: the stream
+    was read after the merged context had closed; verl #7495: one way of syncing never merged); a merge in place that
+    is undone rounds the base; one on a tied head changes the embedding (peft #2018); one with its own scale differs
+    from the forward pass (TensorRT-LLM #1668).
     Look at: ``named_tensors("params")``: merged in float32 on a copy of each weight, as it is read, and rounded last.
     """
     model = subject.model()
@@ -118,7 +118,7 @@ def an_adapter_is_saved_alone(subject: Subject) -> None:
     The adapter is a rank-stabilised one, which the saved config says.
     Why: names or a scale that only the engine knows make a server load nothing, without an error; an adapter in
     the compute dtype loses what training moved.
-    Look at: ``named_tensors("adapter")``, ``_adapter_config``, and what a load fills.
+    Look at: ``named_tensors("adapter")``, and what a load fills.
     """
     model = subject.model()
     adapter = TinyAdapter(model=model, rslora=True)
@@ -161,9 +161,9 @@ def training_of_an_adapter_resumes(subject: Subject) -> None:
     ``portable`` too, where it is declared: weights and moments are the same. Nor do these change on the way to
     the host and back, where ``offload`` is declared.
     Why: moments that are looked up by the names of the base are not there (AReaL #1468), and a checkpoint of what
-    is trained alone goes on from another base; so does what is offloaded.
+    is trained alone continues from another base; so does offloaded state.
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint,
-    and among what ``_offload`` copies each time.
+    and in ``ShardedState.local``.
     """
     declared = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
     formats: list[CheckpointFormat] = ["sharded", "portable"] if declared else ["sharded"]
@@ -198,11 +198,11 @@ def training_of_an_adapter_resumes(subject: Subject) -> None:
     min_layouts=2,
 )
 def an_adapter_moves_to_another_layout(subject: Subject) -> None:
-    """What one layout saved, another loads: ``sharded`` with the moments, and the adapter alone.
+    """A checkpoint of one layout loads on another: ``sharded`` with the moments, and the adapter alone.
 
     Why: factors are so thin that some ranks hold no row of them, and a digest of the base that depends on the
     layout refuses what is right.
-    Look at: offsets of empty shards, ``_base_digest``, and what ranks other than the first load.
+    Look at: offsets of empty shards, the digest of the base, and what ranks other than the first load.
     """
     adapter = TinyAdapter(model=subject.model())
     other = subject.case.other_setting
@@ -243,7 +243,7 @@ def _verify_kept(subject: Subject, group: EngineGroup, saved: moving.State) -> N
 
 @check("contract.adapter", requires=[Capability.LORA], each="layout")
 def foreign_adapters_are_refused(subject: Subject) -> None:
-    """Another adapter, base or state is refused with the error that says so, and the engine stays as it was.
+    """Another adapter, base or state raises the matching error, and the engine stays unchanged.
 
     Why: an adapter over another base, or at another scale, loads without complaint and gives noise.
     Look at: methods that were overridden; the checks are the core's.

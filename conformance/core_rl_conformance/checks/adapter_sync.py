@@ -56,8 +56,8 @@ def _meta(
 def adapter_sync_sends_the_present_adapter(subject: Subject) -> None:
     """``upload_weights`` by lora sends the two factors of each adapted layer, as they are after the last step or load.
 
-    Nothing else is sent: base weights stay where they are. Beside them the sender says rank, alpha and rsLoRA, and with
-    ``verify`` which base the adapter belongs to.
+    Nothing else is sent: base weights stay where they are. The sender also reports rank, alpha and rsLoRA, and with
+    ``verify`` the base of the adapter.
 
     Why: a factor that is left out, or an adapter of the step before, is a policy that nobody trained; base weights
     that travel along cost what adapters save (verl #7014, prime-rl #1901).
@@ -99,9 +99,9 @@ def adapters_arrive(subject: Subject) -> None:
     One update after another, also after a cached prefix, and with requests in flight, which are answered in full: their
     tokens carry the version of the adapter that drew them.
 
-    Why: servers scale by ``alpha / rank`` whatever the adapter says, leave out factors of layers that they fuse, find
-    keys and values of one adapter for another, and label what an old adapter draws with the new version
-    (verl #7014, slime #327, AReaL #941).
+    Why: servers scale by ``alpha / rank`` whatever the adapter says; leave out factors of layers that they fuse;
+    reuse keys and values of another adapter; report the new version for tokens of the old adapter (verl #7014, slime
+    #327, AReaL #941).
     Look at: the scaling, fused projections, the prefix cache, and which adapter a request keeps.
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)

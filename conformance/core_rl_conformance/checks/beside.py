@@ -24,11 +24,11 @@ STEPS = (0, 1)
 def engines_beside_each_other(subject: Subject) -> None:
     """Two engines in the same rank processes, offloaded in turns, compute bitwise what each computes alone.
 
-    With dropout; and one goes on after the other was destroyed.
-    Why: recipes with ``colocated`` have actor, critic and reference in the same processes. What an engine keeps for
-    the whole process (host copies, step counts, random states, process groups) is the other's as well, and roles
-    train on each other's state without an error.
-    Look at: attributes of modules and classes; ``_offload``; whether ``_teardown`` ends what another engine uses.
+    With dropout; and one continues after the other was destroyed.
+    Why: recipes with ``colocated`` have actor, critic and reference in the same processes. Process-wide state (host
+    copies, step counts, random states, process groups) is shared by both engines. Roles then train on each other's
+    state without an error.
+    Look at: attributes of modules and classes; whether ``TrainBackend.teardown`` ends what another engine uses.
     """
     models = [subject.model(dropout=0.1), elsewhere(subject.model(dropout=0.1))]
     reports, states = [], []

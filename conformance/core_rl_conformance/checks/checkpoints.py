@@ -38,7 +38,7 @@ def reference_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
 
     Why: moving a run to another backend must not lose the optimizer (NeMo-RL #3171), nor round weights.
     Look at: ``named_tensors`` of ``master`` (float32, not the compute dtype), ``exp_avg`` and ``exp_avg_sq``.
-    If only the steps after the move differ, its optimizer does: see I20.adamw and ``_set_lr``.
+    If only the steps after the move differ, its optimizer does: see I20.adamw and the ``lr`` of ``TrainBackend.step``.
     """
     _verify_portable(subject, (subject.spec, subject.case.setting), (REFERENCE, ONE_RANK))
 
@@ -49,8 +49,9 @@ def engine_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
 
     Why: a load that fills the weights and leaves the optimizer's own copies is undone by the next step
     (NeMo-RL #2372).
-    Look at: ``_load_named_tensors``, which sets master weights and compute copies, and ``_set_update_count``.
-    If only the steps after the move differ, the optimizer does: see I20.adamw and ``_set_lr``.
+    Look at: ``ShardedState.local``, whose master weights are written, and ``TrainBackend.after_load``, which sets
+    compute copies. If only the steps after the move differ, the optimizer does: see I20.adamw and the ``lr`` of
+    ``TrainBackend.step``.
     """
     _verify_portable(subject, (REFERENCE, ONE_RANK), (subject.spec, subject.case.setting))
 
@@ -68,11 +69,11 @@ def _verify_portable(
 
 @check("I11.portable-round-trip", requires=[Capability.PORTABLE_CHECKPOINT], each="layout")
 def portable_checkpoints_come_back(subject: Subject) -> None:
-    """A fresh engine of the same kind goes on bitwise from ``portable``: with a value head, and frozen parameters.
+    """A fresh engine of the same kind continues bitwise from ``portable``: with a value head, and frozen parameters.
 
-    Why: what is special about a tensor, a head beside the model or moments that only some have, is where loading by
-    name leaves one out, and a language model with all of its parameters trained never shows it. Without the
-    capability, the check runs without the head, or without frozen parameters.
+    Why: loading by name leaves out special tensors: a head on the model, or moments that only some parameters have. A
+    language model with all parameters trained never shows it. Without the capability, the check runs without the
+    head, or without frozen parameters.
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``: those of trained parameters, ``score.weight`` among them.
     """
     head: Head = "value" if subject.spec.supports(Capability.VALUE_HEAD) else "lm"
@@ -97,7 +98,7 @@ def weights_are_saved_and_loaded_alone(subject: Subject) -> None:
 
     Why: a policy that begins from another run's weights must not inherit its momentum, and one that was promised
     moments must hear that there are none.
-    Look at: the argument ``with_optimizer`` of ``_save_shards`` and ``_load_shards``.
+    Look at: the kinds that ``TrainBackend.after_load`` gets.
     """
     model = subject.model()
     source = start(subject, model)
@@ -139,7 +140,7 @@ def damaged_checkpoint_is_refused(subject: Subject) -> None:
     """A checkpoint with a changed byte or a missing file is refused, and the engine stays as it was.
 
     Why: a truncated file that loads halfway is a run that silently begins with noise.
-    Look at: files that ``_save_shards`` writes outside the directory it is given.
+    Look at: files that the engine writes outside the directory it is given.
     """
     path = subject.directory("checkpoint")
     group = start(subject, subject.model())

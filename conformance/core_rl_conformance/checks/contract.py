@@ -40,9 +40,9 @@ SYNC = {
 
 @check("contract.undeclared", each="engine")
 def undeclared_capabilities_refuse(subject: Subject) -> None:
-    """What the engine does not declare raises `UnsupportedCapability` (a layout `LayoutError`), and it goes on.
+    """An undeclared option raises `UnsupportedCapability` (a layout `LayoutError`), and the engine still works.
 
-    Why: an option that is ignored without a word trains something else than was asked for.
+    Why: an ignored option trains something else than was asked for, without an error.
     Look at: capabilities that work but are missing in the spec, and public methods that were overridden.
     """
     refusals = {

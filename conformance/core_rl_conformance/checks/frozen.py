@@ -27,7 +27,7 @@ CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_
 def frozen_parameters_stay(subject: Subject) -> None:
     """Frozen parameters have no gradient and no moments and never move; the others' steps stay right.
 
-    Why: a frozen parameter that decays, a wrapper that drops gradients beside frozen ones, a clip or a
+    Why: a frozen parameter that decays, a wrapper that drops gradients next to frozen ones, a clip or a
     decay that goes by position and shifts where some are left out.
     Look at: which parameters reach the optimizer and the norm, and gradient reduction where some have none.
     """
@@ -40,9 +40,8 @@ def frozen_parameters_stay(subject: Subject) -> None:
 def any_part_can_be_frozen(subject: Subject) -> None:
     """The embedding alone, the last layer, all but the last layer, or the trunk under a value head can be frozen.
 
-    Why: a tie that is made again turns the gradients of a frozen embedding on, a wrapper expects that its
-    first or last group has some, a stage without parameters to train sends none back, and training a head alone is
-    how most critics begin.
+    Why: tying again turns on the gradients of a frozen embedding; a wrapper expects gradients in its first or last
+    group; a stage without trained parameters sends none back. Most critics begin by training the head alone.
     Look at: ``requires_grad`` after tying, wrapping and casting; hooks that wait for gradients which do
     not come; what a frozen part hands back to those before it.
     """

@@ -93,10 +93,9 @@ def _verify_metrics(
 def unequal_ranks_change_nothing(subject: Subject) -> None:
     """The gradients do not depend on how sequences fall on data-parallel ranks, even if one has none.
 
-    Why: a mean for each rank, averaged, or a denominator that is not reduced over the data-parallel
-    ranks, is wrong as soon as ranks have unequal numbers of tokens (verl #3994, AReaL #335, prime-rl
-    #2562, torchtitan #2206, #3575); a rank without work must still take part in every collective
-    (verl #5591).
+    Why: ranks have unequal numbers of tokens. An average of the ranks' means, or a denominator of one rank, is then
+    wrong (verl #3994, AReaL #335, prime-rl #2562, torchtitan #2206, #3575); a rank without work must still take part
+    in every collective (verl #5591).
     Look at: the average that a data-parallel wrapper takes over ranks (the core wants the sum),
     empty ranks that skip a forward pass.
     """
@@ -131,11 +130,11 @@ def unequal_ranks_change_nothing(subject: Subject) -> None:
 def reported_norm_is_the_norm_of_the_gradients(subject: Subject) -> None:
     """The reported norm is the norm of the gathered gradients before clipping, and the oracle's.
 
-    Why: a norm of one rank's shards, of one pipeline stage, or with replicated parameters counted
-    once for each rank, clips differently on every layout (torchtitan #649, AReaL #1497, Megatron-LM
-    #5916); a norm that is taken after clipping hides every spike.
-    Look at: ``_grad_shards``: each part once, and ``duplicates`` for what several ranks hold;
-    whether ``_reduce_grads`` has run before.
+    Why: a norm of one rank's shards or of one pipeline stage clips differently on every layout. So does one that
+    counts replicas (torchtitan #649, AReaL #1497, Megatron-LM #5916); a norm that is taken after clipping hides every
+    spike.
+    Look at: ``ShardedState.local("grads")``: each part once with ``replica`` 0; whether ``TrainBackend.reduce_grads``
+    has run before.
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, TOKEN_MEAN)
@@ -191,9 +190,10 @@ def _loss_part(group: EngineGroup, data: Ragged, total_weight: float) -> float:
 def evaluation_leaves_nothing(subject: Subject) -> None:
     """``eval_batch`` reports the oracle's loss, never steps, and neither leaves nor disturbs gradients.
 
-    Why: an optimizer step in evaluation trains on held-out data (NeMo-RL #1012); gradients that stay
+    Why: an optimizer step in evaluation trains on evaluation data (NeMo-RL #1012); gradients that stay
     behind are added to the next step's.
-    Look at: ``_run`` with ``forward_only``: no graph, no backward pass, and nothing that stays behind it.
+    Look at: ``TrainBackend.run`` without a backward pass: no graph, no backward pass, and nothing that stays behind
+    it.
     """
     model, data = subject.model(), subject.data()
     other = subject.data(seed=1)

@@ -43,9 +43,9 @@ def few_key_value_heads_are_enough(subject: Subject) -> None:
 def heads_that_tp_does_not_divide(subject: Subject) -> None:
     """Heads that ``tp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
-    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group goes on after it.
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
 
-    Why: half a head on each rank fails in the middle of a run, or trains another model without a word; a single
+    Why: half a head on each rank fails in the middle of a run, or trains another model without an error; a single
     rank that refuses leaves the others waiting for it.
     Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
     """
@@ -56,7 +56,7 @@ def heads_that_tp_does_not_divide(subject: Subject) -> None:
 def heads_that_cp_does_not_divide(subject: Subject) -> None:
     """Heads that ``cp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
-    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group goes on after it.
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
 
     Why: an exchange of tokens for heads (Ulysses) that rounds down loses the last head, and nothing fails.
     Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.

@@ -64,7 +64,7 @@ def interrupted_answers_are_completed(subject: Subject) -> None:
 async def _interrupted(
     engine: InferenceEngine, requests: Sequence[LLMRequest]
 ) -> tuple[int, list[LLMResponse]]:
-    """How many answers came during the pause, and all answers."""
+    """The number of answers during the pause, and all answers."""
     tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
     for _ in range(3):
         await asyncio.sleep(0)
@@ -86,8 +86,8 @@ def sleep_changes_nothing(subject: Subject) -> None:
     Twice over, with an update of the weights between where ``sync_disk`` is declared. While the memory is
     released, requests are refused and not left to hang.
 
-    Why: weights or buffers that do not survive, copies of an earlier sleep that come back over an update, and
-    cached prefixes whose memory is somebody else's by now, give answers that look like any other (vllm #44371).
+    Why: lost weights or buffers, copies of an earlier sleep that overwrite an update, and cached prefixes in reused
+    memory give plausible answers (vllm #44371).
     Look at: what is released: weights that nobody keeps a copy of, copies that are made once, a directory that is
     read again, buffers such as rotary frequencies, prefix caches.
     """
@@ -123,7 +123,7 @@ def _verify_sleep(
 
 @check("contract.launched-servers", kind="inference", requires=[Capability.LAUNCH_SERVER], each="engine")
 def launched_servers_serve_those_who_connect(subject: Subject) -> None:
-    """Servers that the engine launched serve a second client by their addresses, and go on when that one leaves.
+    """Servers that the engine launched serve a second client by their addresses, and still run when that one leaves.
 
     Why: an evaluation or a second trainer that shares servers must not take them down with it.
     Look at: ``teardown``: it ends what this engine launched, and nothing else.

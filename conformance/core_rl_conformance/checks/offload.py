@@ -33,7 +33,8 @@ def offloaded_state_is_not_read(subject: Subject) -> None:
     """While state is offloaded, reading it raises `EngineStateError`; after ``onload()`` it is what it was.
 
     Why: an export of offloaded weights is memory of something else, and a server takes it for a policy.
-    Look at: ``_offload`` and ``_onload``; the core refuses to read in between, and runs forward passes as ever.
+    Look at: memory outside ``ShardedState.local``; the core moves the state, refuses to read in between, and runs
+    forward passes as ever.
     """
     group, data = start(subject, subject.model()), subject.data(seed=1).batch()
     train(group, subject, [0])
@@ -71,8 +72,8 @@ def training_with_offloading_is_bitwise(subject: Subject) -> None:
 
     Why: moments that begin again, masters that come back old or as noise, gradients that are dropped between two
     passes (NeMo-RL #2372).
-    Look at: what ``_offload`` copies, each time anew: weights, gradients that wait for a step, both moments; and
-    whether what comes back is the memory that the optimizer works on.
+    Look at: what ``ShardedState.local`` yields, each time anew: weights, gradients that wait for a step, both
+    moments; and whether what comes back is the memory that the optimizer works on.
     """
     model = subject.model()
     group = start(subject, model)
@@ -109,7 +110,7 @@ def _steps(group: EngineGroup, subject: Subject, offload: bool) -> list[dict[str
 
 @check("I11.offload-checkpoint", requires=[Capability.OFFLOAD, Capability.SHARDED_CHECKPOINT], each="layout")
 def checkpoints_of_an_offloaded_engine(subject: Subject) -> None:
-    """An offloaded engine saves what it holds, and goes on bitwise from what it loads.
+    """An offloaded engine saves its state, and continues bitwise from what it loads.
 
     Why: a save while offloaded crashes or writes freed memory (slime #1888), and a load while offloaded is undone
     when the old copies come back (NeMo-RL #2372).

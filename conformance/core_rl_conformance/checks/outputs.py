@@ -145,8 +145,8 @@ def long_batches_match_the_oracle(subject: Subject) -> None:
     The vocabulary is larger than 1,024 and odd; from four ranks on, each has some 500 tokens. Among these are the
     ids where halves and quarters of the vocabulary meet.
 
-    Why: kernels that work in chunks, of tokens or of the vocabulary, are wrong at the edges of their chunks,
-    or in the last incomplete one, and small batches never reach an edge (I7).
+    Why: kernels that work in chunks of tokens or vocabulary fail at edges, or in the last incomplete chunk. Small
+    batches never reach an edge (I7).
     Look at: the loop over chunks, in the forward and in the backward pass; which rank has the first and the last row
     of its part of the vocabulary.
     """
@@ -202,7 +202,7 @@ def forward_runs_without_dropout(subject: Subject) -> None:
 
     Why: log-probs of a model in training mode are noise, and a mode that is not restored turns
     dropout off for the rest of the training (verl #4708).
-    Look at: ``_set_training``, and whether the module hands ``self.training`` to its attention.
+    Look at: ``TrainBackend.set_training``, and whether the module hands ``self.training`` to its attention.
     """
     model, data = subject.model(dropout=0.5), subject.data()
     expected = subject.outputs(replace(model, dropout=0.0), data, "logprobs")

@@ -1,4 +1,4 @@
-"""Two train engines beside each other, from the same weights and on the same data.
+"""Two train engines compared with each other, from the same weights and on the same data.
 
 They may be as far apart as each may be from the oracle. Where they are further apart, the oracle says
 which of them is off: `core_rl_conformance.procedures.blame`.
@@ -78,7 +78,7 @@ def _outputs(side: Subject) -> dict[str, list[Tensor]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Backward:
-    """What one backward pass and the step after it show."""
+    """The results of one backward pass and the step after it."""
 
     loss: float
     norm: float
@@ -117,7 +117,7 @@ def _backward(side: Subject) -> _Backward:
 def two_engines_train_alike(subject: Subject) -> None:
     """Several steps on the same data take both engines to the same weights, and to the oracle's.
 
-    Why: what only shows from the second step on: a schedule that is advanced twice (slime #1152), moments
+    Why: some bugs show from the second step on: a schedule that is advanced twice (slime #1152), moments
     or gradients of the step before, a scale that changes on the way.
     Look at: the first step at which the engine that the message names is off. If its loss and norm are
     right up to the end, look at the optimizer: I20.adamw and I4.clipping show it alone. I1.training shows
@@ -158,13 +158,13 @@ def _steps_beside(own: Trained, partner: Trained, expected: ExpectedTraining) ->
     each="layout",
 )
 def a_training_moves_between_two_engines(subject: Subject) -> None:
-    """A ``portable`` checkpoint of the other engine is loaded bit for bit, and its training goes on.
+    """A ``portable`` checkpoint of the other engine is loaded bit for bit, and its training continues.
 
-    What this engine saves is, bit for bit, what it holds.
+    This engine saves its state bit for bit.
 
     Why: moving a run to another backend must not lose the optimizer (AReaL #1468, NeMo-RL #3171), nor round
     weights on the way (NeMo-RL #2372).
-    Look at: for what is loaded, ``_load_named_tensors`` and ``_set_update_count``; for what is saved,
+    Look at: for what is loaded, ``ShardedState.local`` and ``TrainBackend.after_load``; for what is saved,
     ``named_tensors`` of ``master``, ``exp_avg`` and ``exp_avg_sq``, which must be the same whoever asks.
     """
     model = subject.model()

@@ -25,8 +25,8 @@ MOST_RUNS = 60
 def any_batch_follows_the_oracle(subject: Subject) -> None:
     """Log-probs, loss and gradients of any ragged batch, with any mask and cut into micro-batches, are the oracle's.
 
-    Why: a micro-batch without anything to predict, with a single trained token, or a rank without work
-    takes a path of its own, and batches of a benchmark never go there (SkyRL #1296, verl #5591).
+    Why: an empty micro-batch, a single trained token, or a rank without work takes its own code path. Benchmark
+    batches never take it (SkyRL #1296, verl #5591).
     Look at: the lines of the message, which build the smallest batch that fails; ``squeeze``, slices and
     means over one element or none; branches on the number of tokens.
     """
@@ -91,7 +91,7 @@ class _Trial:
             raise error
 
     def _run(self, drawn: DrawnBatch) -> Exception | None:
-        """What is wrong with this batch, if anything, beside the code that builds it."""
+        """The problem with this batch, if any, and the code that builds the batch."""
         code = drawn.code(self._model.vocab_size)
         try:
             for finding in self._findings(drawn):

@@ -1,4 +1,4 @@
-"""What ranks hold twice and the export shows once: seen through the gradients of weights that have moved.
+"""Replicated parameters, of which an export shows one copy, checked through gradients after steps.
 
 Ranks that share a model hold some parameters in common (norms, scalar heads), and one of them exports
 them. A copy on another rank that is different shows in no export, and often in no output either; the
@@ -26,8 +26,8 @@ OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 def gradients_after_steps_match_the_oracle(subject: Subject) -> None:
     """After several steps, the gradients are those of the oracle with the weights that the engine exports.
 
-    Why: copies of replicated weights that drift apart between ranks (Megatron-LM #1446), and copies that a
-    backward pass has kept from before the step, are right in every export and in most outputs.
+    Why: replicas that drift apart between ranks (Megatron-LM #1446), and copies of a backward pass from before the
+    step, show in no export and in few outputs.
     Look at: gradients of replicated parameters, which must be equal on all ranks that hold them; weights
     that are transposed, cast or gathered once for the backward pass.
     """
@@ -55,9 +55,9 @@ def value_gradients_after_steps_match_the_oracle(subject: Subject) -> None:
 def value_gradients_after_a_load_match_the_oracle(subject: Subject) -> None:
     """``load(format="hf")`` sets a value model on every rank: values and gradients are those of the new weights.
 
-    Why: a rank that leaves its copy of the head as it was answers like the others, and sends gradients of
-    the old head into its shards (vllm #44371, for a train engine).
-    Look at: ``_load_named_tensors`` on the ranks that do not export.
+    Why: a rank with its old copy of the head answers like the others. It sends gradients of the old head into its
+    shards (vllm #44371, for a train engine).
+    Look at: ``ShardedState.local("master")`` on the ranks that do not export: a load writes into every replica.
     """
     model, data, loss = subject.model(head="value"), subject.data(), ValueLoss()
     source = replace(model, seed=model.seed + 100)

@@ -32,9 +32,9 @@ LAYOUTS = {
 
 @check("contract.rollout-undeclared", kind="inference", each="engine")
 def undeclared_capabilities_of_rollouts_refuse(subject: Subject) -> None:
-    """What the engine does not declare raises `UnsupportedCapability` (a layout `LayoutError`), and it goes on.
+    """An undeclared option raises `UnsupportedCapability` (a layout `LayoutError`), and the engine still works.
 
-    Why: an option that is ignored without a word serves something else than was asked for.
+    Why: an ignored option serves something else than was asked for, without an error.
     Look at: capabilities that work but are missing in the spec.
     """
     engine = subject.serve()
@@ -138,9 +138,9 @@ def _require_versions(subject: Subject, when: str, found: Sequence[LLMResponse],
 
 @check("contract.rollout-cancel", kind="inference", each="engine")
 def cancelled_requests_disturb_no_others(subject: Subject) -> None:
-    """A request that is cancelled ends, and the others that run beside it are answered as without it.
+    """A cancelled request ends, and concurrent requests are answered as without it.
 
-    Why: a workflow that gives up on one sample must not take the rest of the batch with it.
+    Why: a workflow that cancels one sample must not cancel the rest of the batch.
     Look at: what a cancelled ``agenerate`` sends to the server: that request's ``rid``, not all of them.
     """
     model, data = subject.model(), subject.data()
@@ -185,7 +185,7 @@ def paused_engines_hold_requests_back(subject: Subject) -> None:
 
 
 async def _paused(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> tuple[int, list[LLMResponse]]:
-    """How many were answered during the pause, and all answers."""
+    """The number of answers during the pause, and all answers."""
     await asyncio.to_thread(engine.pause)
     tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
     try:

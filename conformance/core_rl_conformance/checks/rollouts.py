@@ -1,4 +1,4 @@
-"""What inference engines report of the tokens that they draw."""
+"""Reports of inference engines about the tokens that they draw."""
 
 from __future__ import annotations
 

@@ -31,14 +31,13 @@ COEF = 0.25
 
 @check("I7.gates", requires=[Capability.MOE], families=(MOE,), each="layout")
 def gates_are_what_the_config_says(subject: Subject) -> None:
-    """Where ``norm_topk_prob`` is false, gates are the probabilities of the chosen experts, and do not add up to 1.
+    """Gates are the probabilities of the chosen experts, not divided by their sum, if ``norm_topk_prob`` is false.
 
     Engines that cannot have such gates refuse the model, with a `ConfigError` or `UnsupportedCapability`. Where all
     tokens choose the same experts, these compute all of them.
 
-    Why: of the published mixtures some divide the gates by their sum and some do not (Mixtral and OLMoE), and a
-    model that is computed the other way answers plausibly. Experts that take a fixed share of a batch drop tokens,
-    which go on without them.
+    Why: of the published mixtures some divide the gates by their sum and some do not (Mixtral and OLMoE), and a model
+    that is computed the other way answers plausibly. Experts with a fixed capacity drop tokens.
     Look at: how the engine reads ``norm_topk_prob``; whether its softmax is over all experts or over the chosen ones;
     the capacity of experts.
     """
@@ -95,7 +94,7 @@ def _cuts(subject: Subject, group: EngineGroup, data: Ragged) -> dict[str, Calla
 
 @check("I18.aux-beside-loss", requires=[Capability.MOE], families=(MOE,), each="layout")
 def balance_comes_on_top(subject: Subject) -> None:
-    """Beside a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
+    """With a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
 
     Why: a balance that is scaled with the loss changes with the number of trained tokens, and one that is
     part of the reported loss hides what the loss does.
@@ -133,8 +132,8 @@ def _started(subject: Subject, coefficient: float) -> EngineGroup:
 def routing_is_recorded_and_replayed(subject: Subject) -> None:
     """``forward`` gives the experts that were chosen; a batch with ``routing`` is computed with those, and no other.
 
-    Why: a replay that is bound to routers which were replaced since does nothing, without an error, and
-    training goes on with other experts than the rollout (verl #7340).
+    Why: a replay that is bound to replaced routers has no effect and raises no error. Training then uses other
+    experts than the rollout (verl #7340).
     Look at: that recorded choices reach the routers that compute, in every layer, in training as in
     ``forward()``, with gates of the present probabilities; and that the next batch chooses for itself.
     """

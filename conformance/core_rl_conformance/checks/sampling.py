@@ -1,4 +1,4 @@
-"""What inference engines draw: whether it follows the distribution that was asked for."""
+"""The distribution of the tokens that inference engines draw."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
 @check("I8.sampling", kind="inference", each="layout")
 def tokens_follow_the_distribution(subject: Subject) -> None:
-    """What is drawn follows ``softmax(logits / T)`` and nothing else, with seeds and without.
+    """Tokens are drawn from ``softmax(logits / T)`` and nothing else, with seeds and without.
 
-    Why: a temperature that never arrives, the defaults of the model's generation config (top-k, top-p,
-    penalties), or one seed for a whole group leave log-probs right and the policy another one.
+    Why: a lost temperature, defaults of the generation config (top-k, top-p, penalties), or one seed for a group
+    change the policy. The log-probs stay right.
     Look at: which sampling parameters reach the server, also those that were not asked for; one random
     stream for each request.
     """
@@ -70,8 +70,8 @@ def _verify_answers(subject: Subject, prompts: _Prompts) -> None:
 def tokens_follow_what_the_cut_has_left(subject: Subject) -> None:
     """With top-k or top-p, what is drawn follows ``softmax(logits / T)`` over the tokens that are left, all of them.
 
-    Why: top-p that is taken before the temperature, or a cut that keeps a token too few, gives tokens that are
-    all allowed, with log-probs that are right, and a policy that is another one.
+    Why: top-p before the temperature, or a cut that keeps a token too few, gives another policy. All tokens are
+    allowed, and their log-probs are right.
     Look at: the order of temperature, top-k and top-p; whether the token that reaches ``top_p`` is kept.
     """
     prompts = _Prompts.of(subject)

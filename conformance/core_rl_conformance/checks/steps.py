@@ -30,7 +30,7 @@ def clipping_scales_the_update(subject: Subject) -> None:
 
     Why: an engine that computes the norm and forgets to clip, or clips each shard by its own norm, looks
     right until the first spike.
-    Look at: ``_step(scale)``, which must scale every gradient before the optimizer runs; and whether the
+    Look at: ``TrainBackend.step``, which must scale every gradient before the optimizer runs; and whether the
     configured ``betas`` and ``eps`` reach the optimizer, since this check sets an ``eps`` of its own.
     """
     # Adam's update hardly depends on the scale of its gradients, unless epsilon is large.
@@ -86,7 +86,7 @@ def each_train_batch_starts_from_zero(subject: Subject) -> None:
     """A second ``train_batch`` has only its own gradients, and later outputs are those of the new weights.
 
     Why: gradients that are never dropped, and forward passes that still use the old weights.
-    Look at: ``_zero_grad``, and gathered or cached copies of weights that outlive a step.
+    Look at: ``TrainBackend.zero_grad``, and gathered or cached copies of weights that outlive a step.
     """
     model, first, second = subject.model(), subject.data(seed=1), subject.data()
     group = subject.start(model, optimizer={"lr": 0.0})
@@ -147,7 +147,7 @@ def nan_skips_the_step(subject: Subject) -> None:
 
 @check("I16.all-masked", each="layout")
 def all_masked_skips_the_step(subject: Subject) -> None:
-    """A batch without a trained token skips the step, says so, and changes nothing.
+    """A batch without a trained token skips the step, reports it, and changes nothing.
 
     Why: a weight of zero divides by zero, and decay or old moments would move the weights.
     Look at: nothing of the engine's, unless a pass with a zero loss fails or leaves gradients behind.
@@ -165,8 +165,8 @@ def all_masked_skips_the_step(subject: Subject) -> None:
 def few_sequences_are_enough(subject: Subject) -> None:
     """A batch with fewer sequences, or tokens, than ranks or micro-batches trains as the oracle says, and in time.
 
-    Why: ranks whose micro-batch counts differ wait for each other forever (verl #5591, AReaL #1139), and so do
-    ranks that share the tokens of a sequence when one of them has none.
+    Why: ranks with different micro-batch counts wait for each other forever (verl #5591, AReaL #1139). So do
+    context-parallel ranks when one has no tokens.
     Look at: empty ranks and dummy micro-batches, which must run every collective and add exactly nothing; with
     context or sequence parallelism, one token in all, and odd numbers of them.
     """

@@ -1,4 +1,4 @@
-"""Where answers end, and that the tokens that end them are tokens like others."""
+"""Ends of answers, and log-probs and gradients of the tokens that end them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 def answers_end_with_their_stop_token(subject: Subject) -> None:
     """An answer ends with EOS (unless ``ignore_eos``) or one of ``stop_token_ids``, and that token has a log-prob.
 
-    EOS is each id of the config's list, and ends an answer beside ``stop_token_ids``, of which each one does as well.
+    EOS is each id of the config's list, and ends an answer as each of ``stop_token_ids`` does.
 
     Why: an answer without its EOS never teaches the policy to stop, and one that runs on is rewarded for
     what nobody reads (I19). One that ends as its tokens run out is finished, and not cut off.
@@ -83,7 +83,7 @@ def answers_end_with_their_stop_token(subject: Subject) -> None:
 
 @check("I19.eos-trained", each="layout")
 def eos_is_trained_where_padding_has_its_id(subject: Subject) -> None:
-    """Where the config gives padding the id of EOS, an EOS that the mask trains has log-prob and gradient as any token.
+    """EOS in the loss mask has log-prob and gradient like any token, also if padding has its id.
 
     Why: who takes every token with the padding's id for padding never trains EOS, and the policy does not
     learn to stop (TRL #3200). And most models of transformers look padding up without a gradient (``padding_idx``):

@@ -49,10 +49,10 @@ def _meta(
 def tensor_sync_sends_the_present_weights(subject: Subject) -> None:
     """``upload_weights`` by tensor sends every parameter once, as it is after the last step or load, bit for bit.
 
-    Beside the parameters there may be the saved buffers, and nothing else: a tied matrix comes under one name.
+    The saved buffers may follow, and nothing else: a tied matrix comes under one name.
 
-    Why: a bucket that is overwritten before it is read, the last one that nobody flushes, views that are sent
-    with the strides of something larger, and gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).
+    Why: a bucket overwritten before it is read; a last bucket that is not flushed; views sent with the strides of a
+    larger tensor; gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).
     Look at: ``named_tensors("params")`` and ``("buffers")``: what they yield is valid until the next item.
     """
     _verify_sending(subject, "tensor")
@@ -62,8 +62,8 @@ def tensor_sync_sends_the_present_weights(subject: Subject) -> None:
 def distributed_sync_sends_the_present_weights(subject: Subject) -> None:
     """``upload_weights`` by distributed broadcasts every parameter once, as it is after the last step or load.
 
-    Why: a rank that broadcasts in another order than it announced, or a buffer that the next tensor overwrites while
-    it is on its way, scrambles weights without an error (verl #6813, #7014, AReaL #941).
+    Why: a rank that broadcasts in another order than it announced, or a buffer that is overwritten during its
+    transfer, corrupts weights without an error (verl #6813, #7014, AReaL #941).
     Look at: the device of what is exported, and `I12.tensor`, which is the same without a process group.
     """
     _verify_sending(subject, "distributed")
@@ -113,11 +113,11 @@ def _verify_sent(
 def updates_from_tensors_arrive(subject: Subject) -> None:
     """After an update by tensor every token is drawn by the new weights, all of them, also after a cached prefix.
 
-    In one bucket and in many, one update after another, with requests in flight, which are answered in full and
-    whose tokens carry the version of the weights that drew them.
+    In one bucket and in many, one update after another, with requests in flight. These are answered in full; tokens
+    carry the version of the weights that drew them.
 
-    Why: a receiver that takes the first bucket only, installs each one while it draws, or keeps the prefix cache or
-    the version of before (verl #6813, #5801, vllm #9744, #44371, slime #327).
+    Why: a receiver that takes the first bucket only, installs buckets during decoding, or keeps the old prefix cache
+    or version (verl #6813, #5801, vllm #9744, #44371, slime #327).
     Look at: the end of an update, names that the loader skips, tied heads, caches, and the version of each token.
     """
     _verify_receiving(subject, "tensor")
@@ -127,8 +127,8 @@ def updates_from_tensors_arrive(subject: Subject) -> None:
 def updates_from_a_group_arrive(subject: Subject) -> None:
     """The same for an update by distributed, whose tensors come from a process group with the trainer's rank.
 
-    Why: tensors that are received in another order than they were announced, a rank of several that is not in the
-    group, a group of the update before (slime #327, AReaL #941).
+    Why: tensors received in another order than announced; a rank that is not in the group; a group of the previous
+    update (slime #327, AReaL #941).
     Look at: `I12.receive-tensor` first; then who joins, and when the group is left.
     """
     _verify_receiving(subject, "distributed")

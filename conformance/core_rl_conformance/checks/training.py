@@ -1,4 +1,4 @@
-"""Whole trainings, in which nothing is looked at before the end."""
+"""Training runs that are compared with the oracle at the end only."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def training_follows_the_oracle(subject: Subject) -> None:
 
     Nothing is exported before the end, as in a real run.
 
-    Why: what only shows from the second step on: a schedule that is advanced twice (slime #1152), a clip
-    scale or gradients of the step before; and what an export in between would mend, since it gathers or
-    copies weights that training leaves alone.
+    Why: some bugs show from the second step on: a schedule that is advanced twice (slime #1152), a clip scale or
+    gradients of the step before; and stale weights that an export in between would refresh.
     Look at: the first step that is off. If all losses and norms are right, look at the optimizer:
     I20.adamw and I4.clipping show it alone, with exports between the steps.
     """

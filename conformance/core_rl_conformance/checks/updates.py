@@ -123,8 +123,7 @@ def nothing_cached_outlives_an_update(subject: Subject) -> None:
 def failed_updates_change_nothing(subject: Subject) -> None:
     """An update that cannot be read fails with its cause, and weights and version stay what they were.
 
-    Why: a receiver that goes on with a mixture, or with the new version's label on the old weights, is found
-    weeks later.
+    Why: a receiver with mixed weights, or with old weights under the new version, is found weeks later.
     Look at: whether everything is checked before anything is changed, and when the version changes.
     """
     model = subject.model()

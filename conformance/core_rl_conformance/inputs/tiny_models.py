@@ -1,10 +1,9 @@
 """Tiny models that expose bugs, built from a config into a directory; nothing is downloaded.
 
-Their logits are peaked (near-uniform ones hide errors), their vocabularies are prime, norm weights
-differ from 1 and biases from 0, and key/value heads are fewer than query heads where the family can.
-Where the family can, their hidden sizes are odd: no number of ranks, and no alignment of a flat buffer,
-divides every parameter.
-Their generation configs are full of defaults, which no request asks for.
+Their logits are peaked (near-uniform ones hide errors), and their vocabularies are prime. Norm weights differ from 1,
+and biases from 0. Key/value heads are fewer than query heads where the family can. Where the family can, their hidden
+sizes are odd: no number of ranks, and no alignment of a flat buffer, divides every parameter. Their generation
+configs are full of defaults, which no request asks for.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def adapter_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def base_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of ``tensors`` that is below the adapter, without a head beside it."""
+    """The part of ``tensors`` that is below the adapter, without a scalar head."""
     return {
         name: value
         for name, value in tensors.items()

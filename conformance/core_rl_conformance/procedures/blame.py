@@ -61,7 +61,7 @@ def named_beside(
     allowed: Mapping[str, Tolerance],
     since: Mapping[str, Tensor] | None = None,
 ) -> Beside:
-    """Tensors by name; ``since`` holds what they were before a training, for the hints."""
+    """Tensors by name; ``since`` holds their values before training, for the hints."""
     # Over the oracle's names: of other ones there is no tolerance, and it is they that are wrong.
     present = {name: partner[name] for name in truth if name in partner}
     together = {name: tolerance + tolerance for name, tolerance in allowed.items()}
@@ -101,7 +101,7 @@ def verify_beside(subject: Subject, quantities: Sequence[Beside]) -> None:
 
 
 def _verdict(subject: Subject, between: Finding, off: Beside | None, blamed: Finding | None) -> Iterator[str]:
-    """How far the two are apart, and which is to be mended."""
+    """The difference between the two engines, and the one to fix."""
     own, partner = subject.spec.name, _partner(subject)
     yield f"{own!r} and {partner!r} differ: {_by(between)}"
     if off is not None:

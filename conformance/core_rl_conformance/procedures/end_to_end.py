@@ -1,4 +1,4 @@
-"""Trainings of several steps in which nothing is exported before the end, with the oracle's trajectory.
+"""Training runs of several steps without an export before the end, with the oracle's trajectory.
 
 With a large epsilon an update is a smooth function of its gradient, so that the whole way can be compared.
 """
@@ -29,7 +29,7 @@ CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_n
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What the steps of a training report, and the weights at the end."""
+    """The reports of the training steps, and the weights at the end."""
 
     reports: list[dict[str, float]]
     weights: dict[str, Tensor]
@@ -46,7 +46,7 @@ def training_of(subject: Subject) -> Training:
 
 
 def expected_training(subject: Subject, training: Training) -> ExpectedTraining:
-    """What the oracle makes of ``training``, with tolerances."""
+    """The oracle's values for ``training``, with tolerances."""
     return subject.bench.training(subject.model(), training, subject.dtype, subject.case.device)
 
 

@@ -1,4 +1,4 @@
-"""Trainings that stop at a checkpoint and go on from it: what checks of one engine and of two have in common."""
+"""Training runs that resume from a checkpoint, for checks of one engine and of two."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ State = Mapping[TensorKind, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint, and what the engine that wrote it held."""
+    """A checkpoint, and the state of the engine that wrote it."""
 
     path: Path
     state: State
@@ -103,7 +103,7 @@ def state(group: EngineGroup) -> dict[TensorKind, dict[str, Tensor]]:
 
 
 def meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
-    """Where and how to save or load."""
+    """The path and the format of a save or load."""
     return SaveLoadMeta(path=str(path), format=format_)
 
 
@@ -155,16 +155,16 @@ def verify_steps(
 
 
 def _lacks(name: str, at_once: bool) -> str:
-    """What makes a run differ that goes on from the same weights and moments."""
+    """The likely cause of a difference between runs from the same weights and moments."""
     if name == "lr":
         return "the progress of the schedule"
     if at_once:
         return "random state of dropout, or gradients that were there before the load"
-    return "the update between, so the step count of the bias correction (_set_update_count), or random state"
+    return "the update between, so the step count of the bias correction, or random state"
 
 
 def verify_file(subject: Subject, model: TinyModel, saved: Saved) -> None:
-    """Require that a portable checkpoint holds what the engine held, bit for bit, so that any engine can go on.
+    """Require that a portable checkpoint has the engine's state bit for bit, so that any engine can resume.
 
     Also that this is finite, and under the names that transformers writes.
     """
@@ -195,7 +195,7 @@ def verify_goes_on(subject: Subject, group: EngineGroup, model: TinyModel, saved
 
 
 def verify_next_steps(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
-    """Go on from the loaded state beside a float64 AdamW that starts from it."""
+    """Train from the loaded state, and compare with a float64 AdamW that starts from it."""
     negative = [name for name, value in group.named_tensors("exp_avg_sq").items() if bool((value < 0).any())]
     subject.require(
         not negative,

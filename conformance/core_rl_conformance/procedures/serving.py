@@ -1,4 +1,4 @@
-"""What checks of inference engines share: asking, and comparing log-probs of answers with the oracle."""
+"""Requests to inference engines, and comparisons of their log-probs with the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps beside a float64 AdamW that is fed with the engine's own exported gradients.
+"""Optimizer steps, compared with a float64 AdamW on the engine's own exported gradients.
 
 The oracle's gradients would not do: in its first steps Adam is near the sign of the gradient, which
 amplifies the noise of tiny ones and hides bugs in large ones.

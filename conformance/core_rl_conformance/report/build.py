@@ -30,7 +30,7 @@ def build_report(
     """The report of one session.
 
     ``specs`` are the engines under check; ``complete`` says that the command line left nothing out;
-    ``problems`` are, by engine, what counts against it beside failed checks.
+    ``problems`` are, by engine, further reasons against it.
     """
     known = sorted(map(_check, checks), key=lambda check: check.order)
     entries = {entry.name: entry for entry in list_engines()}

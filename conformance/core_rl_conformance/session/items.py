@@ -29,7 +29,7 @@ __all__ = ["BENCH", "PLAN", "CheckFile", "CheckItem", "Plan"]
 
 
 class Plan:
-    """What the session checks."""
+    """The engines and the selection of a session."""
 
     def __init__(self, targets: list[Target], selection: Selection) -> None:
         self.targets = targets
@@ -131,7 +131,7 @@ class CheckItem(pytest.Item):
         pytest.skip(reason)
 
     def result(self, outcome: Outcome, reason: str) -> CaseResult:
-        """What became of it."""
+        """Its result."""
         case = self.case
         return CaseResult(
             check=case.check.identifier,
@@ -151,7 +151,7 @@ class CheckItem(pytest.Item):
         )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """What the check has to say, and which more basic check fails beside it."""
+        """The check's message, and the more basic check that fails too."""
         said = self._said(excinfo, style)
         first = self.config.stash.setdefault(FAILURES, Failures()).add(self.case)
         return f"{said}\n  {first}" if first and isinstance(said, str) else said
