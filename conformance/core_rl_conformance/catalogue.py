@@ -1,9 +1,9 @@
 """The checks: what marks a function as one, and how all of them are found.
 
-A check is a plain function over a `Subject` in a module of `core_rl_conformance.checks`::
+A check is a plain function over a `EngineUnderTest` in a module of `core_rl_conformance.checks`::
 
     @check("I9.dropout-off")
-    def dropout_is_off_in_forward(subject: Subject) -> None:
+    def dropout_is_off_in_forward(subject: EngineUnderTest) -> None:
         '''What is required.
 
         Why: the real bug that it prevents.
@@ -83,7 +83,7 @@ class Check:
     families: tuple[str, ...] | None
     """The tiny models that it can use; None is all."""
     function: Callable[..., None]
-    """The check itself; it takes a `Subject`."""
+    """The check itself; it takes a `EngineUnderTest`."""
 
     @property
     def title(self) -> str:

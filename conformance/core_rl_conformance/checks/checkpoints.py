@@ -14,6 +14,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures.moving import (
     State,
     elsewhere,
@@ -27,13 +28,12 @@ from core_rl_conformance.procedures.moving import (
     verify_steps,
 )
 from core_rl_conformance.profile import Setting
-from core_rl_conformance.subject import Subject
 
 ONE_RANK = Setting(layout=ParallelLayout())
 
 
 @check("I11.portable-to-reference", requires=[Capability.PORTABLE_CHECKPOINT])
-def reference_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
+def reference_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> None:
     """The reference engine loads what this engine saved as ``portable``, bit for bit, and trains on.
 
     Why: moving a run to another backend must not lose the optimizer (NeMo-RL #3171), nor round weights.
@@ -44,7 +44,7 @@ def reference_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
 
 
 @check("I11.portable-from-reference", requires=[Capability.PORTABLE_CHECKPOINT])
-def engine_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
+def engine_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> None:
     """This engine loads what the reference engine saved as ``portable``, bit for bit, and trains on.
 
     Why: a load that fills the weights and leaves the optimizer's own copies is undone by the next step
@@ -57,7 +57,7 @@ def engine_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
 
 
 def _verify_portable(
-    subject: Subject, source: tuple[EngineSpec, Setting], target: tuple[EngineSpec, Setting]
+    subject: EngineUnderTest, source: tuple[EngineSpec, Setting], target: tuple[EngineSpec, Setting]
 ) -> None:
     model = subject.model()
     group = start(subject, model, spec=source[0], layout=source[1])
@@ -68,7 +68,7 @@ def _verify_portable(
 
 
 @check("I11.portable-round-trip", requires=[Capability.PORTABLE_CHECKPOINT], each="layout")
-def portable_checkpoints_come_back(subject: Subject) -> None:
+def portable_checkpoints_come_back(subject: EngineUnderTest) -> None:
     """A fresh engine of the same kind continues bitwise from ``portable``: with a value head, and frozen parameters.
 
     Why: loading by name leaves out special tensors: a head on the model, or moments that only some parameters have. A
@@ -93,7 +93,7 @@ def portable_checkpoints_come_back(subject: Subject) -> None:
 
 
 @check("I11.weights-only", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
-def weights_are_saved_and_loaded_alone(subject: Subject) -> None:
+def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
     """``with_optimizer=False`` loads weights, and neither moments nor progress; saved so, there are no moments to load.
 
     Why: a policy that begins from another run's weights must not inherit its momentum, and one that was promised
@@ -136,7 +136,7 @@ def _size(path: Path) -> int:
 
 
 @check("I11.damaged", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
-def damaged_checkpoint_is_refused(subject: Subject) -> None:
+def damaged_checkpoint_is_refused(subject: EngineUnderTest) -> None:
     """A checkpoint with a changed byte or a missing file is refused, and the engine stays as it was.
 
     Why: a truncated file that loads halfway is a run that silently begins with noise.
@@ -161,12 +161,14 @@ def damaged_checkpoint_is_refused(subject: Subject) -> None:
 
 
 def _verify_refused(
-    subject: Subject, group: EngineGroup, what: SaveLoadMeta, error: type[CheckpointError], flaw: str
+    subject: EngineUnderTest, group: EngineGroup, what: SaveLoadMeta, error: type[CheckpointError], flaw: str
 ) -> None:
     try:
         group.load(what)
     except error:
         return
     raise AssertionError(
-        subject.explained(f"a {what.format!r} checkpoint with {flaw} was loaded; expected {error.__name__}")
+        subject.failure_message(
+            f"a {what.format!r} checkpoint with {flaw} was loaded; expected {error.__name__}"
+        )
     )

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.inputs.drawn import EDGES, DrawnBatch, batches
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.subject import Subject, per_sequence
 
 LOSS = TokenMeanLoss(temperature=0.8)
 DRAWN = 6
@@ -22,7 +22,7 @@ MOST_RUNS = 60
 
 
 @check("I1.any-batch", each="layout")
-def any_batch_follows_the_oracle(subject: Subject) -> None:
+def any_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
     """Log-probs, loss and gradients of any ragged batch, with any mask and cut into micro-batches, are the oracle's.
 
     Why: an empty micro-batch, a single trained token, or a rank without work takes its own code path. Benchmark
@@ -72,7 +72,7 @@ class _Wrong(AssertionError):
 class _Trial:
     """Runs each batch once, and remembers what came: hypothesis runs the smallest failing one again."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: EngineUnderTest) -> None:
         self.worst: dict[str, Finding] = {}
         """What came closest to its limit, of each kind."""
         self._subject = subject

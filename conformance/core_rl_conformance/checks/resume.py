@@ -11,6 +11,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (
     elsewhere,
@@ -23,11 +24,10 @@ from core_rl_conformance.procedures.moving import (
     verify_state,
     verify_steps,
 )
-from core_rl_conformance.subject import Subject
 
 
 @check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
-def resume_is_bitwise(subject: Subject) -> None:
+def resume_is_bitwise(subject: EngineUnderTest) -> None:
     """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
 
     Why: moments that are dropped without an error (AReaL #1468), a scheduler that is not restored or
@@ -59,7 +59,7 @@ def resume_is_bitwise(subject: Subject) -> None:
 @check(
     "I11.resume-frozen", requires=[Capability.SHARDED_CHECKPOINT, Capability.FROZEN_PARAMETERS], each="layout"
 )
-def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
+def resume_with_frozen_parameters_is_bitwise(subject: EngineUnderTest) -> None:
     """The same with frozen parameters, which have no moments, and twice in a row.
 
     Why: optimizer states that are matched by position go to the wrong parameters as soon as some have none.
@@ -82,7 +82,7 @@ def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
 @check(
     "I11.resume-value-head", requires=[Capability.SHARDED_CHECKPOINT, Capability.VALUE_HEAD], each="layout"
 )
-def resume_with_a_value_head_is_bitwise(subject: Subject) -> None:
+def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     """The same with a value head, a tensor that the language model does not have, and its moments.
 
     They are also what they were after ``offload()`` and ``onload()``, where ``offload`` is declared.
@@ -107,7 +107,7 @@ def resume_with_a_value_head_is_bitwise(subject: Subject) -> None:
 
 
 @check("I11.other-layout", requires=[Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL], min_layouts=2)
-def resume_on_another_layout(subject: Subject) -> None:
+def resume_on_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.
 
     Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
@@ -132,7 +132,7 @@ def resume_on_another_layout(subject: Subject) -> None:
 
 
 @check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
-def a_save_in_the_background_is_a_snapshot(subject: Subject) -> None:
+def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
     """A save with ``asynchronous=True`` writes the state of that moment, although training continues at once.
 
     Why: a writer that still reads the live tensors mixes two steps in one checkpoint, and every digest is right.

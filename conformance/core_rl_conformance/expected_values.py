@@ -32,7 +32,7 @@ from core_rl_oracle.tolerance import (
     tolerances,
 )
 
-__all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs"]
+__all__ = ["ExpectedGradients", "ExpectedOutputs", "ExpectedValues"]
 
 ValueT = TypeVar("ValueT")
 
@@ -70,7 +70,7 @@ class ExpectedGradients:
     norm: Tolerance
 
 
-class Bench:
+class ExpectedValues:
     """Expected values that checks share in one process. Close it, or use it as a context manager."""
 
     def __init__(
