@@ -19,11 +19,11 @@ from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.config import ReferenceRolloutConfig
 from core_rl.registry.engines import load_class
 from core_rl.registry.spec import EngineSpec
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.profile import MOE, Profile, Setting
 from core_rl_conformance.session.matrix import Case, Target
-from core_rl_conformance.subject import Subject
 
 C = Capability
 CAPABILITIES = frozenset(
@@ -138,7 +138,7 @@ def make_engine(spec: EngineSpec, config: Any) -> Any:
 
 
 def run_check(
-    bench: Bench,
+    expected_values: ExpectedValues,
     identifier: str,
     spec: EngineSpec,
     *,
@@ -148,7 +148,7 @@ def run_check(
     seed: int = 0,
     dtype: DType = "float32",
     partner: EngineSpec | None = None,
-) -> Subject:
+) -> EngineUnderTest:
     """Run one check as the plugin would; whatever it raises comes out, beside a subject with what was measured."""
     profile = Profile(layouts=(ParallelLayout(), DP2), families=(family,))
     case = Case(
@@ -164,6 +164,6 @@ def run_check(
         other_setting=Setting(layout=DP1 if layout == DP2 else DP2),
     )
     directory.mkdir(parents=True, exist_ok=True)
-    subject = Subject(case, bench, directory)
+    subject = EngineUnderTest(case, expected_values, directory)
     case.check.function(subject)
     return subject
