@@ -137,8 +137,8 @@ def a_save_in_the_background_is_a_snapshot(subject: Subject) -> None:
     """What is saved with ``asynchronous=True`` is what was there at that moment, although training goes on at once.
 
     Why: a writer that still reads the live tensors mixes two steps in one checkpoint, and every digest is right.
-    Look at: ``save_sharded``, if it is the engine's own: its files are written when it returns, from nothing that changes
-    later.
+    Look at: ``save_sharded``, if it is the engine's own: its files are written when it returns, from nothing that
+    changes later.
     """
     model = subject.model()
     group = start(subject, model)

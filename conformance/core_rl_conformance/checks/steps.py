@@ -30,7 +30,7 @@ def clipping_scales_the_update(subject: Subject) -> None:
 
     Why: an engine that computes the norm and forgets to clip, or clips each shard by its own norm, looks
     right until the first spike.
-    Look at: ``_step(scale)``, which must scale every gradient before the optimizer runs; and whether the
+    Look at: ``step(scale, ...)``, which must scale every gradient before the optimizer runs; and whether the
     configured ``betas`` and ``eps`` reach the optimizer, since this check sets an ``eps`` of its own.
     """
     # Adam's update hardly depends on the scale of its gradients, unless epsilon is large.
