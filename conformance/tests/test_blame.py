@@ -16,7 +16,7 @@ from mutants.pairs import (
     WrapsTheNamesOfMasters,
 )
 from mutants.unruly import DiesInEvaluation
-from mutants.zoo import DP1, run_check, spec_of
+from mutants.zoo import DP1, make_engine, run_check, spec_of
 
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
@@ -37,7 +37,7 @@ ONE = Tolerance(baseline=0.0, floor=1.0)
 
 @pytest.fixture(scope="module")
 def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpectedValues]:
-    with ExpectedValues(tmp_path_factory.mktemp("expected_values")) as made:
+    with ExpectedValues(tmp_path_factory.mktemp("expected_values"), make_engine=make_engine) as made:
         yield made
 
 

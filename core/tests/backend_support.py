@@ -11,7 +11,7 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, StatePart
 from core_rl.backend.metrics import Metric
-from core_rl.backend.sharded_state import LocalSlice, ShardedState
+from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
@@ -22,6 +22,7 @@ from core_rl.data.outputs import ModelOutput
 from core_rl.engine.train import TrainEngine
 from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
+from core_rl.toolkit.hf_state import HFShardedState
 
 NORM = "model.norm.weight"
 ONE = MicroBatchSpec(count=1)
@@ -42,26 +43,22 @@ def spec(backend: type[TrainBackend[TrainEngineConfig]], *capabilities: Capabili
 # ----------------------------------------------------------- against the contract
 
 
-class Bent:
+class Bent(HFShardedState):
     """The state of a backend; `bend` gives other slices for one of `NORM`."""
 
-    def __init__(self, state: ShardedState, bend: Callable[[LocalSlice], list[LocalSlice]]) -> None:
-        self._state = state
-        self._bend = bend
-        self.optimizer_kinds = state.optimizer_kinds
-
-    def shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
-        return self._state.shapes(kind)
+    def __init__(self, state: HFShardedState, bend: Callable[[LocalSlice], list[LocalSlice]]) -> None:
+        vars(self).update(vars(state))
+        self.bend = bend
 
     def local(self, kind: str) -> Iterator[LocalSlice]:
-        for part in self._state.local(kind):
-            yield from self._bend(part) if part.name == NORM else [part]
+        for part in super().local(kind):
+            yield from self.bend(part) if part.name == NORM else [part]
 
 
 class Overlapping(ReferenceBackend):
     """The last element of a vector is there twice."""
 
-    def state(self) -> ShardedState:
+    def state(self) -> HFShardedState:
         return Bent(
             super().state(), lambda part: [part, replace(part, offsets=(15,), tensor=part.tensor[15:])]
         )
@@ -70,21 +67,21 @@ class Overlapping(ReferenceBackend):
 class Gapped(ReferenceBackend):
     """The last element of a vector is missing."""
 
-    def state(self) -> ShardedState:
+    def state(self) -> HFShardedState:
         return Bent(super().state(), lambda part: [replace(part, tensor=part.tensor[:-1])])
 
 
 class Outside(ReferenceBackend):
     """A vector begins one element too late."""
 
-    def state(self) -> ShardedState:
+    def state(self) -> HFShardedState:
         return Bent(super().state(), lambda part: [replace(part, offsets=(1,))])
 
 
 class Renamed(ReferenceBackend):
     """A slice has a name that is not in ``shapes()``."""
 
-    def state(self) -> ShardedState:
+    def state(self) -> HFShardedState:
         return Bent(super().state(), lambda part: [replace(part, name="norm")])
 
 
