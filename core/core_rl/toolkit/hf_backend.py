@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.backend.protocols import LowRank, MemoryPart
+from core_rl.backend.sharded_state import ShardedState
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext, C, PassMode, TrainBackend
 from core_rl.data.batch import SequenceBatch
@@ -69,7 +70,7 @@ class HFBackend(TrainBackend[C]):
     def hf_config(self) -> PretrainedConfig:
         return self.model.config
 
-    def state(self) -> HFShardedState:
+    def state(self) -> ShardedState:
         return self._state
 
     def after_load(self, kinds: frozenset[str]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.sharded_state import LocalSlice, ShardedState
 from core_rl.backend.tensors import TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
@@ -114,7 +114,7 @@ def _exported_name(kind: str, name: str) -> str:
 
 
 @torch.no_grad()
-def fill(state: HFShardedState, kind: str, source: TensorSource) -> None:
+def fill(state: ShardedState, kind: str, source: TensorSource) -> None:
     """Copy this rank's slices of ``kind`` from ``source``. No collective."""
     for part in state.local(kind):
         part.tensor.copy_(source.read(part.name, part.region))
