@@ -118,7 +118,7 @@ def an_adapter_is_saved_alone(subject: Subject) -> None:
     The adapter is a rank-stabilised one, which the saved config says.
     Why: names or a scale that only the engine knows make a server load nothing, without an error; an adapter in
     the compute dtype loses what training moved.
-    Look at: ``named_tensors("adapter")``, ``_adapter_config``, and what a load fills.
+    Look at: ``named_tensors("adapter")``, ``adapter_config``, and what a load fills.
     """
     model = subject.model()
     adapter = TinyAdapter(model=model, rslora=True)
@@ -163,7 +163,7 @@ def training_of_an_adapter_resumes(subject: Subject) -> None:
     Why: moments that are looked up by the names of the base are not there (AReaL #1468), and a checkpoint of what
     is trained alone goes on from another base; so does what is offloaded.
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint,
-    and among what ``_offload`` copies each time.
+    and among what ``memory`` gives (or ``offload`` copies) each time.
     """
     declared = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
     formats: list[CheckpointFormat] = ["sharded", "portable"] if declared else ["sharded"]
@@ -202,7 +202,7 @@ def an_adapter_moves_to_another_layout(subject: Subject) -> None:
 
     Why: factors are so thin that some ranks hold no row of them, and a digest of the base that depends on the
     layout refuses what is right.
-    Look at: offsets of empty shards, ``_base_digest``, and what ranks other than the first load.
+    Look at: offsets and ``replica`` of empty slices, and what ranks other than the first load.
     """
     adapter = TinyAdapter(model=subject.model())
     other = subject.case.other_setting

@@ -65,8 +65,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: Subject) -> None:
     Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; one that stays
     off after an error trains a policy that nobody serves, and one that is on again without ``requires_grad``
     trains nothing.
-    Look at: ``_adapter_disabled``: every adapter layer, on every rank, and back in a ``finally``; what else it
-    switches.
+    Look at: ``set_adapter``: every adapter layer, on every rank, off and on again; what else it switches.
     """
     model, data = subject.model(), subject.data()
     plain = outputs_of(subject.start(model), data)

@@ -28,7 +28,7 @@ def engines_beside_each_other(subject: Subject) -> None:
     Why: recipes with ``colocated`` have actor, critic and reference in the same processes. What an engine keeps for
     the whole process (host copies, step counts, random states, process groups) is the other's as well, and roles
     train on each other's state without an error.
-    Look at: attributes of modules and classes; ``_offload``; whether ``_teardown`` ends what another engine uses.
+    Look at: attributes of modules and classes; ``memory`` (or ``offload``); whether ``teardown`` ends what another engine uses.
     """
     models = [subject.model(dropout=0.1), elsewhere(subject.model(dropout=0.1))]
     reports, states = [], []

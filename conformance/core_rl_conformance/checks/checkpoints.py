@@ -38,7 +38,7 @@ def reference_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
 
     Why: moving a run to another backend must not lose the optimizer (NeMo-RL #3171), nor round weights.
     Look at: ``named_tensors`` of ``master`` (float32, not the compute dtype), ``exp_avg`` and ``exp_avg_sq``.
-    If only the steps after the move differ, its optimizer does: see I20.adamw and ``_set_lr``.
+    If only the steps after the move differ, its optimizer does: see I20.adamw and the ``lr`` of ``step``.
     """
     _verify_portable(subject, (subject.spec, subject.case.setting), (REFERENCE, ONE_RANK))
 
@@ -49,8 +49,8 @@ def engine_goes_on_from_a_portable_checkpoint(subject: Subject) -> None:
 
     Why: a load that fills the weights and leaves the optimizer's own copies is undone by the next step
     (NeMo-RL #2372).
-    Look at: ``_load_named_tensors``, which sets master weights and compute copies, and ``_set_update_count``.
-    If only the steps after the move differ, the optimizer does: see I20.adamw and ``_set_lr``.
+    Look at: ``after_load``, which refreshes compute copies (or ``import_tensors``), and the ``count`` of ``step``.
+    If only the steps after the move differ, the optimizer does: see I20.adamw and the ``lr`` of ``step``.
     """
     _verify_portable(subject, (REFERENCE, ONE_RANK), (subject.spec, subject.case.setting))
 
@@ -97,7 +97,7 @@ def weights_are_saved_and_loaded_alone(subject: Subject) -> None:
 
     Why: a policy that begins from another run's weights must not inherit its momentum, and one that was promised
     moments must hear that there are none.
-    Look at: the argument ``with_optimizer`` of ``_save_shards`` and ``_load_shards``.
+    Look at: the argument ``with_optimizer`` of ``save_sharded`` and ``load_sharded``, if they are the engine's own.
     """
     model = subject.model()
     source = start(subject, model)
@@ -139,7 +139,7 @@ def damaged_checkpoint_is_refused(subject: Subject) -> None:
     """A checkpoint with a changed byte or a missing file is refused, and the engine stays as it was.
 
     Why: a truncated file that loads halfway is a run that silently begins with noise.
-    Look at: files that ``_save_shards`` writes outside the directory it is given.
+    Look at: files that ``save_sharded`` writes outside the directory it is given.
     """
     path = subject.directory("checkpoint")
     group = start(subject, subject.model())

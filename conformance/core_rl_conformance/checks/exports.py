@@ -116,7 +116,7 @@ def engine_loads_an_export(subject: Subject) -> None:
     """``load(format="hf")`` sets every parameter, on every rank, and the next outputs are those of the new weights.
 
     Why: a reload that forgets master weights, the tie, or a gathered copy computes with a mixture (vllm #44371).
-    Look at: ``_load_named_tensors``, and copies of the weights that are gathered or cached.
+    Look at: ``after_load`` (or ``import_tensors``), and copies of the weights that are gathered or cached.
     """
     model = subject.model()
     source = replace(model, seed=model.seed + 100)

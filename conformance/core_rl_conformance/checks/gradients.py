@@ -134,8 +134,8 @@ def reported_norm_is_the_norm_of_the_gradients(subject: Subject) -> None:
     Why: a norm of one rank's shards, of one pipeline stage, or with replicated parameters counted
     once for each rank, clips differently on every layout (torchtitan #649, AReaL #1497, Megatron-LM
     #5916); a norm that is taken after clipping hides every spike.
-    Look at: ``_grad_shards``: each part once, and ``duplicates`` for what several ranks hold;
-    whether ``_reduce_grads`` has run before.
+    Look at: the gradients of ``state``: each part once, and ``replica`` above 0 for further copies; what ``reduce_grads``
+    leaves; ``grad_norm``, if it is the engine's own.
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, TOKEN_MEAN)
@@ -193,7 +193,7 @@ def evaluation_leaves_nothing(subject: Subject) -> None:
 
     Why: an optimizer step in evaluation trains on held-out data (NeMo-RL #1012); gradients that stay
     behind are added to the next step's.
-    Look at: ``_run`` with ``forward_only``: no graph, no backward pass, and nothing that stays behind it.
+    Look at: ``run`` with the mode ``"forward"``: no graph, no backward pass, and nothing that stays behind it.
     """
     model, data = subject.model(), subject.data()
     other = subject.data(seed=1)

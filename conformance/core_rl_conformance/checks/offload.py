@@ -33,7 +33,7 @@ def offloaded_state_is_not_read(subject: Subject) -> None:
     """While state is offloaded, reading it raises `EngineStateError`; after ``onload()`` it is what it was.
 
     Why: an export of offloaded weights is memory of something else, and a server takes it for a policy.
-    Look at: ``_offload`` and ``_onload``; the core refuses to read in between, and runs forward passes as ever.
+    Look at: ``memory`` (or ``offload`` and ``onload``); the core refuses to read in between, and runs forward passes as ever.
     """
     group, data = start(subject, subject.model()), subject.data(seed=1).batch()
     train(group, subject, [0])
@@ -71,7 +71,7 @@ def training_with_offloading_is_bitwise(subject: Subject) -> None:
 
     Why: moments that begin again, masters that come back old or as noise, gradients that are dropped between two
     passes (NeMo-RL #2372).
-    Look at: what ``_offload`` copies, each time anew: weights, gradients that wait for a step, both moments; and
+    Look at: what ``memory`` gives (or ``offload`` copies), each time anew: weights, gradients that wait for a step, both moments; and
     whether what comes back is the memory that the optimizer works on.
     """
     model = subject.model()

@@ -48,8 +48,8 @@ def steps_are_those_of_adamw(subject: Subject) -> None:
 
     Why: wrong decay, epsilon or bias correction, a learning rate that lags behind its schedule, optimizer
     math in a smaller dtype, parameters that the optimizer never got (pytorch #149205).
-    Look at: the optimizer's construction (matrices decay, norms and biases do not), ``_set_lr``, the
-    float32 master weights.
+    Look at: the optimizer's construction (matrices decay, norms and biases do not), the ``lr`` of
+    ``step``, the float32 master weights.
     """
     model = subject.model()
     _verify_steps(subject, model, LOSS, STEPS)
@@ -85,7 +85,7 @@ def bias_correction_follows_the_update_count(subject: Subject) -> None:
 
     Why: a count that is lost or kept in a small integer begins the bias correction anew, and the first
     steps after a resume are many times too long.
-    Look at: ``_set_update_count``; the dtype of the optimizer's own step count, and whether every
+    Look at: the ``count`` of ``step``; the dtype of the optimizer's own step count, and whether every
     parameter has it.
     """
     group = subject.start(optimizer=optimizer_config(LONG_MEMORY))
@@ -103,7 +103,7 @@ def exports_leave_the_gradients(subject: Subject) -> None:
 
     Why: a gather that frees or overwrites gradients, or a save that drops them, turns the next step into
     one without its batch; only runs that save at the wrong moment show it.
-    Look at: what ``_named_tensors`` and ``_save_shards`` do beside reading, and ``_zero_grad`` calls.
+    Look at: what ``synchronize``, ``export_tensors`` and ``save_sharded`` do beside reading, and ``zero_grad`` calls.
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, LOSS)

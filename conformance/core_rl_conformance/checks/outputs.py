@@ -202,7 +202,7 @@ def forward_runs_without_dropout(subject: Subject) -> None:
 
     Why: log-probs of a model in training mode are noise, and a mode that is not restored turns
     dropout off for the rest of the training (verl #4708).
-    Look at: ``_set_training``, and whether the module hands ``self.training`` to its attention.
+    Look at: ``set_training``, and whether the module hands ``self.training`` to its attention.
     """
     model, data = subject.model(dropout=0.5), subject.data()
     expected = subject.outputs(replace(model, dropout=0.0), data, "logprobs")

@@ -164,7 +164,7 @@ def a_training_moves_between_two_engines(subject: Subject) -> None:
 
     Why: moving a run to another backend must not lose the optimizer (AReaL #1468, NeMo-RL #3171), nor round
     weights on the way (NeMo-RL #2372).
-    Look at: for what is loaded, ``_load_named_tensors`` and ``_set_update_count``; for what is saved,
+    Look at: for what is loaded, ``after_load`` (or ``import_tensors``) and the ``count`` of ``step``; for what is saved,
     ``named_tensors`` of ``master``, ``exp_avg`` and ``exp_avg_sq``, which must be the same whoever asks.
     """
     model = subject.model()

@@ -57,7 +57,7 @@ def value_gradients_after_a_load_match_the_oracle(subject: Subject) -> None:
 
     Why: a rank that leaves its copy of the head as it was answers like the others, and sends gradients of
     the old head into its shards (vllm #44371, for a train engine).
-    Look at: ``_load_named_tensors`` on the ranks that do not export.
+    Look at: ``after_load`` (or ``import_tensors``) on the ranks that do not export.
     """
     model, data, loss = subject.model(head="value"), subject.data(), ValueLoss()
     source = replace(model, seed=model.seed + 100)

@@ -33,8 +33,8 @@ def resume_is_bitwise(subject: Subject) -> None:
     Why: moments that are dropped without a word (AReaL #1468), a scheduler that is not restored or
     advanced twice (NeMo-RL #3171, slime #1152; a constant learning rate hides it), random state that
     starts again.
-    Look at: ``_save_shards``/``_load_shards``: master weights, both moments, the step count of the bias
-    correction (``_set_update_count``), the random state of every rank.
+    Look at: ``state`` (or ``save_sharded`` and ``load_sharded``): master weights, both moments; the ``count`` of
+    ``step``; random states of its own (``rng_state``).
     """
     model = subject.model(dropout=0.1)
     group = start(subject, model)
@@ -87,8 +87,8 @@ def resume_with_a_value_head_is_bitwise(subject: Subject) -> None:
 
     They are also what they were after ``offload()`` and ``onload()``, where ``offload`` is declared.
     Why: a critic whose head stays out of the checkpoint starts again from noise, and no actor shows it.
-    Look at: whether the head is among the tensors that ``_save_shards`` and ``_load_shards`` go through, and
-    ``_offload``.
+    Look at: whether the head is among the tensors of ``state`` (or ``save_sharded`` and ``load_sharded``) and of
+    ``memory`` (or ``offload``).
     """
     model = subject.model(head="value")
     group = start(subject, model)
@@ -137,8 +137,8 @@ def a_save_in_the_background_is_a_snapshot(subject: Subject) -> None:
     """What is saved with ``asynchronous=True`` is what was there at that moment, although training goes on at once.
 
     Why: a writer that still reads the live tensors mixes two steps in one checkpoint, and every digest is right.
-    Look at: ``_snapshot_shards``: copies, not views, of weights, moments and random state, and nothing else for the
-    thread to read.
+    Look at: ``save_sharded``, if it is the engine's own: its files are written when it returns, from nothing that changes
+    later.
     """
     model = subject.model()
     group = start(subject, model)

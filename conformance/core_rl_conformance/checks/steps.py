@@ -10,7 +10,7 @@ import torch
 from core_rl.backend.meta import TensorKind
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.hints.adamw_guesses import Steps, compare_weights
+from core_rl_conformance.hints.adamw import Steps, compare_weights
 from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
@@ -59,7 +59,7 @@ def train_batch_follows_the_oracle(subject: Subject) -> None:
         start = AdamWState.start(subject.bench.oracle(model).parameters())
         steps = Steps(config=config, start=start, grads=[gradients.oracle.grads], rates=[config.lr])
         reported = group.train_batch(data.batch(), LOSS.spec(), cut)
-        largest = max(float(value.abs().max()) for value in steps.weights().values())
+        largest = max(float(value.abs().max()) for value in steps.state().params.values())
         slope = config.lr / config.eps
         floor = FLOOR_ULPS * torch.finfo(torch.float32).eps * largest
         allowed = {
@@ -86,7 +86,7 @@ def each_train_batch_starts_from_zero(subject: Subject) -> None:
     """A second ``train_batch`` has only its own gradients, and later outputs are those of the new weights.
 
     Why: gradients that are never dropped, and forward passes that still use the old weights.
-    Look at: ``_zero_grad``, and gathered or cached copies of weights that outlive a step.
+    Look at: ``zero_grad``, and gathered or cached copies of weights that outlive a step.
     """
     model, first, second = subject.model(), subject.data(seed=1), subject.data()
     group = subject.start(model, optimizer={"lr": 0.0})

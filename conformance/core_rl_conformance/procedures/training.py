@@ -17,7 +17,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.hints.adamw_guesses import Found, Steps, compare_state
+from core_rl_conformance.hints.adamw import Steps, compare_state
 from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.subject import Subject, per_sequence
@@ -151,7 +151,7 @@ class Shadow:
         still = {name: weights.pop(name) for name in self.frozen if name in weights}
         if self.frozen:
             subject.verify(same_named(f"frozen weights {what}", still, self.frozen))
-        got = Found(
+        got = AdamWState(
             params=weights,
             exp_avg=group.named_tensors("exp_avg"),
             exp_avg_sq=group.named_tensors("exp_avg_sq"),

@@ -19,6 +19,7 @@ from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFoun
 __all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]
 
 MAX_FILE_BYTES = 2 * 2**30
+"""The size of a file of an export, in bytes; the rank that writes keeps one of them in host memory."""
 
 
 def write_tensors(
@@ -27,15 +28,16 @@ def write_tensors(
     stream: Iterable[tuple[str, Tensor | None]],
     *,
     writes: bool,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int | None = None,
 ) -> None:
     """Write ``stream`` to ``PREFIX.safetensors``, or to ``PREFIX-00001-of-0000N.safetensors`` with an index.
 
     The stream may be collective: it is consumed to its end on every rank, also after an error, and
     only ranks where ``writes`` is true receive tensors and write. They keep at most ``max_file_bytes`` in host
-    memory, or one tensor if that is larger. Raises `CheckpointError` with the first error of this rank.
+    memory (`MAX_FILE_BYTES` for None), or one tensor if that is larger. Raises `CheckpointError` with the first
+    error of this rank.
     """
-    writer = _Writer(directory, prefix, max_file_bytes)
+    writer = _Writer(directory, prefix, max_file_bytes or MAX_FILE_BYTES)
     failure: Exception | None = None
     for name, tensor in stream:
         if writes and failure is None:

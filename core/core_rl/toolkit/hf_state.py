@@ -70,12 +70,6 @@ class HFShardedState:
             for written, offsets, tensor in self._layout.local(name, part, tuple(parameter.shape)):
                 yield LocalSlice(_exported_name(kind, written), offsets, tensor, self._replicas[name])
 
-    def local_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and this rank's parts of the gradients that exist."""
-        for name, parameter in self._named.items():
-            if parameter.grad is not None:
-                yield name, local_part(parameter.grad).tensor
-
     def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of ``kind``; a tied one comes once."""
         for name, parameter in self._named.items():

@@ -19,6 +19,7 @@ from memory_probe import own_bytes, peaks_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.meta import SaveLoadMeta
+from core_rl.checkpoint import tensor_files
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.config.layout import ParallelLayout
@@ -41,6 +42,7 @@ MODEL: dict[str, Any] = {
 }
 MMAP_THRESHOLD = -3
 """Of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
+FILE_BYTES = 8 * 2**20
 SLACK = 0.1
 """Of the full model: python objects, the process group, what the allocator keeps."""
 
@@ -67,12 +69,18 @@ def full(directory: Path) -> int:
 def group() -> Iterator[EngineGroup]:
     with EngineGroup("fsdp", support.fsdp_config(RANKS), timeout_s=300) as ranks:
         ranks.run(give_back_at_once)
+        ranks.run(write_small_files)
         yield ranks
 
 
 def give_back_at_once(engine: TrainEngine) -> None:
     """Let the C library return freed blocks of 1 MiB and more to the system, so that the probe sees what is held."""
     assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20) == 1
+
+
+def write_small_files(engine: TrainEngine) -> None:
+    """Let an export be many files: the rank that writes keeps one of them in memory."""
+    tensor_files.MAX_FILE_BYTES = FILE_BYTES
 
 
 def config(path: Path) -> FSDPConfig:

@@ -11,13 +11,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.backend.protocols import MemoryPart
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import TensorSource
+from core_rl.backend.tensors import TensorDict, TensorSource
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import build_model
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl_megatron import cpu_shim
 from core_rl_megatron.config import MegatronConfig
@@ -54,7 +55,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
         config = context.config
         if config.options.virtual_stages > 1:
             self.micro_batch_multiple = config.layout.pp
-        model, tensors = _planned(context)
+        model, tensors, weights = _planned(context)
         self.rng, self.optimizer = MegatronRngState(context.seed), None
         with cpu_shim.building(), self.rng.own():
             self.model = build_stage(context, model, tensors.trained)
@@ -67,7 +68,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
                 )
         self._state = MegatronState(tensors, self.model.boxes, self.optimizer, context.world)
         self.schedule = Schedule(context, self.model, self.wrapped, self._parallel.shards)
-        on_all(context.world, lambda: self._fill(tensors.weights), "cannot read the weights", ConfigError)
+        on_all(context.world, lambda: self._fill(weights), "cannot read the weights", ConfigError)
         self.after_load(frozenset({"master"}))
 
     @torch.no_grad()
@@ -146,17 +147,20 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
             self.optimizer.step(scale, lr, count)
 
 
-def _planned(context: BuildContext[MegatronConfig]) -> tuple[PreTrainedModel, CheckpointTensors]:
-    """The Hugging Face model, without memory if its files allow it, and its checkpoint tensors."""
+def _planned(
+    context: BuildContext[MegatronConfig],
+) -> tuple[PreTrainedModel, CheckpointTensors, TensorSource]:
+    """The Hugging Face model, without memory if its files allow it; its checkpoint tensors, and their values."""
     config = context.config.model
     _check_router_aux(context.config)
     unloaded = build_on_meta(config, seed=context.seed, attn_implementation="sdpa")
-    if unloaded is not None:
-        model, weights = unloaded.model, unloaded.source
-    else:
-        model, weights = build_model(config, seed=context.seed, attn_implementation="sdpa"), None
+    model = unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="sdpa")
     context.check_model(model.config)
-    return model, CheckpointTensors.of(model, weights)
+    layout = CheckpointLayout.of(model)
+    if unloaded is not None:
+        return model, CheckpointTensors.of(model, layout), unloaded.source
+    weights = (item for name, p in model.named_parameters() for item in layout.cut(name, p.detach()))
+    return model, CheckpointTensors.of(model, layout), TensorDict(dict(weights))
 
 
 def _check_router_aux(config: MegatronConfig) -> None:

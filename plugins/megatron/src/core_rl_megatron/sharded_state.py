@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core_rl.backend.sharded_state import LocalSlice
-from core_rl.backend.tensors import TensorDict, TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl_megatron.naming import FlatRange, RowBox
@@ -30,21 +29,15 @@ class CheckpointTensors:
 
     shapes: Mapping[str, Shape]
     trained: frozenset[str]
-    weights: TensorSource
-    """The weights to begin with."""
 
     @staticmethod
-    def of(model: PreTrainedModel, weights: TensorSource | None) -> CheckpointTensors:
-        """Describe ``model``; without ``weights`` to read, its own are taken."""
-        layout = CheckpointLayout.of(model)
+    def of(model: PreTrainedModel, layout: CheckpointLayout) -> CheckpointTensors:
+        """Describe ``model``, whose parameters ``layout`` cuts."""
         named = dict(model.named_parameters())
-        if weights is None:
-            weights = TensorDict({n: t for name, p in named.items() for n, t in layout.cut(name, p.detach())})
         trained = (layout.names(name) for name, parameter in named.items() if parameter.requires_grad)
         return CheckpointTensors(
             layout.shapes({name: tuple(parameter.shape) for name, parameter in named.items()}),
             frozenset(name for names in trained for name in names),
-            weights,
         )
 
 
