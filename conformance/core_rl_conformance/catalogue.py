@@ -1,16 +1,16 @@
 """The checks: what marks a function as one, and how all of them are found.
 
-A check is a plain function over a `Subject` in a module of `core_rl_conformance.checks`::
+A check is a plain function over a `EngineUnderTest` in a module of `core_rl_conformance.checks`::
 
     @check("I9.dropout-off")
-    def dropout_is_off_in_forward(subject: Subject) -> None:
+    def dropout_is_off_in_forward(subject: EngineUnderTest) -> None:
         '''What is required.
 
         Why: the real bug that it prevents.
         Look at: where the cause is when it fails.
         '''
 
-To add one, write it there and add its line to the engine author's guide.
+To add one, write it there, and write the page again: ``core-rl checks --markdown docs/checks.md``.
 
 A distribution adds checks of its own by the entry-point group ``core_rl_checks``, whose values name such functions.
 """
@@ -56,7 +56,7 @@ Function = TypeVar("Function", bound=Callable[..., None])
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What is known about a check without running it."""
+    """The identity, requirements and description of a check."""
 
     identifier: str
     """Stable: ``I7.logprobs`` shows the invariant I7, ``contract.x`` a rule of the interface."""
@@ -83,7 +83,7 @@ class Check:
     families: tuple[str, ...] | None
     """The tiny models that it can use; None is all."""
     function: Callable[..., None]
-    """The check itself; it takes a `Subject`."""
+    """The check itself; it takes a `EngineUnderTest`."""
 
     @property
     def title(self) -> str:
@@ -97,7 +97,7 @@ class Check:
 
     @property
     def asks(self) -> str:
-        """What engines it is for, and what they must declare, in a few words."""
+        """The kind of engine and the capabilities that it must declare, in a few words."""
         parts = [f"{self.kind} engines"]
         parts += [f"beside another {self.partner} engine"] if self.partner else []
         parts += [f"with {', '.join(sorted(self.requires))}"] if self.requires else []
@@ -120,7 +120,7 @@ def natural_order(identifier: str) -> tuple[int, str]:
 
 
 def paragraphs_of(description: str) -> list[str]:
-    """What is required, why, and where to look, each in one line."""
+    """The requirement, the reason and the places to look at, each in one line."""
     return [" ".join(part.split()) for part in PARAGRAPH.split(description)]
 
 

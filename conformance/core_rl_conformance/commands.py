@@ -1,4 +1,4 @@
-"""What the conformance package adds to the command line, through the entry-point group ``core_rl_commands``.
+"""Commands of the conformance package, in the entry-point group ``core_rl_commands``.
 
 Importing this imports nothing heavy: ``core-rl --help`` does it.
 """

@@ -56,7 +56,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """What became of one check on one engine, layout and model."""
+    """The outcome of one check on one engine, layout and model."""
 
     check: str
     engine: str

@@ -40,7 +40,7 @@ class GroupPool:
     def start(
         self, spec: EngineSpec, config: TrainEngineConfig, ft_spec: FinetuneSpec | None = None
     ) -> EngineGroup:
-        """A group of ``spec`` that is initialized with ``config``; what it held before is gone."""
+        """A group of ``spec`` that is initialized with ``config``; its earlier state is gone."""
         group = self._groups.get(spec.name)
         if group is None or group.spec != spec:
             self.discard(spec.name)
@@ -136,7 +136,7 @@ class _SharedServers:
         """The one that was used last is the last. The engines do nothing but own the servers."""
 
     def addresses(self, spec: EngineSpec, config: InferenceEngineConfig) -> tuple[str, ...]:
-        """Where servers for ``config`` are; started, if there are none, and others ended that are too many then."""
+        """Addresses of servers for ``config``; started if there are none, after ending others that are too many."""
         key = (spec.name, _architecture(config))
         found = self._launched.pop(key, None)
         if found is None:

@@ -1,4 +1,4 @@
-"""What a plugin tells the suite about its engine: what to check it on, and what is known to fail.
+"""The conformance profile of an engine: its layouts, models, dtypes and known failures.
 
 Light: the module that a spec's ``conformance`` names needs nothing but this to be imported.
 """
@@ -54,11 +54,11 @@ class Setting:
         return _laid_over(options, self.options)
 
     def suited(self, families: Sequence[str]) -> list[str]:
-        """Those of ``families`` that it can take."""
+        """The part of ``families`` that it can take."""
         return [family for family in families if self.families is None or family in self.families]
 
     def violations(self, families: Collection[str]) -> Iterator[str]:
-        """What is wrong with it in a profile of these ``families``, whatever the engine is."""
+        """Problems of this setting in a profile of these ``families``, for any engine."""
         where = f"the setting {str(self)!r}"
         if self.name and not NAME.fullmatch(self.name):
             yield f"{where}: its name is {self.name!r}; use small letters, digits and single hyphens, as in 'hsdp'"
@@ -112,7 +112,7 @@ class Waiver:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What the suite runs for one engine."""
+    """The layouts, models and dtypes that the suite runs for one engine, and its waivers."""
 
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     """The most telling ones first: on the first every model is run, on the second three, on others one; models take
@@ -142,7 +142,7 @@ class Profile:
         return replace(self, families=(*self.families, MOE))
 
     def violations(self, spec: EngineSpec, known_checks: Collection[str]) -> Iterator[str]:
-        """What is wrong with this profile, for an engine with ``spec``."""
+        """Problems of this profile for an engine with ``spec``."""
         for name in ("layouts", "dtypes", "families"):
             if not getattr(self, name):
                 yield f"{name!r} is empty; name at least one"

@@ -1,4 +1,4 @@
-"""A training from end to end: what the float64 oracle makes of it, and how far plain models stray from that.
+"""A training run from end to end by the float64 oracle, with the errors of plain models.
 
 Only with a large AdamW epsilon: then an update is a smooth function of its gradient, and rounding grows
 slowly from step to step. With a small one, noise in tiny gradients decides where the weights go.
@@ -42,7 +42,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What a training shows: of each step the loss and the norm before clipping, and the weights at the end."""
+    """The loss and the pre-clip norm of each training step, and the weights at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -64,7 +64,7 @@ def expected_training(
 ) -> ExpectedTraining:
     """The oracle's trajectory from the weights in ``directory``; tolerances from every variant of the plain model.
 
-    The plain models compute in ``dtype`` and keep float32 weights beside it, as engines do.
+    The plain models compute in ``dtype`` and keep float32 master weights, as engines do.
     """
     oracle = Oracle(directory, head)
     start = AdamWState.start(oracle.parameters())

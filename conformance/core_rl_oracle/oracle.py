@@ -201,7 +201,7 @@ class AdamW:
         return self.lr * max(0.0, 1.0 - step / total)
 
     def clip_scale(self, norm: float) -> float:
-        """What gradients of this ``norm`` are multiplied by; the 1e-6 is that of torch's ``clip_grad_norm_``."""
+        """The factor for gradients of this ``norm``; the 1e-6 is that of torch's ``clip_grad_norm_``."""
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
 
     def step(self, state: AdamWState, grads: Mapping[str, Tensor], lr: float | None = None) -> float:

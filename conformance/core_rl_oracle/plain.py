@@ -1,9 +1,8 @@
 """The plain Hugging Face model in an engine's dtype: how much error is nobody's fault.
 
-It runs the same sequences in several equivalent ways: other row orders, other cuts into batches,
-padding on either side, both attention implementations, both ways to write log-probs and entropy, and
-weights moved by one unit in the last place. All are right; how far they are from the oracle is the
-baseline of the tolerance.
+It runs the same sequences in several equivalent ways: other row orders, other cuts into batches, padding on either
+side, both attention implementations, and two formulas of log-probs and entropy. Some move weights by one unit in the
+last place. All are right; how far they are from the oracle is the baseline of the tolerance.
 """
 
 from __future__ import annotations
@@ -264,7 +263,7 @@ def _nudge(model: PreTrainedModel, seed: int) -> None:
 
 
 def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> float:
-    """How much one sequence counts, asked with outputs of zero."""
+    """The weight of one sequence, computed with outputs of zero."""
     zeros = torch.zeros(len(sequence.input_ids))
     names = ("logprobs", "entropy") if head == "lm" else ("values",)
     scalars = ("scores", "bootstrap", "aux_loss")

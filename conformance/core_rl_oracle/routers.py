@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts do, by hooks on the plain model: recorded, replayed, balanced."""
+"""Routers of a mixture of experts, recorded, replayed and balanced by hooks on the plain model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Choice", "balance", "watched"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the router of one layer made of ``T`` tokens."""
+    """Logits and choices of one layer's router for ``T`` tokens."""
 
     logits: Tensor
     """``[T, E]``, with their graph."""

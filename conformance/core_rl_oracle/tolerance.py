@@ -1,12 +1,12 @@
-"""How far an engine may be from the oracle: a rule, and no number that was tuned for an engine.
+"""The tolerance of an engine against the oracle: one rule, with no number tuned for an engine.
 
 ``error(engine, oracle) <= 4 * baseline + floor``. The baseline is the largest error that the plain
 Hugging Face model in the engine's dtype makes over several equivalent variants (`plain`): a single
 one can be luckily tiny. The floor is some units in the last place of the largest entry of that kind,
 because some true values are zero. Tensors are compared by their largest difference.
 
-An error that is small at each token and too large on the whole is a bug too, see `mean_square`, and so is
-one that always points the same way, see `signed_mean`.
+An error that is small at each token and too large on the whole is a bug too, see `mean_square`. So is one that always
+points the same way, see `signed_mean`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tolerance:
         return error <= self.limit
 
     def __add__(self, other: Tolerance) -> Tolerance:
-        """What two engines may differ by, of which each has its own tolerance."""
+        """The allowed difference of two engines that have their own tolerances."""
         return Tolerance(baseline=self.baseline + other.baseline, floor=self.floor + other.floor)
 
     def __str__(self) -> str:

@@ -31,9 +31,9 @@ def written(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.experts.{expert}.{part}.weight", matrix
 
 
-def overwrite(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Set, in place, what the ``held`` tensors hold of ``values``, which have written names."""
-    for name, tensor in held.items():
+def overwrite(local: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Set the ``local`` tensors in place to ``values``, which have checkpoint names."""
+    for name, tensor in local.items():
         for own, view in written(name, tensor):
             if own in values:
                 view.copy_(values[own])

@@ -16,18 +16,18 @@ from mutants.pairs import (
     WrapsTheNamesOfMasters,
 )
 from mutants.unruly import DiesInEvaluation
-from mutants.zoo import DP1, run_check, spec_of
+from mutants.zoo import DP1, make_engine, run_check, spec_of
 
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.procedures.blame import named_beside, scalars_beside, verify_beside
 from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.session.matrix import Case, Target
-from core_rl_conformance.subject import Subject
 from core_rl_oracle.tolerance import Tolerance
 
 pytest_plugins = ["pytester"]
@@ -36,13 +36,13 @@ ONE = Tolerance(baseline=0.0, floor=1.0)
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Bench(tmp_path_factory.mktemp("bench")) as made:
+def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpectedValues]:
+    with ExpectedValues(tmp_path_factory.mktemp("expected_values"), make_engine=make_engine) as made:
         yield made
 
 
 @pytest.fixture
-def subject(bench: Bench, tmp_path: Path) -> Subject:
+def subject(expected_values: ExpectedValues, tmp_path: Path) -> EngineUnderTest:
     """``reference`` beside an engine called ``other``, neither of which is started."""
     profile = Profile()
     case = Case(
@@ -56,14 +56,16 @@ def subject(bench: Bench, tmp_path: Path) -> Subject:
         partner=Target(spec=replace(REFERENCE, name="other"), profile=profile),
         partner_setting=Setting(layout=DP1),
     )
-    return Subject(case, bench, tmp_path)
+    return EngineUnderTest(case, expected_values, tmp_path)
 
 
 # ------------------------------------------------------------------ the judge
 
 
 @pytest.mark.parametrize(("own", "partner"), [(0.9, -0.9), (5.0, 5.0), (1.5, 0.0)])
-def test_engines_may_be_as_far_apart_as_both_may_be_off(subject: Subject, own: float, partner: float) -> None:
+def test_engines_may_be_as_far_apart_as_both_may_be_off(
+    subject: EngineUnderTest, own: float, partner: float
+) -> None:
     verify_beside(subject, [scalars_beside("the loss", own, partner, 0.0, ONE)])
     (measured,) = subject.measurements
     assert measured.limit == 2.0 and measured.error == abs(own - partner)
@@ -77,20 +79,20 @@ def test_engines_may_be_as_far_apart_as_both_may_be_off(subject: Subject, own: f
         (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); mend both"),
     ],
 )
-def test_an_engine_that_is_off_fails(subject: Subject, own: float, partner: float, said: str) -> None:
+def test_an_engine_that_is_off_fails(subject: EngineUnderTest, own: float, partner: float, said: str) -> None:
     with pytest.raises(AssertionError) as caught:
         verify_beside(subject, [scalars_beside("the loss", own, partner, 0.0, ONE)])
     assert "'reference' is off the oracle: the loss by" in str(caught.value) and said in str(caught.value)
 
 
 @pytest.mark.parametrize("partner", [3.5, float("nan")])
-def test_an_engine_does_not_fail_for_its_partner(subject: Subject, partner: float) -> None:
+def test_an_engine_does_not_fail_for_its_partner(subject: EngineUnderTest, partner: float) -> None:
     with pytest.raises(NotRun, match="the partner 'other' is off the oracle: the loss by"):
         verify_beside(subject, [scalars_beside("the loss", 0.5, partner, 0.0, ONE)])
     assert not subject.measurements
 
 
-def test_a_fault_of_its_own_is_not_hidden_by_one_of_the_partner(subject: Subject) -> None:
+def test_a_fault_of_its_own_is_not_hidden_by_one_of_the_partner(subject: EngineUnderTest) -> None:
     quantities = [
         scalars_beside("the loss", 0.0, 3.0, 0.0, ONE),
         scalars_beside("the norm", 2.5, 0.0, 0.0, ONE),
@@ -99,7 +101,7 @@ def test_a_fault_of_its_own_is_not_hidden_by_one_of_the_partner(subject: Subject
         verify_beside(subject, quantities)
 
 
-def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: Subject) -> None:
+def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: EngineUnderTest) -> None:
     right, allowed = {"a": torch.zeros(2)}, {"a": ONE}
     wrong = {"b": torch.zeros(2)}
     with pytest.raises(NotRun, match="'other'"):
@@ -123,16 +125,26 @@ def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: Subject)
     ],
 )
 def test_a_correct_engine_beside_a_broken_one_is_not_judged(
-    bench: Bench, broken: type[ReferenceBackend], identifier: str, said: str, tmp_path: Path
+    expected_values: ExpectedValues,
+    broken: type[ReferenceBackend],
+    identifier: str,
+    said: str,
+    tmp_path: Path,
 ) -> None:
     partner = spec_of(broken)
     try:
         with pytest.raises(NotRun, match=said):
             run_check(
-                bench, identifier, REFERENCE, layout=DP1, family="llama", directory=tmp_path, partner=partner
+                expected_values,
+                identifier,
+                REFERENCE,
+                layout=DP1,
+                family="llama",
+                directory=tmp_path,
+                partner=partner,
             )
     finally:
-        bench.groups.discard(partner.name)
+        expected_values.groups.discard(partner.name)
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from mutants.zoo import DP1, DP2, C, Mutant, make_engine, run_check, spec_of
 
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceBackend
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.expected_values import ExpectedValues
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -41,8 +41,8 @@ def _parameters() -> list[ParameterSet]:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Bench(tmp_path_factory.mktemp("bench"), make_engine=make_engine) as made:
+def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpectedValues]:
+    with ExpectedValues(tmp_path_factory.mktemp("expected_values"), make_engine=make_engine) as made:
         yield made
 
 
@@ -63,9 +63,13 @@ def _kill(mutant: Mutant, check: str, seed: int, said: str | None, meant: bool =
 
 @pytest.mark.parametrize("mutant", _parameters())
 def test_mutant_is_killed_by_the_check_that_is_meant_for_it(
-    bench: Bench, mutant: Mutant, seed: int, tmp_path: Path, record_property: Callable[[str, object], None]
+    expected_values: ExpectedValues,
+    mutant: Mutant,
+    seed: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    said = attack(bench, mutant, load_checks()[mutant.killed_by], seed, tmp_path)
+    said = attack(expected_values, mutant, load_checks()[mutant.killed_by], seed, tmp_path)
     found = _kill(mutant, mutant.killed_by, seed, said)
     record_property(*found.to_property())
     assert said is not None, f"{mutant.issue}: {mutant.killed_by} passes"
@@ -73,12 +77,15 @@ def test_mutant_is_killed_by_the_check_that_is_meant_for_it(
 
 
 def test_mutant_beside_every_other_check(
-    bench: Bench, suspect: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
+    expected_values: ExpectedValues,
+    suspect: Mutant,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Fails for nothing: it fills the last column of the kill matrix."""
     for check in other_checks(suspect):
         try:
-            said = attack(bench, suspect, check, 0, tmp_path / check.identifier)
+            said = attack(expected_values, suspect, check, 0, tmp_path / check.identifier)
         except Exception as error:  # noqa: BLE001 - whatever a check stumbles over fails its session
             said = str(error)
         record_property(*_kill(suspect, check.identifier, 0, said, meant=False).to_property())
@@ -114,10 +121,12 @@ def _correct() -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "identifier"), _correct())
-def test_correct_engines_pass(bench: Bench, engine: str, identifier: str, seed: int, tmp_path: Path) -> None:
+def test_correct_engines_pass(
+    expected_values: ExpectedValues, engine: str, identifier: str, seed: int, tmp_path: Path
+) -> None:
     spec, layout = CORRECT[engine]
     run_check(
-        bench,
+        expected_values,
         identifier,
         spec,
         layout=layout,

@@ -42,7 +42,6 @@ from core_rl.reference import ROLLOUT_SPEC, SPEC, rollout
 from core_rl.reference.config import ReferenceConfig, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.sampling import generate
-from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import load_config
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, ModelStore, TinyModel
 
@@ -375,7 +374,7 @@ def test_a_train_engine_uploads_and_the_rollout_engine_agrees_with_it(
 ) -> None:
     trained = TinyModel(family="qwen3", seed=5)
     config = ReferenceConfig(model=ModelConfig(path=str(store.directory(trained))), device="cpu")
-    trainer = ReferenceBackend(SPEC, config)
+    trainer = load_engine(SPEC, config)
     trainer.initialize()
     engine = serve()
     meta = WeightUpdateMeta(path=str(tmp_path / "sync"), version=1, verify=True)

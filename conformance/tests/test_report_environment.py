@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core_rl import __version__
-from core_rl_conformance.report.environment import describe_environment
+from core_rl_conformance.report.build import describe_environment
 
 
 def test_it_names_what_the_numbers_depend_on() -> None:

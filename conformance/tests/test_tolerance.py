@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core_rl_conformance.bench import Bench
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.hints.diagnose import compare_mean_square
 from core_rl_conformance.inputs.data import LENGTHS, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
@@ -109,9 +109,9 @@ def test_there_are_at_least_five_different_variants() -> None:
 def test_variants_agree_and_differ(tmp_path: Path, family: str) -> None:
     """All variants are right (their errors are rounding), and they do not all round alike."""
     model, data = TinyModel(family=family), ragged(TinyModel(family=family).vocab_size, 0)
-    with Bench(tmp_path) as bench:
-        expected = bench.outputs(model, data, "logprobs", 1.0, torch.float32)
-        gradients = bench.gradients(model, data, TokenMeanLoss(), torch.float32)
+    with ExpectedValues(tmp_path) as expected_values:
+        expected = expected_values.outputs(model, data, "logprobs", 1.0, torch.float32)
+        gradients = expected_values.gradients(model, data, TokenMeanLoss(), torch.float32)
     joined = [torch.cat(variant) for variant in expected.variants]
     errors = [largest_difference(value, torch.cat(expected.values)) for value in joined]
     assert max(errors) < 1e-4
@@ -136,10 +136,10 @@ def test_outputs_come_back_in_the_callers_order(store: ModelStore) -> None:
 def test_models_expose_bugs(tmp_path: Path, family: str) -> None:
     """Peaked logits, prime vocabularies, norms that are not 1, biases that are not 0."""
     model = TinyModel(family=family, seed=3)
-    with Bench(tmp_path) as bench:
+    with ExpectedValues(tmp_path) as expected_values:
         data = ragged(model.vocab_size, 0)
-        entropy = bench.outputs(model, data, "entropy", 1.0, torch.float32).values
-        parameters = bench.oracle(model).parameters()
+        entropy = expected_values.outputs(model, data, "entropy", 1.0, torch.float32).values
+        parameters = expected_values.oracle(model).parameters()
     assert float(torch.cat(entropy).mean()) < 0.6 * math.log(model.vocab_size)
     assert all(model.vocab_size % number for number in range(2, model.vocab_size))
     vectors = {name: value for name, value in parameters.items() if value.dim() == 1}
@@ -156,9 +156,9 @@ def test_models_are_equal_for_equal_fields_and_heads_share_the_trunk(tmp_path: P
         files[0]
         != (stores[0].directory(TinyModel(family="llama", seed=2)) / "model.safetensors").read_bytes()
     )
-    with Bench(tmp_path / "bench") as bench:
-        lm = bench.oracle(model).parameters()
-        value = bench.oracle(TinyModel(family="llama", seed=1, head="value")).parameters()
+    with ExpectedValues(tmp_path / "expected_values") as expected_values:
+        lm = expected_values.oracle(model).parameters()
+        value = expected_values.oracle(TinyModel(family="llama", seed=1, head="value")).parameters()
     shared = set(lm) & set(value)
     assert len(shared) == len(lm) - 1
     assert all(torch.equal(lm[name], value[name]) for name in shared)

@@ -10,10 +10,10 @@ import toy_ep
 import toy_pp
 from _pytest.mark import ParameterSet
 
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases
-from core_rl_conformance.subject import Subject
 
 TARGETS = {
     "pp2": Target(spec=toy_pp.SPEC, profile=toy_pp.PROFILE),
@@ -46,11 +46,11 @@ def _parameters() -> list[ParameterSet]:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Bench(tmp_path_factory.mktemp("bench")) as made:
+def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpectedValues]:
+    with ExpectedValues(tmp_path_factory.mktemp("expected_values")) as made:
         yield made
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_correct_engine_passes(bench: Bench, case: Case, tmp_path: Path) -> None:
-    case.check.function(Subject(case, bench, tmp_path))
+def test_correct_engine_passes(expected_values: ExpectedValues, case: Case, tmp_path: Path) -> None:
+    case.check.function(EngineUnderTest(case, expected_values, tmp_path))

@@ -17,11 +17,11 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError
 from core_rl.registry.engines import register_engine
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases
-from core_rl_conformance.subject import Subject
 
 pytest_plugins = ["pytester"]
 
@@ -77,15 +77,15 @@ def _parameters() -> list[ParameterSet]:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Bench(tmp_path_factory.mktemp("bench")) as made:
+def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpectedValues]:
+    with ExpectedValues(tmp_path_factory.mktemp("expected_values")) as made:
         yield made
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_correct_engine_passes(bench: Bench, case: Case, tmp_path: Path) -> None:
+def test_correct_engine_passes(expected_values: ExpectedValues, case: Case, tmp_path: Path) -> None:
     assert not case.not_supported and not case.not_run
-    case.check.function(Subject(case, bench, tmp_path))
+    case.check.function(EngineUnderTest(case, expected_values, tmp_path))
 
 
 def _differing_replicas(engine: TrainEngine) -> list[str]:
@@ -103,10 +103,10 @@ def _differing_replicas(engine: TrainEngine) -> list[str]:
 
 
 @pytest.mark.slow
-def test_replicas_stay_bitwise_equal(bench: Bench, tmp_path: Path) -> None:
+def test_replicas_stay_bitwise_equal(expected_values: ExpectedValues, tmp_path: Path) -> None:
     """What the suite can only infer from gradients, seen directly, so that its mutants break something real."""
     case = next(case for case in _cases("dp2tp2") if case.family == "qwen3")
-    subject = Subject(case, bench, tmp_path)
+    subject = EngineUnderTest(case, expected_values, tmp_path)
     group = subject.start(optimizer={"lr": 2e-2})
     loss = TokenMeanLoss().spec()
     for seed in range(3):
@@ -124,10 +124,12 @@ def test_only_head_norms_have_partial_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_heads_that_the_degree_does_not_divide_are_refused(bench: Bench, tmp_path: Path) -> None:
+def test_heads_that_the_degree_does_not_divide_are_refused(
+    expected_values: ExpectedValues, tmp_path: Path
+) -> None:
     case = replace(next(_cases("tp2")), family="llama")
     with pytest.raises(LayoutError, match=r"tp=3 must divide the attention and key/value heads \(4, 2\)"):
-        Subject(case, bench, tmp_path).start(layout=ParallelLayout(tp=3))
+        EngineUnderTest(case, expected_values, tmp_path).start(layout=ParallelLayout(tp=3))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core_rl.checkpoint.shards import Shard, ShardFiles, write_shards
+from core_rl.checkpoint.shards import ShardFiles, write_shards
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -23,6 +23,7 @@ from core_rl.errors import (
     EngineContractError,
     WeightsError,
 )
+from core_rl.state.snapshot import Shard
 
 
 def cut(tensor: Tensor, bounds: list[list[int]], name: str = "w") -> Iterator[Shard]:

@@ -17,10 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.metrics import Metric
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.capability import Capability
 from core_rl.config.engine import LoraConfig
+from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
@@ -121,6 +124,23 @@ def test_another_base_of_the_same_shape_is_told_apart(
     ):
         other.load(meta)
     assert all(torch.equal(value, before[name]) for name, value in tensors(other).items())
+
+
+def squared_values(output: ModelOutput, data: SequenceBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
+    return output["values"].square().sum(), {}
+
+
+def test_a_head_is_loaded_with_its_adapter_over_the_same_base(tmp_path: Path) -> None:
+    """A trained head does not make another base."""
+    settings = support.config(lora=LORA, head="value")
+    with ExitStack() as stack:
+        trained, fresh = support.engine(settings), support.engine(settings)
+        for engine in (trained, fresh):
+            stack.callback(engine.destroy)
+        trained.train_batch(support.batch(), LossSpec(fn=squared_values, outputs=("values",)), ONE)
+        fresh.load(saved(trained, tmp_path / "adapter"))
+        wanted, found = tensors(trained, "adapter"), tensors(fresh, "adapter")
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
 
 def test_an_adapter_without_a_manifest_is_taken_by_its_shapes(

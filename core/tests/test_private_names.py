@@ -28,7 +28,6 @@ UPSTREAM = {
     "_fsdp_param_group": "torch: gradients that FSDP has not reduced when a pass raises",
     "_get_cuda_rng_state": "megatron: read on CPUs, where Megatron has only CUDA's",
     "_get_fsdp_state": "torch: the state of a module, to undo a pass that raised",
-    "_get_model_param_range_map": "megatron: the part of a parameter that the distributed optimizer has here",
     "_init_weights": "transformers: draws a new head as transformers does",
     "_is_hf_initialized": "transformers: marks parameters that initialize_weights() leaves alone",
     "_is_root": "torch: None until the first pass, before which there is nothing to undo",

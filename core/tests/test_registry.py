@@ -236,12 +236,13 @@ MAJOR, MINOR = PROTOCOL_VERSION
         ((MAJOR, MINOR + 1), "upgrade core-rl"),
         ((MAJOR + 1, 0), "upgrade core-rl"),
         ((MAJOR - 1, 9), "upgrade the plugin"),
+        ((MAJOR, MINOR - 1), r"upgrade the plugin \(docs/engine-migration.md\)"),
     ],
 )
 def test_another_protocol_is_refused_before_the_backend_is_imported(
     install: Install, protocol: tuple[int, int], fix: str
 ) -> None:
-    source = GOOD.replace("(0, 1)", repr(protocol))
+    source = GOOD.replace(repr(PROTOCOL_VERSION), repr(protocol))
     install("alpha-plugin", "alpha = alpha:SPEC", alpha=source, alpha_engine="raise RuntimeError")
     with pytest.raises(errors.EngineIncompatible, match=fix):
         get_spec("alpha")
@@ -252,12 +253,7 @@ def test_another_protocol_is_refused_before_the_backend_is_imported(
     assert "alpha_engine" not in sys.modules
 
 
-def test_an_older_minor_protocol_is_accepted() -> None:
-    with register_engine(_spec(protocol=(MAJOR, 0))):
-        assert get_spec("alpha").protocol == (MAJOR, 0)
-
-
-ENGINE = "from core_rl.engine.train import TrainEngine\nclass Engine(TrainEngine): ...\nclass Other: ..."
+ENGINE = "from core_rl.backend.train_backend import TrainBackend\nclass Engine(TrainBackend): ...\nclass Other: ..."
 CONFIG = """
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 class Config(TrainEngineConfig): ...

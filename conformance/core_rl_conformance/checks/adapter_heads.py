@@ -1,20 +1,20 @@
-"""A scalar head beside an adapter, in the adapter's files."""
+"""A scalar head in the adapter's files."""
 
 from __future__ import annotations
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.procedures.adapters import load, outputs_of, start
-from core_rl_conformance.subject import ONE_PASS, Subject
 
 
 @check("I11.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
-def a_head_is_saved_with_its_adapter(subject: Subject) -> None:
-    """A value head that was trained beside an adapter is in ``format="adapter"``, and comes back bit for bit.
+def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
+    """A value head that was trained with an adapter is in ``format="adapter"``, and is loaded bit for bit.
 
     Why: a critic of an adapter alone has the noise of a new head, or the head of the base, and nothing fails.
     Look at: ``named_tensors("adapter")``, which has the head under ``base_model.model.score.weight``, and what a

@@ -17,6 +17,7 @@ from core_rl.config.capability import Capability
 from core_rl.errors import CheckpointMismatch, CoreRLError, EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_named, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -33,7 +34,6 @@ from core_rl_conformance.procedures.adapters import (
 from core_rl_conformance.procedures.streaming import caught
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.profile import Setting
-from core_rl_conformance.subject import ONE_PASS, Subject
 from core_rl_oracle.tolerance import tolerances
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -41,15 +41,15 @@ MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")
 
 
 @check("I12.adapter-merged", requires=[Capability.LORA])
-def exports_are_merged(subject: Subject) -> None:
+def exports_are_merged(subject: EngineUnderTest) -> None:
     """``params``, an ``hf`` export and every sync hold ``W + alpha / rank * B A``; the engine's own base stays.
 
     With rank-stabilised adapters, the root of the rank. Weights without an adapter are the base's, bit for bit: a
     tied embedding too.
-    Why: a server without LoRA that gets base weights samples from the policy before training (verl #7014:
-    the stream was read after the merged context had closed; verl #7495: one way of syncing never merged); a
-    merge in place that is taken back rounds the base, one on a tied head changes the embedding (peft #2018), and one
-    with a scale of its own is another policy than the forward pass (TensorRT-LLM #1668).
+    Why: a server without LoRA that gets base weights samples from the policy before training (verl #7014: the stream
+    was read after the merged context had closed; verl #7495: one way of syncing never merged); a merge in place that
+    is undone rounds the base; one on a tied head changes the embedding (peft #2018); one with its own scale differs
+    from the forward pass (TensorRT-LLM #1668).
     Look at: ``named_tensors("params")``: merged in float32 on a copy of each weight, as it is read, and rounded last.
     """
     model = subject.model()
@@ -88,9 +88,9 @@ def _in_files(path: Path) -> dict[str, Tensor]:
     return {name: value for file in files for name, value in file.items()}
 
 
-def _verify_merged(subject: Subject, group: EngineGroup, adapter: TinyAdapter) -> dict[str, Tensor]:
+def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter) -> dict[str, Tensor]:
     """Compare ``params`` with the oracle's merge of the base's own weights and the engine's adapter; return them."""
-    base = subject.bench.oracle(adapter.model).parameters()
+    base = subject.expected.oracle(adapter.model).parameters()
     low_rank = low_rank_of(adapter, group)
     params = group.named_tensors("params")
     held = {name: value.float() for name, value in base.items()}
@@ -112,13 +112,13 @@ def _verify_merged(subject: Subject, group: EngineGroup, adapter: TinyAdapter) -
 
 
 @check("I11.adapter-alone", requires=[Capability.LORA], each="layout")
-def an_adapter_is_saved_alone(subject: Subject) -> None:
+def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     """``format="adapter"`` writes what ``peft`` and servers read, float32 and nothing else; it comes back bit for bit.
 
     The adapter is a rank-stabilised one, which the saved config says.
     Why: names or a scale that only the engine knows make a server load nothing, without an error; an adapter in
     the compute dtype loses what training moved.
-    Look at: ``named_tensors("adapter")``, ``_adapter_config``, and what a load fills.
+    Look at: ``named_tensors("adapter")``, and what a load fills.
     """
     model = subject.model()
     adapter = TinyAdapter(model=model, rslora=True)
@@ -139,7 +139,7 @@ def an_adapter_is_saved_alone(subject: Subject) -> None:
     subject.verify(same_named("outputs with model.lora.path", outputs_of(group, subject.data()), outputs))
 
 
-def _verify_config(subject: Subject, path: Path, adapter: TinyAdapter) -> None:
+def _verify_config(subject: EngineUnderTest, path: Path, adapter: TinyAdapter) -> None:
     config = json.loads((path / "adapter_config.json").read_text())
     kinds = sorted({name.rpartition(".")[2] for name in adapter.low_rank().layers})
     expected = {
@@ -148,22 +148,22 @@ def _verify_config(subject: Subject, path: Path, adapter: TinyAdapter) -> None:
         "lora_alpha": adapter.alpha,
         "use_rslora": adapter.rslora,
         "target_modules": kinds,
-        "base_model_name_or_path": str(subject.bench.models.directory(adapter.model)),
+        "base_model_name_or_path": str(subject.expected.models.directory(adapter.model)),
     }
     found = {name: config.get(name) for name in expected}
     subject.require(found == expected, f"adapter_config.json has {found}; expected {expected}")
 
 
 @check("I11.adapter-resume", requires=[Capability.LORA, Capability.SHARDED_CHECKPOINT], each="layout")
-def training_of_an_adapter_resumes(subject: Subject) -> None:
+def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
     """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
 
     ``portable`` too, where it is declared: weights and moments are the same. Nor do these change on the way to
     the host and back, where ``offload`` is declared.
     Why: moments that are looked up by the names of the base are not there (AReaL #1468), and a checkpoint of what
-    is trained alone goes on from another base; so does what is offloaded.
+    is trained alone continues from another base; so does offloaded state.
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint,
-    and among what ``_offload`` copies each time.
+    and in ``ShardedState.local``.
     """
     declared = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
     formats: list[CheckpointFormat] = ["sharded", "portable"] if declared else ["sharded"]
@@ -197,12 +197,12 @@ def training_of_an_adapter_resumes(subject: Subject) -> None:
     each="layout",
     min_layouts=2,
 )
-def an_adapter_moves_to_another_layout(subject: Subject) -> None:
-    """What one layout saved, another loads: ``sharded`` with the moments, and the adapter alone.
+def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
+    """A checkpoint of one layout loads on another: ``sharded`` with the moments, and the adapter alone.
 
     Why: factors are so thin that some ranks hold no row of them, and a digest of the base that depends on the
     layout refuses what is right.
-    Look at: offsets of empty shards, ``_base_digest``, and what ranks other than the first load.
+    Look at: offsets of empty shards, the digest of the base, and what ranks other than the first load.
     """
     adapter = TinyAdapter(model=subject.model())
     other = subject.case.other_setting
@@ -222,16 +222,16 @@ def an_adapter_moves_to_another_layout(subject: Subject) -> None:
         verify_present_outputs(subject, group, adapter, what)
 
 
-def _start(subject: Subject, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
+def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
     optimizer = optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS)
     return start(subject, adapter, optimizer=optimizer, layout=layout, fields={"dropout": 0.1})
 
 
-def _train(group: EngineGroup, subject: Subject, steps: list[int]) -> list[dict[str, float]]:
+def _train(group: EngineGroup, subject: EngineUnderTest, steps: list[int]) -> list[dict[str, float]]:
     return moving.train(group, subject, steps)
 
 
-def _verify_kept(subject: Subject, group: EngineGroup, saved: moving.State) -> None:
+def _verify_kept(subject: EngineUnderTest, group: EngineGroup, saved: moving.State) -> None:
     """Require that the moments are those of the adapter, and not zero."""
     names = set(group.named_tensors("adapter"))
     for kind in ("exp_avg", "exp_avg_sq"):
@@ -242,8 +242,8 @@ def _verify_kept(subject: Subject, group: EngineGroup, saved: moving.State) -> N
 
 
 @check("contract.adapter", requires=[Capability.LORA], each="layout")
-def foreign_adapters_are_refused(subject: Subject) -> None:
-    """Another adapter, base or state is refused with the error that says so, and the engine stays as it was.
+def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
+    """Another adapter, base or state raises the matching error, and the engine stays unchanged.
 
     Why: an adapter over another base, or at another scale, loads without complaint and gives noise.
     Look at: methods that were overridden; the checks are the core's.
@@ -258,7 +258,7 @@ def foreign_adapters_are_refused(subject: Subject) -> None:
     paths["some"] = replace(adapter, some=True).write(subject.directory("some"))
     paths["elsewhere"] = subject.directory("elsewhere")
     start(subject, elsewhere).save(SaveLoadMeta(path=str(paths["elsewhere"]), format="adapter"))
-    base = subject.bench.models.directory(adapter.model)
+    base = subject.expected.models.directory(adapter.model)
     group = start(subject, adapter)
     before = group.named_tensors("master")
     refusals: Mapping[str, tuple[type[CoreRLError], Callable[[], object]]] = {
@@ -281,7 +281,7 @@ def _load(group: EngineGroup, path: Path) -> None:
     group.load(SaveLoadMeta(path=str(path), format="adapter"))
 
 
-def _train_without(group: EngineGroup, subject: Subject) -> None:
+def _train_without(group: EngineGroup, subject: EngineUnderTest) -> None:
     with group.disable_adapter():
         group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
 

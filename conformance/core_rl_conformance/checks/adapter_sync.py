@@ -18,6 +18,7 @@ from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -32,7 +33,6 @@ from core_rl_conformance.procedures.serving import (
     with_guesses,
 )
 from core_rl_conformance.procedures.streaming import caught, sent
-from core_rl_conformance.subject import ONE_PASS, Subject
 from core_rl_oracle.low_rank import LowRank
 
 TINY_BUCKET = 512
@@ -44,7 +44,7 @@ NAMED_APART = ("qwen3", "llama", "qwen2", "gemma2")
 
 
 def _meta(
-    subject: Subject, version: int, bucket_bytes: int = 1 << 28, verify: bool = True
+    subject: EngineUnderTest, version: int, bucket_bytes: int = 1 << 28, verify: bool = True
 ) -> WeightUpdateMeta:
     point = subject.directory(f"meeting-{version}")
     return WeightUpdateMeta(
@@ -53,11 +53,11 @@ def _meta(
 
 
 @check("I12.lora", requires=[Capability.SYNC_LORA, Capability.LORA])
-def adapter_sync_sends_the_present_adapter(subject: Subject) -> None:
+def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
     """``upload_weights`` by lora sends the two factors of each adapted layer, as they are after the last step or load.
 
-    Nothing else is sent: base weights stay where they are. Beside them the sender says rank, alpha and rsLoRA, and with
-    ``verify`` which base the adapter belongs to.
+    Nothing else is sent: base weights stay where they are. The sender also reports rank, alpha and rsLoRA, and with
+    ``verify`` the base of the adapter.
 
     Why: a factor that is left out, or an adapter of the step before, is a policy that nobody trained; base weights
     that travel along cost what adapters save (verl #7014, prime-rl #1901).
@@ -93,15 +93,15 @@ def adapter_sync_sends_the_present_adapter(subject: Subject) -> None:
     families=NAMED_APART,
     each="engine",
 )
-def adapters_arrive(subject: Subject) -> None:
+def adapters_arrive(subject: EngineUnderTest) -> None:
     """Before an adapter comes, the base draws; after an update by lora, every token is drawn by base and adapter.
 
     One update after another, also after a cached prefix, and with requests in flight, which are answered in full: their
     tokens carry the version of the adapter that drew them.
 
-    Why: servers scale by ``alpha / rank`` whatever the adapter says, leave out factors of layers that they fuse, find
-    keys and values of one adapter for another, and label what an old adapter draws with the new version
-    (verl #7014, slime #327, AReaL #941).
+    Why: servers scale by ``alpha / rank`` whatever the adapter says; leave out factors of layers that they fuse;
+    reuse keys and values of another adapter; report the new version for tokens of the old adapter (verl #7014, slime
+    #327, AReaL #941).
     Look at: the scaling, fused projections, the prefix cache, and which adapter a request keeps.
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
@@ -146,7 +146,7 @@ def _said_of(adapter: TinyAdapter) -> AdapterMetadata:
 
 
 def _verify_drawn(
-    subject: Subject,
+    subject: EngineUnderTest,
     what: str,
     found: list[LLMResponse],
     model: TinyModel,
@@ -175,7 +175,10 @@ def _verify_drawn(
 
 
 def _expected(
-    subject: Subject, model: TinyModel, found: list[LLMResponse], adapter: TinyAdapter | LowRank | None
+    subject: EngineUnderTest,
+    model: TinyModel,
+    found: list[LLMResponse],
+    adapter: TinyAdapter | LowRank | None,
 ) -> Expected:
     low_rank = adapter.low_rank() if isinstance(adapter, TinyAdapter) else adapter
     return expected_of(subject, model, found, adapter=low_rank)
@@ -188,7 +191,7 @@ def _expected(
     families=NAMED_APART,
     each="engine",
 )
-def adapters_that_do_not_fit_change_nothing(subject: Subject) -> None:
+def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     """An adapter of another scaling or base, or without a factor, is refused, and the adapter before serves on.
 
     Why: factors have the same shapes over any base and with any scaling: nothing but the policy tells the difference.
@@ -237,7 +240,7 @@ def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], Adapter
     families=NAMED_APART,
     each="engine",
 )
-def trained_adapters_arrive(subject: Subject) -> None:
+def trained_adapters_arrive(subject: EngineUnderTest) -> None:
     """After each step and sync by lora, the rollout engine draws from the base and the adapter that is trained.
 
     Also where the adapter is on some layers only.

@@ -8,6 +8,7 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
@@ -23,7 +24,6 @@ from core_rl_conformance.procedures.adapters import (
 )
 from core_rl_conformance.procedures.ranks import fail_without_adapter
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
-from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -33,7 +33,7 @@ CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_
 
 
 @check("I7.adapter-logprobs", requires=[Capability.LORA])
-def adapted_logprobs_match_the_oracle(subject: Subject) -> None:
+def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """Log-probs and entropy with an adapter are the oracle's, which computes ``W x + alpha / rank * B A x``.
 
     On all linear layers of the trunk, and on some of them with the scale ``alpha / sqrt(rank)``.
@@ -46,7 +46,7 @@ def adapted_logprobs_match_the_oracle(subject: Subject) -> None:
         load(subject, group, adapter, f"adapter-{adapter.seed}")
         output = group.forward(data.batch(), BUDGET, ("logprobs", "entropy"), 0.8)
         for name in ("logprobs", "entropy"):
-            expected = subject.bench.adapted_outputs(
+            expected = subject.expected.adapted_outputs(
                 adapter, data, name, 0.8, subject.dtype, subject.case.device
             )
             what = f"{name} with an adapter (rslora: {adapter.rslora})"
@@ -57,7 +57,7 @@ def adapted_logprobs_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I7.adapter-disabled", requires=[Capability.LORA], each="layout")
-def a_disabled_adapter_leaves_the_base_model(subject: Subject) -> None:
+def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
     """Inside ``disable_adapter()`` outputs are those of an engine without an adapter, bit for bit; after it, as before.
 
     A new adapter, whose ``B`` is 0, changes nothing either. Gradients that wait for a step are left as they are,
@@ -65,8 +65,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: Subject) -> None:
     Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; one that stays
     off after an error trains a policy that nobody serves, and one that is on again without ``requires_grad``
     trains nothing.
-    Look at: ``_adapter_disabled``: every adapter layer, on every rank, and back in a ``finally``; what else it
-    switches.
+    Look at: ``set_adapter``: every adapter layer, on every rank, off and on again; what else it switches.
     """
     model, data = subject.model(), subject.data()
     plain = outputs_of(subject.start(model), data)
@@ -87,7 +86,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: Subject) -> None:
 
 
 @check("I9.adapter-dropout", requires=[Capability.LORA], each="layout")
-def dropout_of_the_adapter_is_off_in_forward(subject: Subject) -> None:
+def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
     """The adapter's dropout acts in training, and in no forward pass.
 
     Why: log-probs that are computed with dropout are those of another policy (verl #4708).
@@ -108,7 +107,7 @@ def dropout_of_the_adapter_is_off_in_forward(subject: Subject) -> None:
 
 
 @check("I20.adapter-gradients", requires=[Capability.LORA])
-def gradients_of_the_adapter_match_the_oracle(subject: Subject) -> None:
+def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of ``A`` and ``B`` are the oracle's, with any cut; nothing below them has one.
 
     Why: the scale of the product that is left out of its gradient, activation checkpointing that finds no input
@@ -123,7 +122,7 @@ def gradients_of_the_adapter_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I20.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
-def a_head_is_trained_beside_the_adapter(subject: Subject) -> None:
+def a_head_is_trained_beside_the_adapter(subject: EngineUnderTest) -> None:
     """Values with an adapter are the oracle's, and the gradients of a critic's loss: of the adapter and of the head.
 
     Their steps are AdamW's, and the norm is that of both.
@@ -142,7 +141,7 @@ def a_head_is_trained_beside_the_adapter(subject: Subject) -> None:
 
 
 def _verify_gradients(
-    subject: Subject,
+    subject: EngineUnderTest,
     group: EngineGroup,
     adapter: TinyAdapter,
     data: Ragged,
@@ -152,7 +151,7 @@ def _verify_gradients(
     disabled: bool = False,
 ) -> None:
     """Compare with the oracle; with ``disabled``, there is a pass without the adapter before gradients are read."""
-    expected = subject.bench.adapted_gradients(adapter, data, loss, subject.dtype, subject.case.device)
+    expected = subject.expected.adapted_gradients(adapter, data, loss, subject.dtype, subject.case.device)
     metrics = group.forward_backward(data.batch(), loss.spec(), cut)
     what = f"with an adapter and {cut}"
     if disabled:
@@ -170,7 +169,7 @@ def _verify_gradients(
 
 
 @check("I20.adapter-steps", requires=[Capability.LORA], each="layout")
-def steps_of_a_new_adapter_are_adamws(subject: Subject) -> None:
+def steps_of_a_new_adapter_are_adamws(subject: EngineUnderTest) -> None:
     """A new adapter is one adapter on all ranks; its steps are AdamW's, and the base stays bit for bit.
 
     ``A`` is drawn from the seed and ``B`` is 0.
@@ -186,7 +185,7 @@ def steps_of_a_new_adapter_are_adamws(subject: Subject) -> None:
         known = not value.any() if ".lora_B." in name else not torch.equal(value, drawn[1][name])
         subject.require(bool(known), f"{name} of a new adapter: A is drawn from the seed, and B is 0")
     group = start(subject, adapter, seed=11, optimizer=optimizer_config(CONFIG))
-    base = base_of(subject.bench.oracle(model).parameters())
+    base = base_of(subject.expected.oracle(model).parameters())
     shadow = Shadow.of(group, CONFIG, frozen=list(base))
     subject.verify(
         same_named("the base", dict(shadow.frozen), {name: value.float() for name, value in base.items()})

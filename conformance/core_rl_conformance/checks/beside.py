@@ -5,6 +5,7 @@ from __future__ import annotations
 from core_rl.config.capability import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures.moving import (
     OPTIMIZER,
     TOTAL_STEPS,
@@ -15,20 +16,19 @@ from core_rl_conformance.procedures.moving import (
     verify_state,
 )
 from core_rl_conformance.procedures.training import optimizer_config
-from core_rl_conformance.subject import Subject
 
 STEPS = (0, 1)
 
 
 @check("contract.beside", requires=[Capability.OFFLOAD], each="layout")
-def engines_beside_each_other(subject: Subject) -> None:
+def engines_beside_each_other(subject: EngineUnderTest) -> None:
     """Two engines in the same rank processes, offloaded in turns, compute bitwise what each computes alone.
 
-    With dropout; and one goes on after the other was destroyed.
-    Why: recipes with ``colocated`` have actor, critic and reference in the same processes. What an engine keeps for
-    the whole process (host copies, step counts, random states, process groups) is the other's as well, and roles
-    train on each other's state without an error.
-    Look at: attributes of modules and classes; ``_offload``; whether ``_teardown`` ends what another engine uses.
+    With dropout; and one continues after the other was destroyed.
+    Why: recipes with ``colocated`` have actor, critic and reference in the same processes. Process-wide state (host
+    copies, step counts, random states, process groups) is shared by both engines. Roles then train on each other's
+    state without an error.
+    Look at: attributes of modules and classes; whether ``TrainBackend.teardown`` ends what another engine uses.
     """
     models = [subject.model(dropout=0.1), elsewhere(subject.model(dropout=0.1))]
     reports, states = [], []
@@ -53,7 +53,7 @@ def engines_beside_each_other(subject: Subject) -> None:
 
 
 def _verify_step(
-    subject: Subject, group: EngineGroup, step: int, expected: dict[str, float], which: str
+    subject: EngineUnderTest, group: EngineGroup, step: int, expected: dict[str, float], which: str
 ) -> None:
     (found,) = train(group, subject, [step])
     other = [name for name in expected if found.get(name) != expected[name]]

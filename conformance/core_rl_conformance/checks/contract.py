@@ -17,12 +17,12 @@ from core_rl.errors import CoreRLError, EngineStateError, LayoutError, Unsupport
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.ranks import disable_adapter
 from core_rl_conformance.procedures.training import verify_outputs
 from core_rl_conformance.profile import MOE
-from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 
 C = Capability
 LAYOUTS = {
@@ -39,10 +39,10 @@ SYNC = {
 
 
 @check("contract.undeclared", each="engine")
-def undeclared_capabilities_refuse(subject: Subject) -> None:
-    """What the engine does not declare raises `UnsupportedCapability` (a layout `LayoutError`), and it goes on.
+def undeclared_capabilities_refuse(subject: EngineUnderTest) -> None:
+    """An undeclared option raises `UnsupportedCapability` (a layout `LayoutError`), and the engine still works.
 
-    Why: an option that is ignored without a word trains something else than was asked for.
+    Why: an ignored option trains something else than was asked for, without an error.
     Look at: capabilities that work but are missing in the spec, and public methods that were overridden.
     """
     refusals = {
@@ -78,7 +78,7 @@ def _refuses(action: Callable[[], object], expected: tuple[type[CoreRLError], ..
     return False
 
 
-def _refusals(subject: Subject) -> dict[Capability, Callable[[], object]]:
+def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]]:
     """For each capability, something that must raise where it is not declared."""
     data = subject.data().batch()
 
@@ -106,7 +106,7 @@ def _refusals(subject: Subject) -> dict[Capability, Callable[[], object]]:
     return actions | {capability: layout(asked) for capability, asked in LAYOUTS.items()}
 
 
-def _ask_for_an_adapter(subject: Subject) -> None:
+def _ask_for_an_adapter(subject: EngineUnderTest) -> None:
     """Both ways: by the method, and by the config, if the method refuses."""
     try:
         subject.start().run(disable_adapter)
@@ -115,21 +115,21 @@ def _ask_for_an_adapter(subject: Subject) -> None:
         subject.start(changes={"model": model})
 
 
-def _save(subject: Subject, format_: str) -> None:
+def _save(subject: EngineUnderTest, format_: str) -> None:
     path = str(subject.directory(format_))
     meta = SaveLoadMeta(path=path, format="sharded" if format_ == "sharded" else "portable")
     subject.start().save(meta)
 
 
-def _start_in_bfloat16(subject: Subject) -> EngineGroup:
+def _start_in_bfloat16(subject: EngineUnderTest) -> EngineGroup:
     values = {**subject.config().model_dump(), "dtype": "bfloat16"}
     config = parse_config(load_config(subject.spec), values)
     assert isinstance(config, TrainEngineConfig)
-    return subject.bench.groups.start(subject.spec, config, FinetuneSpec())
+    return subject.expected.groups.start(subject.spec, config, FinetuneSpec())
 
 
 @check("contract.version", each="layout")
-def version_is_the_drivers(subject: Subject) -> None:
+def version_is_the_drivers(subject: EngineUnderTest) -> None:
     """The version is what the driver set last; training does not raise it.
 
     Why: an engine that counts by itself publishes wrong staleness (AReaL #941, prime-rl #1901).
@@ -142,7 +142,7 @@ def version_is_the_drivers(subject: Subject) -> None:
 
 
 @check("I3.from-config", each="layout")
-def drawn_weights_are_one_model(subject: Subject) -> None:
+def drawn_weights_are_one_model(subject: EngineUnderTest) -> None:
     """Weights that are drawn from the seed are the same on every rank and in every run, and buffers are right.
 
     Why: ranks that draw weights of their own train several models at once; a build on the meta device
@@ -163,17 +163,17 @@ def drawn_weights_are_one_model(subject: Subject) -> None:
 
 
 @check("I3.new-head", requires=[Capability.VALUE_HEAD], each="layout")
-def a_new_head_is_one_head(subject: Subject) -> None:
+def a_new_head_is_one_head(subject: EngineUnderTest) -> None:
     """A value head on a language model's weights is new, the same on every rank, and the trunk stays as it was.
 
     Why: each rank draws a head of its own, or loading refuses or reshuffles the trunk.
     Look at: what fills a parameter that no file gives.
     """
     language, model = subject.model(), subject.model(head="value")
-    path = str(subject.bench.models.directory(language))
+    path = str(subject.expected.models.directory(language))
     group = subject.start(model, changes={"model": {"path": path, "head": "value"}})
     master = group.named_tensors("master")
-    expected = subject.bench.oracle(language).parameters()
+    expected = subject.expected.oracle(language).parameters()
     trunk = {name: expected[name].float() for name in master if name != "score.weight"}
     subject.verify(same_named("the trunk", {name: master[name] for name in trunk}, trunk))
     subject.require(
@@ -183,7 +183,7 @@ def a_new_head_is_one_head(subject: Subject) -> None:
 
 
 @check("contract.forward-only", each="layout")
-def an_engine_without_optimizer_only_runs_forward(subject: Subject) -> None:
+def an_engine_without_optimizer_only_runs_forward(subject: EngineUnderTest) -> None:
     """With ``optimizer = null`` an engine gives outputs and exports, and refuses to train.
 
     Why: a reference policy that trains along is no reference.
@@ -205,7 +205,7 @@ def an_engine_without_optimizer_only_runs_forward(subject: Subject) -> None:
 
 
 @check("contract.order", each="layout")
-def outputs_come_in_the_callers_order(subject: Subject) -> None:
+def outputs_come_in_the_callers_order(subject: EngineUnderTest) -> None:
     """Outputs are in the order of the batch, whatever micro-batches and ranks it went through.
 
     Why: rows that come back in the order of packing belong to other samples, and nothing fails.

@@ -14,16 +14,16 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 from core_rl_oracle.written import written
 
 LOSS = TokenMeanLoss(temperature=0.8)
 
 
 @check("I10.export")
-def export_loads_in_transformers(subject: Subject) -> None:
+def export_loads_in_transformers(subject: EngineUnderTest) -> None:
     """An ``hf`` export after training loads in transformers: every tensor bitwise, tied weights written once.
 
     Why: an export that writes both copies of a tied weight comes back untied, one that writes none comes
@@ -39,7 +39,7 @@ def export_loads_in_transformers(subject: Subject) -> None:
 
 
 @check("I10.export-value-head", requires=[Capability.VALUE_HEAD], each="layout")
-def value_export_loads_in_transformers(subject: Subject) -> None:
+def value_export_loads_in_transformers(subject: EngineUnderTest) -> None:
     """The export of a model with a value head is a ``...ForSequenceClassification`` with ``score.weight``.
 
     Why: a head under a private name is lost, and a critic starts again from noise.
@@ -52,7 +52,7 @@ def value_export_loads_in_transformers(subject: Subject) -> None:
 
 
 @check("I12.disk", requires=[Capability.SYNC_DISK], each="layout")
-def disk_sync_writes_the_present_weights(subject: Subject) -> None:
+def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by disk writes every parameter as it is after the last step or load, bit for bit.
 
     Why: weights of an earlier step, of one shard, or without buffers make the rollout server sample from
@@ -67,7 +67,7 @@ def disk_sync_writes_the_present_weights(subject: Subject) -> None:
         path = subject.directory(f"sync-{seed}")
         group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
         _verify_export(subject, group, path, "lm")
-    other = subject.bench.models.directory(replace(model, seed=model.seed + 100))
+    other = subject.expected.models.directory(replace(model, seed=model.seed + 100))
     group.load(SaveLoadMeta(path=str(other), format="hf"))
     path = subject.directory("sync-after-a-load")
     group.upload_weights(WeightUpdateMeta(version=6, path=str(path)))
@@ -77,7 +77,9 @@ def disk_sync_writes_the_present_weights(subject: Subject) -> None:
     )
 
 
-def _verify_export(subject: Subject, group: EngineGroup, path: Path, head: Head, when: str = "") -> None:
+def _verify_export(
+    subject: EngineUnderTest, group: EngineGroup, path: Path, head: Head, when: str = ""
+) -> None:
     family = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     loading: tuple[PreTrainedModel, dict[str, object]] = family.from_pretrained(  # type: ignore[assignment]
         path, output_loading_info=True, local_files_only=True, dtype=torch.float32
@@ -112,19 +114,19 @@ def _names(file: Path) -> list[str]:
 
 
 @check("I10.import", each="layout")
-def engine_loads_an_export(subject: Subject) -> None:
+def engine_loads_an_export(subject: EngineUnderTest) -> None:
     """``load(format="hf")`` sets every parameter, on every rank, and the next outputs are those of the new weights.
 
     Why: a reload that forgets master weights, the tie, or a gathered copy computes with a mixture (vllm #44371).
-    Look at: ``_load_named_tensors``, and copies of the weights that are gathered or cached.
+    Look at: ``TrainBackend.after_load``, and copies of the weights that are gathered or cached.
     """
     model = subject.model()
     source = replace(model, seed=model.seed + 100)
     data = subject.data()
     group = subject.start(model)
     group.forward(data.batch(), ONE_PASS)
-    group.load(SaveLoadMeta(path=str(subject.bench.models.directory(source)), format="hf"))
-    values = subject.bench.oracle(source).parameters()
+    group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
+    values = subject.expected.oracle(source).parameters()
     expected = {name: value.float() for name, value in values.items()}
     subject.verify(same_named("parameters after a load", group.named_tensors("master"), expected))
     logprobs = subject.outputs(source, data, "logprobs")

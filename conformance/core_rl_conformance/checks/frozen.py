@@ -9,11 +9,11 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
-from core_rl_conformance.subject import Subject
 from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.written import layer_of
 
@@ -24,10 +24,10 @@ CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_
 
 
 @check("I20.frozen", requires=[Capability.FROZEN_PARAMETERS], each="layout")
-def frozen_parameters_stay(subject: Subject) -> None:
+def frozen_parameters_stay(subject: EngineUnderTest) -> None:
     """Frozen parameters have no gradient and no moments and never move; the others' steps stay right.
 
-    Why: a frozen parameter that decays, a wrapper that drops gradients beside frozen ones, a clip or a
+    Why: a frozen parameter that decays, a wrapper that drops gradients next to frozen ones, a clip or a
     decay that goes by position and shifts where some are left out.
     Look at: which parameters reach the optimizer and the norm, and gradient reduction where some have none.
     """
@@ -37,29 +37,30 @@ def frozen_parameters_stay(subject: Subject) -> None:
 
 
 @check("I20.frozen-parts", requires=[Capability.FROZEN_PARAMETERS], each="layout")
-def any_part_can_be_frozen(subject: Subject) -> None:
+def any_part_can_be_frozen(subject: EngineUnderTest) -> None:
     """The embedding alone, the last layer, all but the last layer, or the trunk under a value head can be frozen.
 
-    Why: a tie that is made again turns the gradients of a frozen embedding on, a wrapper expects that its
-    first or last group has some, a stage without parameters to train sends none back, and training a head alone is
-    how most critics begin.
+    Why: tying again turns on the gradients of a frozen embedding; a wrapper expects gradients in its first or last
+    group; a stage without trained parameters sends none back. Most critics begin by training the head alone.
     Look at: ``requires_grad`` after tying, wrapping and casting; hooks that wait for gradients which do
     not come; what a frozen part hands back to those before it.
     """
     model = subject.model()
-    names = list(subject.bench.oracle(model).parameters())
+    names = list(subject.expected.oracle(model).parameters())
     last = list(filter(None, map(layer_of, names)))[-1]
     _verify_frozen(subject, model, LOSS, names[:1])
     _verify_frozen(subject, model, LOSS, [name for name in names if layer_of(name) != last])
     _verify_frozen(subject, model, LOSS, [name for name in names if layer_of(name) == last])
     if subject.spec.supports(Capability.VALUE_HEAD):
         model = subject.model(head="value")
-        trunk = [name for name in subject.bench.oracle(model).parameters() if not name.startswith("score.")]
+        trunk = [
+            name for name in subject.expected.oracle(model).parameters() if not name.startswith("score.")
+        ]
         _verify_frozen(subject, model, ValueLoss(), trunk)
 
 
 def _verify_frozen(
-    subject: Subject, model: TinyModel, loss: CheckLoss, patterns: Sequence[str]
+    subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, patterns: Sequence[str]
 ) -> EngineGroup:
     """Freeze what ``patterns`` match; compare gradients with the oracle's and some steps with AdamW's."""
     data = subject.data()

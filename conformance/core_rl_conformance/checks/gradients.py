@@ -11,12 +11,12 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, same_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import backward_on_parts
-from core_rl_conformance.subject import ONE_PASS, Subject
 from core_rl_oracle.oracle import grad_norm
 from core_rl_oracle.tolerance import Tolerance
 
@@ -25,7 +25,7 @@ LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())
 
 
 @check("I1.gradients")
-def gradients_match_the_oracle(subject: Subject) -> None:
+def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of every parameter is that of (sum of totals) / (sum of weights), the oracle's.
 
     Why: two backends that differ in the loss scale, a denominator or a reduction train differently
@@ -43,7 +43,7 @@ def gradients_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I1.micro-batches")
-def micro_batches_change_nothing(subject: Subject) -> None:
+def micro_batches_change_nothing(subject: EngineUnderTest) -> None:
     """Loss, metrics and gradients do not depend on the number of micro-batches or their budget.
 
     Why: a mean for each micro-batch, averaged, weighs tokens by the company they are in (transformers
@@ -69,7 +69,7 @@ def micro_batches_change_nothing(subject: Subject) -> None:
 
 
 def _verify_metrics(
-    subject: Subject, what: str, metrics: Mapping[str, float], model: TinyModel, data: Ragged
+    subject: EngineUnderTest, what: str, metrics: Mapping[str, float], model: TinyModel, data: Ragged
 ) -> None:
     """Sums, means and extremes of what the loss reports, over all micro-batches and ranks."""
     logprobs = subject.outputs(model, data, "logprobs", TOKEN_MEAN.temperature)
@@ -90,13 +90,12 @@ def _verify_metrics(
 
 
 @check("I2.data-parallel", requires=[Capability.DATA_PARALLEL], min_dp=2)
-def unequal_ranks_change_nothing(subject: Subject) -> None:
+def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
     """The gradients do not depend on how sequences fall on data-parallel ranks, even if one has none.
 
-    Why: a mean for each rank, averaged, or a denominator that is not reduced over the data-parallel
-    ranks, is wrong as soon as ranks have unequal numbers of tokens (verl #3994, AReaL #335, prime-rl
-    #2562, torchtitan #2206, #3575); a rank without work must still take part in every collective
-    (verl #5591).
+    Why: ranks have unequal numbers of tokens. An average of the ranks' means, or a denominator of one rank, is then
+    wrong (verl #3994, AReaL #335, prime-rl #2562, torchtitan #2206, #3575); a rank without work must still take part
+    in every collective (verl #5591).
     Look at: the average that a data-parallel wrapper takes over ranks (the core wants the sum),
     empty ranks that skip a forward pass.
     """
@@ -128,14 +127,14 @@ def unequal_ranks_change_nothing(subject: Subject) -> None:
 
 
 @check("I4.grad-norm")
-def reported_norm_is_the_norm_of_the_gradients(subject: Subject) -> None:
+def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None:
     """The reported norm is the norm of the gathered gradients before clipping, and the oracle's.
 
-    Why: a norm of one rank's shards, of one pipeline stage, or with replicated parameters counted
-    once for each rank, clips differently on every layout (torchtitan #649, AReaL #1497, Megatron-LM
-    #5916); a norm that is taken after clipping hides every spike.
-    Look at: ``_grad_shards``: each part once, and ``duplicates`` for what several ranks hold;
-    whether ``_reduce_grads`` has run before.
+    Why: a norm of one rank's shards or of one pipeline stage clips differently on every layout. So does one that
+    counts replicas (torchtitan #649, AReaL #1497, Megatron-LM #5916); a norm that is taken after clipping hides every
+    spike.
+    Look at: ``ShardedState.local("grads")``: each part once with ``replica`` 0; whether ``TrainBackend.reduce_grads``
+    has run before.
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, TOKEN_MEAN)
@@ -159,7 +158,7 @@ def reported_norm_is_the_norm_of_the_gradients(subject: Subject) -> None:
 
 
 @check("I5.two-calls", each="layout")
-def two_calls_equal_one(subject: Subject) -> None:
+def two_calls_equal_one(subject: EngineUnderTest) -> None:
     """Two calls of ``forward_backward`` with the ``total_weight`` of both leave the gradients of one call.
 
     Why: a zero_grad or a division inside forward/backward makes accumulation wrong (torchtitan #3575,
@@ -188,12 +187,13 @@ def _loss_part(group: EngineGroup, data: Ragged, total_weight: float) -> float:
 
 
 @check("I5.eval-leaves-nothing", each="layout")
-def evaluation_leaves_nothing(subject: Subject) -> None:
+def evaluation_leaves_nothing(subject: EngineUnderTest) -> None:
     """``eval_batch`` reports the oracle's loss, never steps, and neither leaves nor disturbs gradients.
 
-    Why: an optimizer step in evaluation trains on held-out data (NeMo-RL #1012); gradients that stay
+    Why: an optimizer step in evaluation trains on evaluation data (NeMo-RL #1012); gradients that stay
     behind are added to the next step's.
-    Look at: ``_run`` with ``forward_only``: no graph, no backward pass, and nothing that stays behind it.
+    Look at: ``TrainBackend.run`` without a backward pass: no graph, no backward pass, and nothing that stays behind
+    it.
     """
     model, data = subject.model(), subject.data()
     other = subject.data(seed=1)
@@ -213,7 +213,7 @@ def evaluation_leaves_nothing(subject: Subject) -> None:
 
 
 @check("I6.masked-nan", each="layout")
-def masked_nan_is_harmless(subject: Subject) -> None:
+def masked_nan_is_harmless(subject: EngineUnderTest) -> None:
     """NaN in a field at positions that are not trained changes neither the loss nor any gradient.
 
     Why: multiplying by a mask keeps NaN, since 0 * NaN is NaN (SkyRL #1635).
@@ -231,7 +231,7 @@ def masked_nan_is_harmless(subject: Subject) -> None:
 
 
 @check("I6.masked-tokens", each="layout")
-def untrained_tokens_count_nothing(subject: Subject) -> None:
+def untrained_tokens_count_nothing(subject: EngineUnderTest) -> None:
     """Tokens that are not trained enter neither the loss, nor its weight, nor a gradient through their log-prob.
 
     Why: the attention mask in place of the response mask trains the prompt (verl #2543, TRL #2708);
@@ -251,7 +251,7 @@ def untrained_tokens_count_nothing(subject: Subject) -> None:
 
 
 @check("I10.tied-gradient", families=("qwen3", "gpt2", "gemma2"))
-def tied_gradient_is_the_sum_of_both_uses(subject: Subject) -> None:
+def tied_gradient_is_the_sum_of_both_uses(subject: EngineUnderTest) -> None:
     """A tied embedding is one parameter; its gradient is the sum of its uses at the input and at the head.
 
     Why: sharding, export or an adapter that unties it trains two different matrices (verl #6334,

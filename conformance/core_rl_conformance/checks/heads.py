@@ -7,15 +7,15 @@ import torch
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LONG
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
 
 
 @check("I7.values", requires=[Capability.VALUE_HEAD], each="layout")
-def values_match_the_oracle(subject: Subject) -> None:
+def values_match_the_oracle(subject: EngineUnderTest) -> None:
     """The value of the state before each token, and after the last, is the oracle's at any temperature.
 
     Why: a value that belongs to the token before or after shifts every advantage by one; a temperature
@@ -42,7 +42,7 @@ def values_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I7.scores", requires=[Capability.REWARD_HEAD], each="layout")
-def scores_match_the_oracle(subject: Subject) -> None:
+def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     """The score of each sequence is the head on its last token.
 
     Why: a score that is read at the end of the padding, or at the first EOS, ranks noise.
@@ -67,7 +67,7 @@ def scores_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I1.value-gradients", requires=[Capability.VALUE_HEAD], each="layout")
-def value_gradients_match_the_oracle(subject: Subject) -> None:
+def value_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of a loss over values and bootstraps, with any cut and at any temperature, are the oracle's.
 
     Why: a critic whose learning rate scales with the number of micro-batches (verl #6957); a value that is
@@ -78,7 +78,7 @@ def value_gradients_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I1.reward-gradients", requires=[Capability.REWARD_HEAD], each="layout")
-def reward_gradients_match_the_oracle(subject: Subject) -> None:
+def reward_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of a loss over sequence scores, with any cut into micro-batches, are the oracle's.
 
     Why: a loss that counts sequences and is divided by tokens, or by the sequences of one micro-batch.
@@ -87,7 +87,7 @@ def reward_gradients_match_the_oracle(subject: Subject) -> None:
     _verify_head_gradients(subject, subject.model(head="reward"), RewardLoss())
 
 
-def _verify_head_gradients(subject: Subject, model: TinyModel, loss: CheckLoss) -> None:
+def _verify_head_gradients(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss) -> None:
     short, long = subject.data(), subject.data(lengths=LONG, seed=3)
     group = subject.start(model)
     for of, data, cut in (

@@ -9,10 +9,10 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 
 LOSS = TokenMeanLoss(temperature=0.8)
 REFUSALS = (LayoutError, UnsupportedCapability, ConfigError)
@@ -25,7 +25,7 @@ REFUSALS = (LayoutError, UnsupportedCapability, ConfigError)
     min_cp=2,
     families=("qwen3", "llama", "qwen2", "gemma2"),
 )
-def few_key_value_heads_are_enough(subject: Subject) -> None:
+def few_key_value_heads_are_enough(subject: EngineUnderTest) -> None:
     """With fewer key/value heads than ranks share a sequence, log-probs and gradients are the oracle's.
 
     There is a single one, or with tensor parallelism one for each of its ranks.
@@ -40,12 +40,12 @@ def few_key_value_heads_are_enough(subject: Subject) -> None:
 
 
 @check("contract.heads-over-tp", requires=[Capability.TENSOR_PARALLEL], each="engine")
-def heads_that_tp_does_not_divide(subject: Subject) -> None:
+def heads_that_tp_does_not_divide(subject: EngineUnderTest) -> None:
     """Heads that ``tp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
-    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group goes on after it.
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
 
-    Why: half a head on each rank fails in the middle of a run, or trains another model without a word; a single
+    Why: half a head on each rank fails in the middle of a run, or trains another model without an error; a single
     rank that refuses leaves the others waiting for it.
     Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
     """
@@ -53,10 +53,10 @@ def heads_that_tp_does_not_divide(subject: Subject) -> None:
 
 
 @check("contract.heads-over-cp", requires=[Capability.CONTEXT_PARALLEL], each="engine")
-def heads_that_cp_does_not_divide(subject: Subject) -> None:
+def heads_that_cp_does_not_divide(subject: EngineUnderTest) -> None:
     """Heads that ``cp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
-    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group goes on after it.
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
 
     Why: an exchange of tokens for heads (Ulysses) that rounds down loses the last head, and nothing fails.
     Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
@@ -64,7 +64,7 @@ def heads_that_cp_does_not_divide(subject: Subject) -> None:
     _verify_odd_heads(subject, ParallelLayout(cp=2))
 
 
-def _verify_odd_heads(subject: Subject, layout: ParallelLayout) -> None:
+def _verify_odd_heads(subject: EngineUnderTest, layout: ParallelLayout) -> None:
     model = subject.model().with_odd_heads()
     what = f"of a model with {model.heads} heads at {layout}"
     try:
@@ -78,13 +78,13 @@ def _verify_odd_heads(subject: Subject, layout: ParallelLayout) -> None:
     except CoreRLError as error:
         told = str(error).splitlines()[0]
         raise AssertionError(
-            subject.explained(
+            subject.failure_message(
                 f"initialize() took a model with {model.heads} heads at {layout}, and then it failed: {told}"
             )
         ) from error
 
 
-def _verify_right(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
+def _verify_right(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
     data = subject.data()
     expected = subject.outputs(model, data, "logprobs")
     got = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)

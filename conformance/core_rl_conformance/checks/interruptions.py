@@ -12,6 +12,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import EngineStateError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.serving import (
     answers,
@@ -21,7 +22,6 @@ from core_rl_conformance.procedures.serving import (
     verify_logprobs,
     verify_served,
 )
-from core_rl_conformance.subject import Subject
 
 FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -35,7 +35,7 @@ STILL_S = 0.5
 
 
 @check("I14.interrupted", kind="inference", requires=[Capability.PAUSE], each="layout")
-def interrupted_answers_are_completed(subject: Subject) -> None:
+def interrupted_answers_are_completed(subject: EngineUnderTest) -> None:
     """Requests that a pause interrupts draw nothing until ``resume``, and then all of the tokens that they asked for.
 
     Why: answers that end at the pause, lose the tokens of before, or count their budget anew are trained on all
@@ -64,7 +64,7 @@ def interrupted_answers_are_completed(subject: Subject) -> None:
 async def _interrupted(
     engine: InferenceEngine, requests: Sequence[LLMRequest]
 ) -> tuple[int, list[LLMResponse]]:
-    """How many answers came during the pause, and all answers."""
+    """The number of answers during the pause, and all answers."""
     tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
     for _ in range(3):
         await asyncio.sleep(0)
@@ -80,14 +80,14 @@ async def _interrupted(
 
 
 @check("I15.sleep", kind="inference", requires=[Capability.RELEASE_MEMORY], each="layout")
-def sleep_changes_nothing(subject: Subject) -> None:
+def sleep_changes_nothing(subject: EngineUnderTest) -> None:
     """After ``release_memory`` and ``resume_memory``, greedy answers, log-probs and versions are those of before.
 
     Twice over, with an update of the weights between where ``sync_disk`` is declared. While the memory is
     released, requests are refused and not left to hang.
 
-    Why: weights or buffers that do not survive, copies of an earlier sleep that come back over an update, and
-    cached prefixes whose memory is somebody else's by now, give answers that look like any other (vllm #44371).
+    Why: lost weights or buffers, copies of an earlier sleep that overwrite an update, and cached prefixes in reused
+    memory give plausible answers (vllm #44371).
     Look at: what is released: weights that nobody keeps a copy of, copies that are made once, a directory that is
     read again, buffers such as rotary frequencies, prefix caches.
     """
@@ -102,7 +102,12 @@ def sleep_changes_nothing(subject: Subject) -> None:
 
 
 def _verify_sleep(
-    subject: Subject, engine: InferenceEngine, turn: str, model: TinyModel, old: TinyModel, version: int
+    subject: EngineUnderTest,
+    engine: InferenceEngine,
+    turn: str,
+    model: TinyModel,
+    old: TinyModel,
+    version: int,
 ) -> None:
     """Put ``engine``, which serves ``model`` as ``version``, to sleep and wake it."""
     requests = requests_for(subject.data().select(FEW), GREEDY)
@@ -122,8 +127,8 @@ def _verify_sleep(
 
 
 @check("contract.launched-servers", kind="inference", requires=[Capability.LAUNCH_SERVER], each="engine")
-def launched_servers_serve_those_who_connect(subject: Subject) -> None:
-    """Servers that the engine launched serve a second client by their addresses, and go on when that one leaves.
+def launched_servers_serve_those_who_connect(subject: EngineUnderTest) -> None:
+    """Servers that the engine launched serve a second client by their addresses, and still run when that one leaves.
 
     Why: an evaluation or a second trainer that shares servers must not take them down with it.
     Look at: ``teardown``: it ends what this engine launched, and nothing else.

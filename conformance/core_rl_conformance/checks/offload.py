@@ -10,6 +10,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (
@@ -22,18 +23,18 @@ from core_rl_conformance.procedures.moving import (
     verify_state,
     verify_steps,
 )
-from core_rl_conformance.subject import ONE_PASS, Subject
 
 TWO = MicroBatchSpec(count=2)
 CONFIGURED = {"offload_params": True, "offload_optimizer": True}
 
 
 @check("contract.offloaded-state", requires=[Capability.OFFLOAD], each="layout")
-def offloaded_state_is_not_read(subject: Subject) -> None:
+def offloaded_state_is_not_read(subject: EngineUnderTest) -> None:
     """While state is offloaded, reading it raises `EngineStateError`; after ``onload()`` it is what it was.
 
     Why: an export of offloaded weights is memory of something else, and a server takes it for a policy.
-    Look at: ``_offload`` and ``_onload``; the core refuses to read in between, and runs forward passes as ever.
+    Look at: memory outside ``ShardedState.local``; the core moves the state, refuses to read in between, and runs
+    forward passes as ever.
     """
     group, data = start(subject, subject.model()), subject.data(seed=1).batch()
     train(group, subject, [0])
@@ -66,13 +67,13 @@ def _refused_kinds(engine: TrainEngine) -> dict[str, bool]:
 
 
 @check("I11.offload", requires=[Capability.OFFLOAD], each="layout")
-def training_with_offloading_is_bitwise(subject: Subject) -> None:
+def training_with_offloading_is_bitwise(subject: EngineUnderTest) -> None:
     """Training with ``offload()`` in between, or offloaded as configured, is bitwise the same as without.
 
     Why: moments that begin again, masters that come back old or as noise, gradients that are dropped between two
     passes (NeMo-RL #2372).
-    Look at: what ``_offload`` copies, each time anew: weights, gradients that wait for a step, both moments; and
-    whether what comes back is the memory that the optimizer works on.
+    Look at: what ``ShardedState.local`` yields, each time anew: weights, gradients that wait for a step, both
+    moments; and whether what comes back is the memory that the optimizer works on.
     """
     model = subject.model()
     group = start(subject, model)
@@ -92,7 +93,7 @@ def training_with_offloading_is_bitwise(subject: Subject) -> None:
         verify_state(subject, f"after training {what}", group, wanted)
 
 
-def _steps(group: EngineGroup, subject: Subject, offload: bool) -> list[dict[str, float]]:
+def _steps(group: EngineGroup, subject: EngineUnderTest, offload: bool) -> list[dict[str, float]]:
     """Three updates, the second of them in two passes with the gradients waiting between."""
     loss, weight = TokenMeanLoss(temperature=0.8).spec(), 500.0
     reports = train(group, subject, [0])
@@ -108,8 +109,8 @@ def _steps(group: EngineGroup, subject: Subject, offload: bool) -> list[dict[str
 
 
 @check("I11.offload-checkpoint", requires=[Capability.OFFLOAD, Capability.SHARDED_CHECKPOINT], each="layout")
-def checkpoints_of_an_offloaded_engine(subject: Subject) -> None:
-    """An offloaded engine saves what it holds, and goes on bitwise from what it loads.
+def checkpoints_of_an_offloaded_engine(subject: EngineUnderTest) -> None:
+    """An offloaded engine saves its state, and continues bitwise from what it loads.
 
     Why: a save while offloaded crashes or writes freed memory (slime #1888), and a load while offloaded is undone
     when the old copies come back (NeMo-RL #2372).

@@ -1,4 +1,4 @@
-"""What the optimizer does with the gradients: weights and moments after steps, beside a float64 AdamW."""
+"""Weights and moments after optimizer steps, compared with a float64 AdamW."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from core_rl.config.engine import Head
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
-from core_rl_conformance.subject import ONE_PASS, Subject
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -43,31 +43,31 @@ FORMATS: tuple[tuple[CheckpointFormat, Capability], ...] = (
 
 
 @check("I20.adamw")
-def steps_are_those_of_adamw(subject: Subject) -> None:
+def steps_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """Weights and moments after several steps are those of a float64 AdamW on the engine's own gradients.
 
     Why: wrong decay, epsilon or bias correction, a learning rate that lags behind its schedule, optimizer
     math in a smaller dtype, parameters that the optimizer never got (pytorch #149205).
-    Look at: the optimizer's construction (matrices decay, norms and biases do not), ``_set_lr``, the
-    float32 master weights.
+    Look at: the optimizer's construction (matrices decay, norms and biases do not), ``TrainBackend.step`` and its
+    ``lr``, the float32 master weights.
     """
     model = subject.model()
     _verify_steps(subject, model, LOSS, STEPS)
 
 
 @check("I20.adamw-value-head", requires=[Capability.VALUE_HEAD], each="layout")
-def steps_with_a_value_head_are_those_of_adamw(subject: Subject) -> None:
+def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """The scalar head takes the same steps as every other matrix: same learning rate, same decay.
 
-    Why: a head that is added to a loaded model is easily left out of the optimizer, or gets a learning
-    rate or a decay of its own, and a critic that hardly learns looks like a hard task.
+    Why: a head that is added to a loaded model is easily left out of the optimizer, or gets another learning rate or
+    decay. A critic that hardly learns then looks like a hard task.
     Look at: whether ``score.weight`` is among the parameters that the optimizer is built with, and in the
     group that decays; whether its float32 weight is the one that the forward pass uses.
     """
     _verify_steps(subject, subject.model(head="value"), ValueLoss(), 3)
 
 
-def _verify_steps(subject: Subject, model: TinyModel, loss: CheckLoss, steps: int) -> None:
+def _verify_steps(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, steps: int) -> None:
     group = subject.start(model, optimizer=optimizer_config(DECAYING, total_steps=steps + 2))
     shadow = Shadow.of(group, DECAYING, total_steps=steps + 2)
     batches = [subject.data(FEW, seed).batch() for seed in range(steps)]
@@ -80,12 +80,12 @@ def _verify_steps(subject: Subject, model: TinyModel, loss: CheckLoss, steps: in
 
 
 @check("I20.update-count", each="layout")
-def bias_correction_follows_the_update_count(subject: Subject) -> None:
+def bias_correction_follows_the_update_count(subject: EngineUnderTest) -> None:
     """After ``restore_progress`` with many updates, the next steps are those of an AdamW with that count.
 
     Why: a count that is lost or kept in a small integer begins the bias correction anew, and the first
     steps after a resume are many times too long.
-    Look at: ``_set_update_count``; the dtype of the optimizer's own step count, and whether every
+    Look at: the ``count`` of ``TrainBackend.step``; the dtype of the optimizer's own step count, and whether every
     parameter has it.
     """
     group = subject.start(optimizer=optimizer_config(LONG_MEMORY))
@@ -98,12 +98,12 @@ def bias_correction_follows_the_update_count(subject: Subject) -> None:
 
 
 @check("I5.export-before-step", each="layout")
-def exports_leave_the_gradients(subject: Subject) -> None:
+def exports_leave_the_gradients(subject: EngineUnderTest) -> None:
     """Exports, saves and uploads between the backward pass and the step change neither gradients nor the step.
 
     Why: a gather that frees or overwrites gradients, or a save that drops them, turns the next step into
     one without its batch; only runs that save at the wrong moment show it.
-    Look at: what ``_named_tensors`` and ``_save_shards`` do beside reading, and ``_zero_grad`` calls.
+    Look at: what ``ShardedState.local`` does besides reading, and calls of ``TrainBackend.zero_grad``.
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, LOSS)
@@ -119,7 +119,7 @@ def exports_leave_the_gradients(subject: Subject) -> None:
     shadow.verify(subject, group, "after exports between backward pass and step")
 
 
-def _saved(subject: Subject, group: EngineGroup) -> Iterator[str]:
+def _saved(subject: EngineUnderTest, group: EngineGroup) -> Iterator[str]:
     """Save in every format, and upload; says what was done."""
     for format_, needed in FORMATS:
         if subject.spec.supports(needed):
@@ -131,7 +131,7 @@ def _saved(subject: Subject, group: EngineGroup) -> Iterator[str]:
 
 
 @check("I20.all-move", each="layout")
-def every_parameter_moves(subject: Subject) -> None:
+def every_parameter_moves(subject: EngineUnderTest) -> None:
     """One step moves every trainable parameter, and every part of the ones that a gradient reaches.
 
     Why: parameters that the optimizer does not know, or a kernel that drops ``requires_grad``, are never
@@ -144,7 +144,7 @@ def every_parameter_moves(subject: Subject) -> None:
             _verify_move(subject, subject.model(head=head), subject.data(FEW), loss)
 
 
-def _verify_move(subject: Subject, model: TinyModel, data: Ragged, loss: CheckLoss) -> None:
+def _verify_move(subject: EngineUnderTest, model: TinyModel, data: Ragged, loss: CheckLoss) -> None:
     expected = subject.gradients(model, data, loss)
     group = subject.start(model, optimizer={"lr": 1e-2})
     before = group.named_tensors("master")

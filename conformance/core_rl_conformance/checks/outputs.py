@@ -8,20 +8,20 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
 from core_rl_conformance.inputs.losses import LogitsLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import forward_inside_train_mode, train_mode_losses
-from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
 
 LARGE_VOCABULARY = 1543
 """Prime, and more than the usual blocks of kernels that loop over the vocabulary."""
 
 
 @check("I7.logprobs")
-def logprobs_match_the_oracle(subject: Subject) -> None:
+def logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """The log-prob of every token, the first and the last included, is the oracle's.
 
     Why: values that are off by one position, or wrong only at the prompt boundary, train a wrong
@@ -33,7 +33,7 @@ def logprobs_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I7.entropy")
-def entropy_matches_the_oracle(subject: Subject) -> None:
+def entropy_matches_the_oracle(subject: EngineUnderTest) -> None:
     """The entropy of the distribution that each token was drawn from is the oracle's.
 
     Why: an entropy over padded vocabulary rows or padded tokens is a wrong bonus (TRL #3715).
@@ -43,7 +43,7 @@ def entropy_matches_the_oracle(subject: Subject) -> None:
 
 
 @check("I8.temperature", each="layout")
-def temperature_scales_the_logits(subject: Subject) -> None:
+def temperature_scales_the_logits(subject: EngineUnderTest) -> None:
     """At a temperature T, log-probs and entropy are those of ``softmax(logits / T)``.
 
     Why: a temperature that is left out when log-probs are computed again makes the importance
@@ -56,7 +56,7 @@ def temperature_scales_the_logits(subject: Subject) -> None:
 
 
 @check("I7.logits", requires=[Capability.LOGITS], each="layout")
-def logits_match_the_oracle(subject: Subject) -> None:
+def logits_match_the_oracle(subject: EngineUnderTest) -> None:
     """The logits that each token was drawn from are the oracle's, divided by the temperature.
 
     Why: a loss over the full distribution (distillation, exact KL) needs every entry, and the log-prob
@@ -84,7 +84,7 @@ def logits_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I1.logits-gradients", requires=[Capability.LOGITS], each="layout")
-def logits_gradients_match_the_oracle(subject: Subject) -> None:
+def logits_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of a loss that reads all logits, at a temperature, are the oracle's.
 
     Why: logits that come detached, or that lose the temperature in training only, give a distillation loss
@@ -102,7 +102,7 @@ def logits_gradients_match_the_oracle(subject: Subject) -> None:
 
 
 def _verify_token_output(
-    subject: Subject, name: OutputName, temperature: float, *, plotted: bool = False
+    subject: EngineUnderTest, name: OutputName, temperature: float, *, plotted: bool = False
 ) -> None:
     model, data = subject.model(), subject.data()
     expected = subject.outputs(model, data, name, temperature)
@@ -114,7 +114,7 @@ def _verify_token_output(
 
 
 def _compare(
-    subject: Subject,
+    subject: EngineUnderTest,
     output: ModelOutput,
     name: OutputName,
     model: TinyModel,
@@ -139,14 +139,14 @@ def _compare(
 
 
 @check("I7.long-batch", each="layout")
-def long_batches_match_the_oracle(subject: Subject) -> None:
+def long_batches_match_the_oracle(subject: EngineUnderTest) -> None:
     """In one pass over more than 1,000 tokens on a rank, every log-prob, entropy and gradient is the oracle's.
 
     The vocabulary is larger than 1,024 and odd; from four ranks on, each has some 500 tokens. Among these are the
     ids where halves and quarters of the vocabulary meet.
 
-    Why: kernels that work in chunks, of tokens or of the vocabulary, are wrong at the edges of their chunks,
-    or in the last incomplete one, and small batches never reach an edge (I7).
+    Why: kernels that work in chunks of tokens or vocabulary fail at edges, or in the last incomplete chunk. Small
+    batches never reach an edge (I7).
     Look at: the loop over chunks, in the forward and in the backward pass; which rank has the first and the last row
     of its part of the vocabulary.
     """
@@ -163,7 +163,7 @@ def long_batches_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I6.neighbours", each="layout")
-def neighbours_change_nothing(subject: Subject) -> None:
+def neighbours_change_nothing(subject: EngineUnderTest) -> None:
     """The log-probs of a sequence do not depend on what it is packed or batched with, nor on the order.
 
     Why: attention that crosses packed sequences, or positions that run on, change every log-prob a
@@ -197,12 +197,12 @@ def neighbours_change_nothing(subject: Subject) -> None:
 
 
 @check("I9.dropout-off", each="layout")
-def forward_runs_without_dropout(subject: Subject) -> None:
+def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     """``forward`` and ``eval_batch`` run without dropout, also inside ``train_mode()``, which they restore.
 
     Why: log-probs of a model in training mode are noise, and a mode that is not restored turns
     dropout off for the rest of the training (verl #4708).
-    Look at: ``_set_training``, and whether the module hands ``self.training`` to its attention.
+    Look at: ``TrainBackend.set_training``, and whether the module hands ``self.training`` to its attention.
     """
     model, data = subject.model(dropout=0.5), subject.data()
     expected = subject.outputs(replace(model, dropout=0.0), data, "logprobs")

@@ -1,4 +1,4 @@
-"""Two train engines beside each other, from the same weights and on the same data.
+"""Two train engines compared with each other, from the same weights and on the same data.
 
 They may be as far apart as each may be from the oracle. Where they are further apart, the oracle says
 which of them is off: `core_rl_conformance.procedures.blame`.
@@ -15,6 +15,7 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.blame import (
     Beside,
@@ -39,7 +40,6 @@ from core_rl_conformance.procedures.moving import (
     verify_file,
     verify_goes_on,
 )
-from core_rl_conformance.subject import BUDGET, Subject, per_sequence
 from core_rl_conformance.trajectory import ExpectedTraining
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -48,7 +48,7 @@ OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
 
 
 @check("I7.pair-logprobs", partner="train", each="layout")
-def two_engines_have_the_same_logprobs(subject: Subject) -> None:
+def two_engines_have_the_same_logprobs(subject: EngineUnderTest) -> None:
     """The log-prob and the entropy of every token are those of the other engine.
 
     Why: two backends that differ on the same weights and batch leave open which is right.
@@ -67,7 +67,7 @@ def two_engines_have_the_same_logprobs(subject: Subject) -> None:
     verify_beside(subject, quantities)
 
 
-def _outputs(side: Subject) -> dict[str, list[Tensor]]:
+def _outputs(side: EngineUnderTest) -> dict[str, list[Tensor]]:
     """Log-probs and entropy of each sequence, in several micro-batches."""
     data = side.data()
     output = side.start(side.model()).forward(data.batch(), BUDGET, OUTPUTS)
@@ -78,7 +78,7 @@ def _outputs(side: Subject) -> dict[str, list[Tensor]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Backward:
-    """What one backward pass and the step after it show."""
+    """The results of one backward pass and the step after it."""
 
     loss: float
     norm: float
@@ -86,7 +86,7 @@ class _Backward:
 
 
 @check("I1.pair-gradients", partner="train", each="layout")
-def two_engines_have_the_same_gradients(subject: Subject) -> None:
+def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
     """Loss, the gradient of every parameter and the norm before clipping are those of the other engine.
 
     Why: on the same batch, one backend's gradient norm was three times the other's for months, and nobody
@@ -106,7 +106,7 @@ def two_engines_have_the_same_gradients(subject: Subject) -> None:
     verify_beside(subject, quantities)
 
 
-def _backward(side: Subject) -> _Backward:
+def _backward(side: EngineUnderTest) -> _Backward:
     group = side.start(side.model(), optimizer={"max_grad_norm": 1e-2})
     loss = group.forward_backward(side.data().batch(), LOSS.spec(), CUT)["loss"]
     grads = group.named_tensors("grads")
@@ -114,10 +114,10 @@ def _backward(side: Subject) -> _Backward:
 
 
 @check("I1.pair-training", partner="train", each="layout")
-def two_engines_train_alike(subject: Subject) -> None:
+def two_engines_train_alike(subject: EngineUnderTest) -> None:
     """Several steps on the same data take both engines to the same weights, and to the oracle's.
 
-    Why: what only shows from the second step on: a schedule that is advanced twice (slime #1152), moments
+    Why: some bugs show from the second step on: a schedule that is advanced twice (slime #1152), moments
     or gradients of the step before, a scale that changes on the way.
     Look at: the first step at which the engine that the message names is off. If its loss and norm are
     right up to the end, look at the optimizer: I20.adamw and I4.clipping show it alone. I1.training shows
@@ -157,14 +157,14 @@ def _steps_beside(own: Trained, partner: Trained, expected: ExpectedTraining) ->
     partner_requires=[Capability.PORTABLE_CHECKPOINT],
     each="layout",
 )
-def a_training_moves_between_two_engines(subject: Subject) -> None:
-    """A ``portable`` checkpoint of the other engine is loaded bit for bit, and its training goes on.
+def a_training_moves_between_two_engines(subject: EngineUnderTest) -> None:
+    """A ``portable`` checkpoint of the other engine is loaded bit for bit, and its training continues.
 
-    What this engine saves is, bit for bit, what it holds.
+    This engine saves its state bit for bit.
 
     Why: moving a run to another backend must not lose the optimizer (AReaL #1468, NeMo-RL #3171), nor round
     weights on the way (NeMo-RL #2372).
-    Look at: for what is loaded, ``_load_named_tensors`` and ``_set_update_count``; for what is saved,
+    Look at: for what is loaded, ``ShardedState.local`` and ``TrainBackend.after_load``; for what is saved,
     ``named_tensors`` of ``master``, ``exp_avg`` and ``exp_avg_sq``, which must be the same whoever asks.
     """
     model = subject.model()

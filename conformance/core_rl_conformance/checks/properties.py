@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.inputs.drawn import EDGES, DrawnBatch, batches
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.subject import Subject, per_sequence
 
 LOSS = TokenMeanLoss(temperature=0.8)
 DRAWN = 6
@@ -22,11 +22,11 @@ MOST_RUNS = 60
 
 
 @check("I1.any-batch", each="layout")
-def any_batch_follows_the_oracle(subject: Subject) -> None:
+def any_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
     """Log-probs, loss and gradients of any ragged batch, with any mask and cut into micro-batches, are the oracle's.
 
-    Why: a micro-batch without anything to predict, with a single trained token, or a rank without work
-    takes a path of its own, and batches of a benchmark never go there (SkyRL #1296, verl #5591).
+    Why: an empty micro-batch, a single trained token, or a rank without work takes its own code path. Benchmark
+    batches never take it (SkyRL #1296, verl #5591).
     Look at: the lines of the message, which build the smallest batch that fails; ``squeeze``, slices and
     means over one element or none; branches on the number of tokens.
     """
@@ -72,7 +72,7 @@ class _Wrong(AssertionError):
 class _Trial:
     """Runs each batch once, and remembers what came: hypothesis runs the smallest failing one again."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: EngineUnderTest) -> None:
         self.worst: dict[str, Finding] = {}
         """What came closest to its limit, of each kind."""
         self._subject = subject
@@ -91,7 +91,7 @@ class _Trial:
             raise error
 
     def _run(self, drawn: DrawnBatch) -> Exception | None:
-        """What is wrong with this batch, if anything, beside the code that builds it."""
+        """The problem with this batch, if any, and the code that builds the batch."""
         code = drawn.code(self._model.vocab_size)
         try:
             for finding in self._findings(drawn):

@@ -1,4 +1,4 @@
-"""What ranks hold twice and the export shows once: seen through the gradients of weights that have moved.
+"""Replicated parameters, of which an export shows one copy, checked through gradients after steps.
 
 Ranks that share a model hold some parameters in common (norms, scalar heads), and one of them exports
 them. A copy on another rank that is different shows in no export, and often in no output either; the
@@ -14,20 +14,20 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.procedures.training import verify_outputs
-from core_rl_conformance.subject import ONE_PASS, Subject
 
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 
 
 @check("I3.gradients-after-steps", each="layout")
-def gradients_after_steps_match_the_oracle(subject: Subject) -> None:
+def gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
     """After several steps, the gradients are those of the oracle with the weights that the engine exports.
 
-    Why: copies of replicated weights that drift apart between ranks (Megatron-LM #1446), and copies that a
-    backward pass has kept from before the step, are right in every export and in most outputs.
+    Why: replicas that drift apart between ranks (Megatron-LM #1446), and copies of a backward pass from before the
+    step, show in no export and in few outputs.
     Look at: gradients of replicated parameters, which must be equal on all ranks that hold them; weights
     that are transposed, cast or gathered once for the backward pass.
     """
@@ -37,7 +37,7 @@ def gradients_after_steps_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I3.value-gradients-after-steps", requires=[Capability.VALUE_HEAD], each="layout")
-def value_gradients_after_steps_match_the_oracle(subject: Subject) -> None:
+def value_gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
     """The same for a new value head on a language model's weights: each rank draws, and trains, the same one.
 
     Why: outputs and exports come from one rank. A head that another rank drew for itself, or does not
@@ -45,30 +45,32 @@ def value_gradients_after_steps_match_the_oracle(subject: Subject) -> None:
     Look at: the seed on each rank, and what fills and trains a parameter that no file gives.
     """
     model = subject.model(head="value")
-    path = str(subject.bench.models.directory(subject.model()))
+    path = str(subject.expected.models.directory(subject.model()))
     section = {"path": path, "head": "value"}
     group = subject.start(model, optimizer=OPTIMIZER, changes={"model": section})
     _verify_after_steps(subject, group, model, ValueLoss())
 
 
 @check("I3.value-gradients-after-load", requires=[Capability.VALUE_HEAD], each="layout")
-def value_gradients_after_a_load_match_the_oracle(subject: Subject) -> None:
+def value_gradients_after_a_load_match_the_oracle(subject: EngineUnderTest) -> None:
     """``load(format="hf")`` sets a value model on every rank: values and gradients are those of the new weights.
 
-    Why: a rank that leaves its copy of the head as it was answers like the others, and sends gradients of
-    the old head into its shards (vllm #44371, for a train engine).
-    Look at: ``_load_named_tensors`` on the ranks that do not export.
+    Why: a rank with its old copy of the head answers like the others. It sends gradients of the old head into its
+    shards (vllm #44371, for a train engine).
+    Look at: ``ShardedState.local("master")`` on the ranks that do not export: a load writes into every replica.
     """
     model, data, loss = subject.model(head="value"), subject.data(), ValueLoss()
     source = replace(model, seed=model.seed + 100)
     group = subject.start(model)
-    group.load(SaveLoadMeta(path=str(subject.bench.models.directory(source)), format="hf"))
+    group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
     verify_outputs(subject, group, model, "after a load")
     metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
     subject.verify_gradients("after a load", group, metrics, subject.gradients(source, data, loss))
 
 
-def _verify_after_steps(subject: Subject, group: EngineGroup, model: TinyModel, loss: CheckLoss) -> None:
+def _verify_after_steps(
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, loss: CheckLoss
+) -> None:
     for seed in (4, 5):
         group.train_batch(subject.data(seed=seed).batch(), loss.spec(), ONE_PASS)
     data = subject.data()
@@ -76,5 +78,5 @@ def _verify_after_steps(subject: Subject, group: EngineGroup, model: TinyModel, 
     save_with(model, group.named_tensors("master"), directory)
     metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
     dtype, device = subject.dtype, subject.case.device
-    expected = subject.bench.gradients_at(directory, model.head, data, loss, dtype, device)
+    expected = subject.expected.gradients_at(directory, model.head, data, loss, dtype, device)
     subject.verify_gradients("after 2 steps", group, metrics, expected)

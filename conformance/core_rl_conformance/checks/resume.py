@@ -1,4 +1,4 @@
-"""Checkpoints in the engine's own format: training goes on as if nothing had happened, here and on other ranks."""
+"""Checkpoints in the engine's own format: training continues bitwise, on the same and on other layouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (
     elsewhere,
@@ -23,18 +24,17 @@ from core_rl_conformance.procedures.moving import (
     verify_state,
     verify_steps,
 )
-from core_rl_conformance.subject import Subject
 
 
 @check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
-def resume_is_bitwise(subject: Subject) -> None:
+def resume_is_bitwise(subject: EngineUnderTest) -> None:
     """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
 
-    Why: moments that are dropped without a word (AReaL #1468), a scheduler that is not restored or
+    Why: moments that are dropped without an error (AReaL #1468), a scheduler that is not restored or
     advanced twice (NeMo-RL #3171, slime #1152; a constant learning rate hides it), random state that
     starts again.
-    Look at: ``_save_shards``/``_load_shards``: master weights, both moments, the step count of the bias
-    correction (``_set_update_count``), the random state of every rank.
+    Look at: ``ShardedState.local``: master weights and both moments; the ``count`` of ``TrainBackend.step``; the
+    random state of every rank.
     """
     model = subject.model(dropout=0.1)
     group = start(subject, model)
@@ -59,7 +59,7 @@ def resume_is_bitwise(subject: Subject) -> None:
 @check(
     "I11.resume-frozen", requires=[Capability.SHARDED_CHECKPOINT, Capability.FROZEN_PARAMETERS], each="layout"
 )
-def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
+def resume_with_frozen_parameters_is_bitwise(subject: EngineUnderTest) -> None:
     """The same with frozen parameters, which have no moments, and twice in a row.
 
     Why: optimizer states that are matched by position go to the wrong parameters as soon as some have none.
@@ -82,13 +82,12 @@ def resume_with_frozen_parameters_is_bitwise(subject: Subject) -> None:
 @check(
     "I11.resume-value-head", requires=[Capability.SHARDED_CHECKPOINT, Capability.VALUE_HEAD], each="layout"
 )
-def resume_with_a_value_head_is_bitwise(subject: Subject) -> None:
+def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     """The same with a value head, a tensor that the language model does not have, and its moments.
 
     They are also what they were after ``offload()`` and ``onload()``, where ``offload`` is declared.
     Why: a critic whose head stays out of the checkpoint starts again from noise, and no actor shows it.
-    Look at: whether the head is among the tensors that ``_save_shards`` and ``_load_shards`` go through, and
-    ``_offload``.
+    Look at: whether the head is among the tensors of ``ShardedState.local``.
     """
     model = subject.model(head="value")
     group = start(subject, model)
@@ -108,8 +107,8 @@ def resume_with_a_value_head_is_bitwise(subject: Subject) -> None:
 
 
 @check("I11.other-layout", requires=[Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL], min_layouts=2)
-def resume_on_another_layout(subject: Subject) -> None:
-    """What one layout saved, another loads: the same weights and moments, and the next steps are AdamW's.
+def resume_on_another_layout(subject: EngineUnderTest) -> None:
+    """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.
 
     Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
     (AReaL #1470).
@@ -133,12 +132,11 @@ def resume_on_another_layout(subject: Subject) -> None:
 
 
 @check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
-def a_save_in_the_background_is_a_snapshot(subject: Subject) -> None:
-    """What is saved with ``asynchronous=True`` is what was there at that moment, although training goes on at once.
+def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
+    """A save with ``asynchronous=True`` writes the state of that moment, although training continues at once.
 
     Why: a writer that still reads the live tensors mixes two steps in one checkpoint, and every digest is right.
-    Look at: ``_snapshot_shards``: copies, not views, of weights, moments and random state, and nothing else for the
-    thread to read.
+    Look at: the snapshot of ``ShardedState.local``: copies, not views, of weights, moments and random state.
     """
     model = subject.model()
     group = start(subject, model)
@@ -163,7 +161,7 @@ def a_save_in_the_background_is_a_snapshot(subject: Subject) -> None:
 
 
 def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:
-    """On the rank itself, so that training goes on before anything else can happen."""
+    """On the rank itself, so that training continues before anything else can happen."""
     engine.save(later)
     for batch in batches:
         engine.train_batch(engine.shard_data(batch), TokenMeanLoss().spec(), MicroBatchSpec(count=1))

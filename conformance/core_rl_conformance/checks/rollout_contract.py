@@ -16,8 +16,8 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures.serving import answers, ask, requests_for, verify_logprobs
-from core_rl_conformance.subject import Subject
 
 C = Capability
 FEW = (0, 1, 3, 4, 7, 10)
@@ -31,10 +31,10 @@ LAYOUTS = {
 
 
 @check("contract.rollout-undeclared", kind="inference", each="engine")
-def undeclared_capabilities_of_rollouts_refuse(subject: Subject) -> None:
-    """What the engine does not declare raises `UnsupportedCapability` (a layout `LayoutError`), and it goes on.
+def undeclared_capabilities_of_rollouts_refuse(subject: EngineUnderTest) -> None:
+    """An undeclared option raises `UnsupportedCapability` (a layout `LayoutError`), and the engine still works.
 
-    Why: an option that is ignored without a word serves something else than was asked for.
+    Why: an ignored option serves something else than was asked for, without an error.
     Look at: capabilities that work but are missing in the spec.
     """
     engine = subject.serve()
@@ -57,7 +57,7 @@ def _refuses(action: Callable[[], object], expected: type[CoreRLError]) -> bool:
     return False
 
 
-def _refusals(subject: Subject, engine: InferenceEngine) -> dict[Capability, Callable[[], object]]:
+def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capability, Callable[[], object]]:
     """For each capability, something that must raise where it is not declared."""
     batch = subject.data().batch()
 
@@ -67,7 +67,7 @@ def _refusals(subject: Subject, engine: InferenceEngine) -> dict[Capability, Cal
     def built(**changes: object) -> Callable[[], object]:
         return lambda: _another(subject, engine, changes)
 
-    path = str(subject.bench.models.directory(subject.model()))
+    path = str(subject.expected.models.directory(subject.model()))
     return {
         C.SCORE: lambda: engine.score(batch),
         C.TOP_LOGPROBS: lambda: engine.top_logprobs(batch, 1),
@@ -82,17 +82,19 @@ def _refusals(subject: Subject, engine: InferenceEngine) -> dict[Capability, Cal
     }
 
 
-def _another(subject: Subject, engine: InferenceEngine, changes: dict[str, object]) -> InferenceEngine:
+def _another(
+    subject: EngineUnderTest, engine: InferenceEngine, changes: dict[str, object]
+) -> InferenceEngine:
     """A second engine with other fields of the config, not initialized."""
     values = {**engine.config.model_dump(), **changes}
     config = parse_config(load_config(subject.spec), values)
     assert isinstance(config, InferenceEngineConfig)
-    made: InferenceEngine = subject.bench.servers.make(subject.spec, config)
+    made: InferenceEngine = subject.expected.servers.make(subject.spec, config)
     return made
 
 
 @check("contract.rollout-versions", kind="inference", each="engine")
-def tokens_carry_the_version(subject: Subject) -> None:
+def tokens_carry_the_version(subject: EngineUnderTest) -> None:
     """Tokens carry the version that the driver set last, and a new version disturbs no request in flight.
 
     Why: a version that is stuck makes every sample look stale or fresh (AReaL #941, prime-rl #1901), and a
@@ -123,7 +125,9 @@ async def _with_a_new_version(
     return await running
 
 
-def _require_versions(subject: Subject, when: str, found: Sequence[LLMResponse], versions: set[int]) -> None:
+def _require_versions(
+    subject: EngineUnderTest, when: str, found: Sequence[LLMResponse], versions: set[int]
+) -> None:
     __tracebackhide__ = True
     for response in found:
         subject.require(
@@ -137,10 +141,10 @@ def _require_versions(subject: Subject, when: str, found: Sequence[LLMResponse],
 
 
 @check("contract.rollout-cancel", kind="inference", each="engine")
-def cancelled_requests_disturb_no_others(subject: Subject) -> None:
-    """A request that is cancelled ends, and the others that run beside it are answered as without it.
+def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
+    """A cancelled request ends, and concurrent requests are answered as without it.
 
-    Why: a workflow that gives up on one sample must not take the rest of the batch with it.
+    Why: a workflow that cancels one sample must not cancel the rest of the batch.
     Look at: what a cancelled ``agenerate`` sends to the server: that request's ``rid``, not all of them.
     """
     model, data = subject.model(), subject.data()
@@ -168,7 +172,7 @@ async def _cancelling(engine: InferenceEngine, requests: Sequence[LLMRequest]) -
 
 
 @check("contract.rollout-pause", kind="inference", each="engine")
-def paused_engines_hold_requests_back(subject: Subject) -> None:
+def paused_engines_hold_requests_back(subject: EngineUnderTest) -> None:
     """While the engine is paused no new request is answered; after ``resume`` all of them are.
 
     Why: tokens that are drawn while weights change belong to no version (I14).
@@ -185,7 +189,7 @@ def paused_engines_hold_requests_back(subject: Subject) -> None:
 
 
 async def _paused(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> tuple[int, list[LLMResponse]]:
-    """How many were answered during the pause, and all answers."""
+    """The number of answers during the pause, and all answers."""
     await asyncio.to_thread(engine.pause)
     tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
     try:

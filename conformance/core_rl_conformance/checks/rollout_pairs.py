@@ -13,6 +13,7 @@ from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMResponse, SamplingParams
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
@@ -24,18 +25,17 @@ from core_rl_conformance.procedures.serving import (
     sequences_of,
     verify_logprobs,
 )
-from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
 from core_rl_oracle.tolerance import Tolerance
 
 SYNC = (Capability.SYNC_DISK,)
 FEW = (0, 1, 3, 4, 7, 10)
 
 
-def _step(subject: Subject, group: EngineGroup, seed: int) -> None:
+def _step(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
     group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
 
 
-def _exported(subject: Subject, group: EngineGroup, model: TinyModel, name: str) -> Path:
+def _exported(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, name: str) -> Path:
     """A directory with the weights that the train engine shows, for the oracle; ``upload_weights`` wrote none of it."""
     path = subject.directory(name)
     save_with(model, group.named_tensors("master"), path)
@@ -43,7 +43,7 @@ def _exported(subject: Subject, group: EngineGroup, model: TinyModel, name: str)
 
 
 def _verify_sides(
-    subject: Subject,
+    subject: EngineUnderTest,
     what: str,
     trained: Sequence[Tensor],
     rolled: Sequence[Tensor],
@@ -80,7 +80,7 @@ def _verify_sides(
 
 
 @check("I8.score-vs-train", partner="inference", requires=SYNC, partner_requires=SYNC, each="layout")
-def rollout_and_train_logprobs_agree(subject: Subject) -> None:
+def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
     """Log-probs that come with generated tokens are those that the train engine computes for the same ids.
 
     Why: the importance ratio of a fresh sample must be 1; a temperature on one side alone, or a prompt that
@@ -117,7 +117,7 @@ def rollout_and_train_logprobs_agree(subject: Subject) -> None:
     partner_requires=[Capability.TOP_LOGPROBS],
     each="layout",
 )
-def full_distributions_agree(subject: Subject) -> None:
+def full_distributions_agree(subject: EngineUnderTest) -> None:
     """The log-probs of the whole vocabulary are the same in both engines, at every token.
 
     Why: the log-prob of drawn tokens cannot show an error in the others, which exact KL and distillation read.
@@ -129,14 +129,14 @@ def full_distributions_agree(subject: Subject) -> None:
     top = subject.peer.serve(model).top_logprobs(data.batch(), model.vocab_size, temperature)
     ordered = torch.zeros_like(top.logprobs).scatter(1, top.ids, top.logprobs)
     rolled = [row[1:] for row in ordered.split(data.lengths)]
-    truth = subject.bench.oracle(model).evaluate(data.for_oracle(), temperature)
+    truth = subject.expected.oracle(model).evaluate(data.for_oracle(), temperature)
     expected = [torch.log_softmax(row["logits"][1:], -1) for row in truth]
     tolerance = subject.outputs(model, data, "logprobs", temperature).tolerance
     _verify_sides(subject, "log-probs of all tokens", trained, rolled, expected, tolerance)
 
 
 @check("I12.sync-end-to-end", partner="inference", requires=SYNC, partner_requires=SYNC)
-def trained_weights_arrive(subject: Subject) -> None:
+def trained_weights_arrive(subject: EngineUnderTest) -> None:
     """After each step and sync, the rollout engine draws from the weights that the train engine has, as its version.
 
     Why: weights of the step before, of some tensors only, or a version that one side counts by itself
@@ -169,7 +169,12 @@ def trained_weights_arrive(subject: Subject) -> None:
 
 
 def _verify_arrived(
-    subject: Subject, version: int, found: Sequence[LLMResponse], truth: Path, path: Path, before: Path
+    subject: EngineUnderTest,
+    version: int,
+    found: Sequence[LLMResponse],
+    truth: Path,
+    path: Path,
+    before: Path,
 ) -> None:
     __tracebackhide__ = True
     guesses = {

@@ -1,4 +1,4 @@
-"""What inference engines report of the tokens that they draw."""
+"""Reports of inference engines about the tokens that they draw."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.serving import (
     ask,
@@ -19,7 +20,6 @@ from core_rl_conformance.procedures.serving import (
     sequences_of,
     verify_logprobs,
 )
-from core_rl_conformance.subject import Subject
 
 FEW = (0, 1, 3, 4, 7, 10)
 """Sequences of unequal lengths, the shortest and the longest among them."""
@@ -27,7 +27,7 @@ PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
 @check("I7.rollout-logprobs", kind="inference")
-def rollout_logprobs_match_the_oracle(subject: Subject) -> None:
+def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """The log-prob that comes with every generated token is the oracle's, in a crowd, alone, and asked again.
 
     Why: a trainer divides by these numbers; where they are off, every importance ratio is. Padding of
@@ -59,7 +59,7 @@ def rollout_logprobs_match_the_oracle(subject: Subject) -> None:
 
 
 def _late(
-    subject: Subject, model: TinyModel, found: Sequence[LLMResponse]
+    subject: EngineUnderTest, model: TinyModel, found: Sequence[LLMResponse]
 ) -> dict[str, Callable[[], list[Tensor]]]:
     """The log-prob of the prompt's last token first, and so on; prompts of one token have none."""
 
@@ -72,7 +72,7 @@ def _late(
 
 
 @check("I8.rollout-temperature", kind="inference")
-def rollout_logprobs_are_tempered(subject: Subject) -> None:
+def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
     """At a temperature T, log-probs of generated tokens are those of ``softmax(logits / T)``; greedy ones at T = 1.
 
     Why: one side with the temperature and one without it makes every importance ratio wrong (NeMo-RL #316,
@@ -100,7 +100,7 @@ def rollout_logprobs_are_tempered(subject: Subject) -> None:
 
 
 @check("I8.rollout-cut", kind="inference", each="layout")
-def rollout_logprobs_are_of_the_full_distribution(subject: Subject) -> None:
+def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> None:
     """With top-k or top-p, tokens come from what is left, and log-probs are those before the cut.
 
     Why: a trainer knows nothing of the cut; log-probs of what is left are too large, by an amount that differs
@@ -125,7 +125,11 @@ def rollout_logprobs_are_of_the_full_distribution(subject: Subject) -> None:
 
 
 def _verify_cut(
-    subject: Subject, model: TinyModel, shown: str, found: Sequence[LLMResponse], sampling: SamplingParams
+    subject: EngineUnderTest,
+    model: TinyModel,
+    shown: str,
+    found: Sequence[LLMResponse],
+    sampling: SamplingParams,
 ) -> None:
     full = distributions(subject, model, found, sampling.temperature)
     limit = expected_of(subject, model, found, sampling.temperature).tolerance.limit
@@ -150,7 +154,7 @@ def _verify_cut(
 
 
 @check("I19.bos", kind="inference", each="layout")
-def prompts_are_taken_as_they_are(subject: Subject) -> None:
+def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
     """A prompt with BOS gets no other one, and one without gets none: token ids go in as they are.
 
     Why: a second BOS, or a first one that the trainer does not see, shifts all log-probs (I19). Log-probs of
@@ -174,7 +178,7 @@ def prompts_are_taken_as_they_are(subject: Subject) -> None:
 
 
 @check("contract.rollout-limits", kind="inference", each="layout")
-def answers_have_the_length_that_was_asked_for(subject: Subject) -> None:
+def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None:
     """An answer that nothing stops has exactly ``max_new_tokens`` tokens, up to the last one of the context.
 
     Why: an answer that is one token short, or cut at a default of the server, is taken for the policy's own

@@ -15,6 +15,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
@@ -22,7 +23,6 @@ from core_rl_conformance.inputs.tiny_experts import alike
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.ranks import backward_on_parts
 from core_rl_conformance.profile import MOE
-from core_rl_conformance.subject import BUDGET, ONE_PASS, Subject, per_sequence
 
 LOSS = TokenMeanLoss()
 ALONE = BalanceLoss()
@@ -30,15 +30,14 @@ COEF = 0.25
 
 
 @check("I7.gates", requires=[Capability.MOE], families=(MOE,), each="layout")
-def gates_are_what_the_config_says(subject: Subject) -> None:
-    """Where ``norm_topk_prob`` is false, gates are the probabilities of the chosen experts, and do not add up to 1.
+def gates_are_what_the_config_says(subject: EngineUnderTest) -> None:
+    """Gates are the probabilities of the chosen experts, not divided by their sum, if ``norm_topk_prob`` is false.
 
     Engines that cannot have such gates refuse the model, with a `ConfigError` or `UnsupportedCapability`. Where all
     tokens choose the same experts, these compute all of them.
 
-    Why: of the published mixtures some divide the gates by their sum and some do not (Mixtral and OLMoE), and a
-    model that is computed the other way answers plausibly. Experts that take a fixed share of a batch drop tokens,
-    which go on without them.
+    Why: of the published mixtures some divide the gates by their sum and some do not (Mixtral and OLMoE), and a model
+    that is computed the other way answers plausibly. Experts with a fixed capacity drop tokens.
     Look at: how the engine reads ``norm_topk_prob``; whether its softmax is over all experts or over the chosen ones;
     the capacity of experts.
     """
@@ -55,7 +54,7 @@ def gates_are_what_the_config_says(subject: Subject) -> None:
 
 
 @check("I18.aux-gradient", requires=[Capability.MOE], families=(MOE,))
-def balance_follows_the_oracle(subject: Subject) -> None:
+def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of the routers' balance alone is the oracle's, however the batch is cut.
 
     Why: a balance over a micro-batch depends on what happens to be in it; one that is averaged over
@@ -77,7 +76,9 @@ def balance_follows_the_oracle(subject: Subject) -> None:
         group.optimizer_zero_grad()
 
 
-def _cuts(subject: Subject, group: EngineGroup, data: Ragged) -> dict[str, Callable[[], Mapping[str, float]]]:
+def _cuts(
+    subject: EngineUnderTest, group: EngineGroup, data: Ragged
+) -> dict[str, Callable[[], Mapping[str, float]]]:
     """Ways to run the balance alone forward and backward, each of which must come to the same."""
     spec, ranks, count = ALONE.spec(), subject.layout.dp, len(data.rows)
     cuts: dict[str, Callable[[], Mapping[str, float]]] = {
@@ -94,8 +95,8 @@ def _cuts(subject: Subject, group: EngineGroup, data: Ragged) -> dict[str, Calla
 
 
 @check("I18.aux-beside-loss", requires=[Capability.MOE], families=(MOE,), each="layout")
-def balance_comes_on_top(subject: Subject) -> None:
-    """Beside a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
+def balance_comes_on_top(subject: EngineUnderTest) -> None:
+    """With a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
 
     Why: a balance that is scaled with the loss changes with the number of trained tokens, and one that is
     part of the reported loss hides what the loss does.
@@ -124,17 +125,17 @@ def balance_comes_on_top(subject: Subject) -> None:
     subject.verify(compare_named("gradients of two calls", found, expected.oracle.grads, expected.tolerances))
 
 
-def _started(subject: Subject, coefficient: float) -> EngineGroup:
+def _started(subject: EngineUnderTest, coefficient: float) -> EngineGroup:
     model = subject.config().model.model_dump()
     return subject.start(changes={"model": {**model, "router_aux_coef": coefficient}})
 
 
 @check("I17.routing-replay", requires=[Capability.MOE, Capability.ROUTING_REPLAY], families=(MOE,))
-def routing_is_recorded_and_replayed(subject: Subject) -> None:
+def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     """``forward`` gives the experts that were chosen; a batch with ``routing`` is computed with those, and no other.
 
-    Why: a replay that is bound to routers which were replaced since does nothing, without an error, and
-    training goes on with other experts than the rollout (verl #7340).
+    Why: a replay that is bound to replaced routers has no effect and raises no error. Training then uses other
+    experts than the rollout (verl #7340).
     Look at: that recorded choices reach the routers that compute, in every layer, in training as in
     ``forward()``, with gates of the present probabilities; and that the next batch chooses for itself.
     """
@@ -142,7 +143,7 @@ def routing_is_recorded_and_replayed(subject: Subject) -> None:
     group = subject.start(model)
     _verify_logprobs(subject, group, model, data, "before any replay")
     recorded = group.forward(data.batch(), BUDGET, ("routing",)).routing
-    truth = torch.cat([o["routing"] for o in subject.bench.oracle(model).evaluate(data.for_oracle())])
+    truth = torch.cat([o["routing"] for o in subject.expected.oracle(model).evaluate(data.for_oracle())])
     same = recorded.dtype == torch.int64 and torch.equal(recorded.sort(-1).values, truth.sort(-1).values)
     subject.require(same, "the output 'routing' is not what the oracle's routers choose")
     _verify_logprobs(subject, group, model, _routed(data, recorded), "with the recorded routing")
@@ -154,7 +155,9 @@ def routing_is_recorded_and_replayed(subject: Subject) -> None:
     _verify_logprobs(subject, group, model, data, "after a replay")
 
 
-def _verify_logprobs(subject: Subject, group: EngineGroup, model: TinyModel, data: Ragged, what: str) -> None:
+def _verify_logprobs(
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, data: Ragged, what: str
+) -> None:
     expected = subject.outputs(model, data, "logprobs")
     got = per_sequence(group.forward(data.batch(), BUDGET), "logprobs", data)
     places = subject.places(data)

@@ -1,4 +1,4 @@
-"""What inference engines draw: whether it follows the distribution that was asked for."""
+"""The distribution of the tokens that inference engines draw."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising, most_surprising_bet
 from core_rl_conformance.procedures.serving import as_response, ask, distributions, left_by_cut
-from core_rl_conformance.subject import Subject
 
 DRAWS = 256
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
 
 @check("I8.sampling", kind="inference", each="layout")
-def tokens_follow_the_distribution(subject: Subject) -> None:
-    """What is drawn follows ``softmax(logits / T)`` and nothing else, with seeds and without.
+def tokens_follow_the_distribution(subject: EngineUnderTest) -> None:
+    """Tokens are drawn from ``softmax(logits / T)`` and nothing else, with seeds and without.
 
-    Why: a temperature that never arrives, the defaults of the model's generation config (top-k, top-p,
-    penalties), or one seed for a whole group leave log-probs right and the policy another one.
+    Why: a lost temperature, defaults of the generation config (top-k, top-p, penalties), or one seed for a group
+    change the policy. The log-probs stay right.
     Look at: which sampling parameters reach the server, also those that were not asked for; one random
     stream for each request.
     """
@@ -42,12 +42,16 @@ def tokens_follow_the_distribution(subject: Subject) -> None:
     _verify_answers(subject, prompts)
 
 
-def _drawn(subject: Subject, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[LLMResponse]:
+def _drawn(
+    subject: EngineUnderTest, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+) -> list[LLMResponse]:
     engine = subject.serve(subject.model())
     return ask(engine, [LLMRequest(input_ids=prompt, sampling=sampling) for prompt, sampling in asked])
 
 
-def _verify_first_tokens(subject: Subject, how: str, found: Sequence[LLMResponse], row: Tensor) -> None:
+def _verify_first_tokens(
+    subject: EngineUnderTest, how: str, found: Sequence[LLMResponse], row: Tensor
+) -> None:
     """Require that the first tokens of answers to one prompt follow the log-probs ``row [V]``."""
     drawn = [response.output_ids[0] for response in found]
     surprise = most_surprising(drawn, row)
@@ -55,7 +59,7 @@ def _verify_first_tokens(subject: Subject, how: str, found: Sequence[LLMResponse
     subject.require(surprise.tail > FALSE_ALARMS, f"{how}: {surprise}{hint}")
 
 
-def _verify_answers(subject: Subject, prompts: _Prompts) -> None:
+def _verify_answers(subject: EngineUnderTest, prompts: _Prompts) -> None:
     """Later tokens are drawn as the first one is; penalties on what an answer has already change only these."""
     sampling = replace(ONE, temperature=0.6, max_new_tokens=24)
     found = _drawn(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
@@ -67,11 +71,11 @@ def _verify_answers(subject: Subject, prompts: _Prompts) -> None:
 
 
 @check("I8.sampling-cut", kind="inference", each="layout")
-def tokens_follow_what_the_cut_has_left(subject: Subject) -> None:
+def tokens_follow_what_the_cut_has_left(subject: EngineUnderTest) -> None:
     """With top-k or top-p, what is drawn follows ``softmax(logits / T)`` over the tokens that are left, all of them.
 
-    Why: top-p that is taken before the temperature, or a cut that keeps a token too few, gives tokens that are
-    all allowed, with log-probs that are right, and a policy that is another one.
+    Why: top-p before the temperature, or a cut that keeps a token too few, gives another policy. All tokens are
+    allowed, and their log-probs are right.
     Look at: the order of temperature, top-k and top-p; whether the token that reaches ``top_p`` is kept.
     """
     prompts = _Prompts.of(subject)
@@ -106,7 +110,7 @@ class _Prompts:
     """Log-probs ``[n, V]`` at temperature 1."""
 
     @staticmethod
-    def of(subject: Subject) -> _Prompts:
+    def of(subject: EngineUnderTest) -> _Prompts:
         ids = [row.ids for row in subject.data(lengths=(2, 3, 4, 5, 6, 7) * 4, seed=5).rows]
         return _Prompts(
             ids=ids, rows=torch.cat(distributions(subject, subject.model(), list(map(as_response, ids))))
@@ -120,7 +124,7 @@ class _Prompts:
 
 
 @check("I8.groups", kind="inference", each="layout")
-def requests_of_a_group_differ(subject: Subject) -> None:
+def requests_of_a_group_differ(subject: EngineUnderTest) -> None:
     """Equal requests without a seed get different answers, also when they are asked one after another.
 
     Why: a group of equal samples has no advantage, so nothing is learned from it; a server that starts from one

@@ -7,9 +7,9 @@ import torch
 from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.config.capability import Capability
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LENGTHS, Ragged
-from core_rl_conformance.subject import Subject
 from core_rl_oracle.tolerance import Tolerance
 
 UP_TO_THE_CONTEXT = (64, *LENGTHS)
@@ -17,7 +17,7 @@ UP_TO_THE_CONTEXT = (64, *LENGTHS)
 
 
 @check("I7.score", kind="inference", requires=[Capability.SCORE])
-def scores_match_the_oracle(subject: Subject) -> None:
+def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     """``score`` gives the oracle's log-prob of every token at temperature 1 and others, also when asked again.
 
     Why: a reference policy on a server that is off by one position, or without the temperature, makes every
@@ -36,7 +36,7 @@ def scores_match_the_oracle(subject: Subject) -> None:
 
 
 @check("I7.top-logprobs", kind="inference", requires=[Capability.TOP_LOGPROBS])
-def top_logprobs_match_the_oracle(subject: Subject) -> None:
+def top_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """``top_logprobs`` gives the most likely tokens at the place of each token, best first, with their log-probs.
 
     Why: distillation and exact KL read the whole distribution; ids that are off by one position or log-probs
@@ -47,7 +47,7 @@ def top_logprobs_match_the_oracle(subject: Subject) -> None:
     engine = subject.serve(model)
     for temperature in (1.0, 0.6):
         expected = subject.outputs(model, data, "logprobs", temperature)
-        rows = subject.bench.oracle(model).evaluate(data.for_oracle(), temperature)
+        rows = subject.expected.oracle(model).evaluate(data.for_oracle(), temperature)
         full = [torch.log_softmax(row["logits"], -1) for row in rows]
         for count in (1, 5, model.vocab_size):
             top = engine.top_logprobs(data.batch(), count, temperature)
@@ -56,7 +56,7 @@ def top_logprobs_match_the_oracle(subject: Subject) -> None:
 
 
 def verify_top(
-    subject: Subject,
+    subject: EngineUnderTest,
     what: str,
     top: TopLogprobs,
     data: Ragged,

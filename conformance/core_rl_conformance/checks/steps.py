@@ -10,11 +10,11 @@ import torch
 from core_rl.backend.meta import TensorKind
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.hints.adamw_guesses import Steps, compare_weights
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.hints.adamw import Steps, compare_weights
 from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
-from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 
@@ -25,12 +25,12 @@ DECAYING = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0
 
 
 @check("I4.clipping", each="layout")
-def clipping_scales_the_update(subject: Subject) -> None:
+def clipping_scales_the_update(subject: EngineUnderTest) -> None:
     """With a tiny ``max_grad_norm`` the update is that of the scaled gradients; the reported norm is not scaled.
 
     Why: an engine that computes the norm and forgets to clip, or clips each shard by its own norm, looks
     right until the first spike.
-    Look at: ``_step(scale)``, which must scale every gradient before the optimizer runs; and whether the
+    Look at: ``TrainBackend.step``, which must scale every gradient before the optimizer runs; and whether the
     configured ``betas`` and ``eps`` reach the optimizer, since this check sets an ``eps`` of its own.
     """
     # Adam's update hardly depends on the scale of its gradients, unless epsilon is large.
@@ -42,7 +42,7 @@ def clipping_scales_the_update(subject: Subject) -> None:
 
 
 @check("I1.train-batch")
-def train_batch_follows_the_oracle(subject: Subject) -> None:
+def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
     """``train_batch`` moves the weights along the oracle's gradient, whatever the cut into micro-batches.
 
     Why: what is exported may be right, and what the optimizer uses wrong: stale, scaled, or of one rank.
@@ -56,10 +56,10 @@ def train_batch_follows_the_oracle(subject: Subject) -> None:
     gradients = subject.gradients(model, data, LOSS)
     for cut in (ONE_PASS, MicroBatchSpec(count=4), MicroBatchSpec(max_tokens=48)):
         group = subject.start(optimizer=optimizer_config(config))
-        start = AdamWState.start(subject.bench.oracle(model).parameters())
+        start = AdamWState.start(subject.expected.oracle(model).parameters())
         steps = Steps(config=config, start=start, grads=[gradients.oracle.grads], rates=[config.lr])
         reported = group.train_batch(data.batch(), LOSS.spec(), cut)
-        largest = max(float(value.abs().max()) for value in steps.weights().values())
+        largest = max(float(value.abs().max()) for value in steps.state().params.values())
         slope = config.lr / config.eps
         floor = FLOOR_ULPS * torch.finfo(torch.float32).eps * largest
         allowed = {
@@ -82,11 +82,11 @@ def train_batch_follows_the_oracle(subject: Subject) -> None:
 
 
 @check("I5.several-train-batches", each="layout")
-def each_train_batch_starts_from_zero(subject: Subject) -> None:
+def each_train_batch_starts_from_zero(subject: EngineUnderTest) -> None:
     """A second ``train_batch`` has only its own gradients, and later outputs are those of the new weights.
 
     Why: gradients that are never dropped, and forward passes that still use the old weights.
-    Look at: ``_zero_grad``, and gathered or cached copies of weights that outlive a step.
+    Look at: ``TrainBackend.zero_grad``, and gathered or cached copies of weights that outlive a step.
     """
     model, first, second = subject.model(), subject.data(seed=1), subject.data()
     group = subject.start(model, optimizer={"lr": 0.0})
@@ -101,7 +101,7 @@ def each_train_batch_starts_from_zero(subject: Subject) -> None:
 
 
 @check("I10.tied-after-steps", families=("qwen3", "gpt2", "gemma2"), each="layout")
-def tied_weights_stay_tied(subject: Subject) -> None:
+def tied_weights_stay_tied(subject: EngineUnderTest) -> None:
     """After several steps the head still equals the embedding, on every rank's shard.
 
     Why: a wrapper that unties them lets input and output drift apart, one step at a time (Automodel #2511).
@@ -115,7 +115,7 @@ def tied_weights_stay_tied(subject: Subject) -> None:
 
 
 @check("I20.nan-loss-skips", each="layout")
-def nan_skips_the_step(subject: Subject) -> None:
+def nan_skips_the_step(subject: EngineUnderTest) -> None:
     """A loss or gradient that is not finite, on any rank, skips the step on all and changes nothing.
 
     Why: one bad sample must not end a run, and one rank must not step alone.
@@ -146,8 +146,8 @@ def nan_skips_the_step(subject: Subject) -> None:
 
 
 @check("I16.all-masked", each="layout")
-def all_masked_skips_the_step(subject: Subject) -> None:
-    """A batch without a trained token skips the step, says so, and changes nothing.
+def all_masked_skips_the_step(subject: EngineUnderTest) -> None:
+    """A batch without a trained token skips the step, reports it, and changes nothing.
 
     Why: a weight of zero divides by zero, and decay or old moments would move the weights.
     Look at: nothing of the engine's, unless a pass with a zero loss fails or leaves gradients behind.
@@ -162,11 +162,11 @@ def all_masked_skips_the_step(subject: Subject) -> None:
 
 
 @check("I16.few-sequences", each="layout")
-def few_sequences_are_enough(subject: Subject) -> None:
+def few_sequences_are_enough(subject: EngineUnderTest) -> None:
     """A batch with fewer sequences, or tokens, than ranks or micro-batches trains as the oracle says, and in time.
 
-    Why: ranks whose micro-batch counts differ wait for each other forever (verl #5591, AReaL #1139), and so do
-    ranks that share the tokens of a sequence when one of them has none.
+    Why: ranks with different micro-batch counts wait for each other forever (verl #5591, AReaL #1139). So do
+    context-parallel ranks when one has no tokens.
     Look at: empty ranks and dummy micro-batches, which must run every collective and add exactly nothing; with
     context or sequence parallelism, one token in all, and odd numbers of them.
     """

@@ -1,4 +1,4 @@
-"""Where answers end, and that the tokens that end them are tokens like others."""
+"""Ends of answers, and log-probs and gradients of the tokens that end them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import replace
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.greedy import STEPS, find_path
 from core_rl_conformance.procedures.serving import ask, verify_logprobs
-from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 
 
 @check("I19.stop", kind="inference", each="layout")
-def answers_end_with_their_stop_token(subject: Subject) -> None:
+def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
     """An answer ends with EOS (unless ``ignore_eos``) or one of ``stop_token_ids``, and that token has a log-prob.
 
-    EOS is each id of the config's list, and ends an answer beside ``stop_token_ids``, of which each one does as well.
+    EOS is each id of the config's list, and ends an answer as each of ``stop_token_ids`` does.
 
     Why: an answer without its EOS never teaches the policy to stop, and one that runs on is rewarded for
     what nobody reads (I19). One that ends as its tokens run out is finished, and not cut off.
@@ -28,7 +28,7 @@ def answers_end_with_their_stop_token(subject: Subject) -> None:
     a list in many models; lists of which only the first id is taken, or that replace what was there.
     """
     base = subject.model()
-    path = find_path(subject.bench.oracle(base), base.vocab_size, base.seed)
+    path = find_path(subject.expected.oracle(base), base.vocab_size, base.seed)
     eos, late = path.stops
     unused = next(token for token in range(base.vocab_size) if token not in path.ids)
     model = replace(base, eos=(unused, eos))
@@ -82,8 +82,8 @@ def answers_end_with_their_stop_token(subject: Subject) -> None:
 
 
 @check("I19.eos-trained", each="layout")
-def eos_is_trained_where_padding_has_its_id(subject: Subject) -> None:
-    """Where the config gives padding the id of EOS, an EOS that the mask trains has log-prob and gradient as any token.
+def eos_is_trained_where_padding_has_its_id(subject: EngineUnderTest) -> None:
+    """EOS in the loss mask has log-prob and gradient like any token, also if padding has its id.
 
     Why: who takes every token with the padding's id for padding never trains EOS, and the policy does not
     learn to stop (TRL #3200). And most models of transformers look padding up without a gradient (``padding_idx``):

@@ -16,6 +16,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
@@ -28,7 +29,6 @@ from core_rl_conformance.procedures.serving import (
     verify_served,
 )
 from core_rl_conformance.procedures.streaming import Caught, caught, sent, tensors_of
-from core_rl_conformance.subject import ONE_PASS, Subject
 
 TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
@@ -37,7 +37,7 @@ PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
 def _meta(
-    subject: Subject, method: SyncMethod, version: int, bucket_bytes: int, verify: bool = False
+    subject: EngineUnderTest, method: SyncMethod, version: int, bucket_bytes: int, verify: bool = False
 ) -> WeightUpdateMeta:
     point = subject.directory(f"meeting-{version}")
     return WeightUpdateMeta(
@@ -46,30 +46,30 @@ def _meta(
 
 
 @check("I12.tensor", requires=[Capability.SYNC_TENSOR])
-def tensor_sync_sends_the_present_weights(subject: Subject) -> None:
+def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by tensor sends every parameter once, as it is after the last step or load, bit for bit.
 
-    Beside the parameters there may be the saved buffers, and nothing else: a tied matrix comes under one name.
+    The saved buffers may follow, and nothing else: a tied matrix comes under one name.
 
-    Why: a bucket that is overwritten before it is read, the last one that nobody flushes, views that are sent
-    with the strides of something larger, and gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).
+    Why: a bucket overwritten before it is read; a last bucket that is not flushed; views sent with the strides of a
+    larger tensor; gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).
     Look at: ``named_tensors("params")`` and ``("buffers")``: what they yield is valid until the next item.
     """
     _verify_sending(subject, "tensor")
 
 
 @check("I12.distributed", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
-def distributed_sync_sends_the_present_weights(subject: Subject) -> None:
+def distributed_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by distributed broadcasts every parameter once, as it is after the last step or load.
 
-    Why: a rank that broadcasts in another order than it announced, or a buffer that the next tensor overwrites while
-    it is on its way, scrambles weights without an error (verl #6813, #7014, AReaL #941).
+    Why: a rank that broadcasts in another order than it announced, or a buffer that is overwritten during its
+    transfer, corrupts weights without an error (verl #6813, #7014, AReaL #941).
     Look at: the device of what is exported, and `I12.tensor`, which is the same without a process group.
     """
     _verify_sending(subject, "distributed")
 
 
-def _verify_sending(subject: Subject, method: SyncMethod) -> None:
+def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
@@ -82,7 +82,7 @@ def _verify_sending(subject: Subject, method: SyncMethod) -> None:
         what = f"parameters sent after step {1 + seed} in buckets of {bucket_bytes} bytes"
         _verify_sent(subject, what, found, params, buffers, bucket_bytes)
     other = replace(model, seed=model.seed + 100)
-    group.load(SaveLoadMeta(path=str(subject.bench.models.directory(other)), format="hf"))
+    group.load(SaveLoadMeta(path=str(subject.expected.models.directory(other)), format="hf"))
     found = caught(group, _meta(subject, method, 6, TINY_BUCKET))
     params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
     _verify_sent(subject, "parameters sent after a load", found, params, buffers, TINY_BUCKET)
@@ -92,7 +92,7 @@ def _verify_sending(subject: Subject, method: SyncMethod) -> None:
 
 
 def _verify_sent(
-    subject: Subject,
+    subject: EngineUnderTest,
     what: str,
     found: Caught,
     params: dict[str, Tensor],
@@ -110,31 +110,31 @@ def _verify_sent(
 
 
 @check("I12.receive-tensor", kind="inference", requires=[Capability.SYNC_TENSOR])
-def updates_from_tensors_arrive(subject: Subject) -> None:
+def updates_from_tensors_arrive(subject: EngineUnderTest) -> None:
     """After an update by tensor every token is drawn by the new weights, all of them, also after a cached prefix.
 
-    In one bucket and in many, one update after another, with requests in flight, which are answered in full and
-    whose tokens carry the version of the weights that drew them.
+    In one bucket and in many, one update after another, with requests in flight. These are answered in full; tokens
+    carry the version of the weights that drew them.
 
-    Why: a receiver that takes the first bucket only, installs each one while it draws, or keeps the prefix cache or
-    the version of before (verl #6813, #5801, vllm #9744, #44371, slime #327).
+    Why: a receiver that takes the first bucket only, installs buckets during decoding, or keeps the old prefix cache
+    or version (verl #6813, #5801, vllm #9744, #44371, slime #327).
     Look at: the end of an update, names that the loader skips, tied heads, caches, and the version of each token.
     """
     _verify_receiving(subject, "tensor")
 
 
 @check("I12.receive-distributed", kind="inference", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
-def updates_from_a_group_arrive(subject: Subject) -> None:
+def updates_from_a_group_arrive(subject: EngineUnderTest) -> None:
     """The same for an update by distributed, whose tensors come from a process group with the trainer's rank.
 
-    Why: tensors that are received in another order than they were announced, a rank of several that is not in the
-    group, a group of the update before (slime #327, AReaL #941).
+    Why: tensors received in another order than announced; a rank that is not in the group; a group of the previous
+    update (slime #327, AReaL #941).
     Look at: `I12.receive-tensor` first; then who joins, and when the group is left.
     """
     _verify_receiving(subject, "distributed")
 
 
-def _verify_receiving(subject: Subject, method: SyncMethod) -> None:
+def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
@@ -142,7 +142,7 @@ def _verify_receiving(subject: Subject, method: SyncMethod) -> None:
     verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
     for version, bucket_bytes, verify in ((1, 1 << 28, False), (5, TINY_BUCKET, True)):
         new = replace(old, seed=old.seed + 1000 * version)
-        tensors = tensors_of(subject.bench.models.directory(new))
+        tensors = tensors_of(subject.expected.models.directory(new))
         meta = _meta(subject, method, version, bucket_bytes, verify)
         long = [_long(request) for request in requests_for(data.select(FEW), PLAIN)]
         found = asyncio.run(meanwhile(engine, long, partial(sent, engine, meta, tensors)))
@@ -161,7 +161,7 @@ def _long(request: LLMRequest) -> LLMRequest:
 
 
 def _verify_sides(
-    subject: Subject, version: int, found: list[LLMResponse], old: TinyModel, new: TinyModel
+    subject: EngineUnderTest, version: int, found: list[LLMResponse], old: TinyModel, new: TinyModel
 ) -> None:
     __tracebackhide__ = True
     cut = [response for response in found if response.stop_reason != "length"]
@@ -178,7 +178,7 @@ def _verify_sides(
 
 
 @check("I12.broken-stream", kind="inference", requires=[Capability.SYNC_TENSOR], each="layout")
-def broken_streams_change_nothing(subject: Subject) -> None:
+def broken_streams_change_nothing(subject: EngineUnderTest) -> None:
     """An update by tensor that breaks off, lacks a tensor or has a wrong shape fails, and the old weights serve on.
 
     Why: a trainer that dies in the middle of an update leaves a mixture of two policies behind, which nobody asked
@@ -189,7 +189,7 @@ def broken_streams_change_nothing(subject: Subject) -> None:
 
 
 @check("I12.broken-group", kind="inference", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
-def broken_groups_change_nothing(subject: Subject) -> None:
+def broken_groups_change_nothing(subject: EngineUnderTest) -> None:
     """The same for an update by distributed: whoever waits in the process group is let go.
 
     Why: a collective whose sender is gone waits for half an hour and then takes the server with it, or leaves a mixture
@@ -199,12 +199,12 @@ def broken_groups_change_nothing(subject: Subject) -> None:
     _verify_breaking(subject, "distributed")
 
 
-def _verify_breaking(subject: Subject, method: SyncMethod) -> None:
+def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     model = subject.model()
     engine = subject.serve(model, keep=False)
     requests = requests_for(subject.data().select(FEW), PLAIN)
-    tensors = tensors_of(subject.bench.models.directory(replace(model, seed=model.seed + 2000)))
+    tensors = tensors_of(subject.expected.models.directory(replace(model, seed=model.seed + 2000)))
     last = list(tensors)[-1]
     broken: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]] = {
         "breaks off": lambda: _breaking_off(tensors),
@@ -225,7 +225,7 @@ def _verify_breaking(subject: Subject, method: SyncMethod) -> None:
         )
         verify_served(subject, f"after an update that {what}", ask(engine, requests), model, model, 0)
     new = replace(model, seed=model.seed + 1000)
-    sent(engine, _meta(subject, method, 9, TINY_BUCKET), tensors_of(subject.bench.models.directory(new)))
+    sent(engine, _meta(subject, method, 9, TINY_BUCKET), tensors_of(subject.expected.models.directory(new)))
     verify_served(subject, "after an update that follows broken ones", ask(engine, requests), new, model, 9)
 
 
@@ -242,7 +242,7 @@ def _breaking_off(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     partner_requires=[Capability.SYNC_TENSOR],
     each="layout",
 )
-def trained_weights_arrive_by_tensor(subject: Subject) -> None:
+def trained_weights_arrive_by_tensor(subject: EngineUnderTest) -> None:
     """After each step and sync by tensor, the rollout engine draws from the weights that the train engine has.
 
     Why: weights of the step before, of some tensors only, or a version that one side counts by itself
@@ -259,7 +259,7 @@ def trained_weights_arrive_by_tensor(subject: Subject) -> None:
     partner_requires=[Capability.SYNC_DISTRIBUTED],
     each="engine",
 )
-def trained_weights_arrive_by_a_group(subject: Subject) -> None:
+def trained_weights_arrive_by_a_group(subject: EngineUnderTest) -> None:
     """After each step and sync by distributed, the rollout engine draws from the weights that the train engine has.
 
     Why: weights of the step before, of some tensors only, or a version that one side counts by itself
@@ -269,7 +269,7 @@ def trained_weights_arrive_by_a_group(subject: Subject) -> None:
     _verify_pair(subject, "distributed")
 
 
-def _verify_pair(subject: Subject, method: SyncMethod) -> None:
+def _verify_pair(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})

@@ -1,8 +1,9 @@
-"""Whole trainings, in which nothing is looked at before the end."""
+"""Training runs that are compared with the oracle at the end only."""
 
 from __future__ import annotations
 
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar
 from core_rl_conformance.procedures.end_to_end import (
     expected_training,
@@ -10,18 +11,16 @@ from core_rl_conformance.procedures.end_to_end import (
     training_of,
     verify_rates,
 )
-from core_rl_conformance.subject import Subject
 
 
 @check("I1.training", each="layout")
-def training_follows_the_oracle(subject: Subject) -> None:
+def training_follows_the_oracle(subject: EngineUnderTest) -> None:
     """Several steps of ``train_batch`` go the oracle's way: the loss and norm of each, and the last weights.
 
     Nothing is exported before the end, as in a real run.
 
-    Why: what only shows from the second step on: a schedule that is advanced twice (slime #1152), a clip
-    scale or gradients of the step before; and what an export in between would mend, since it gathers or
-    copies weights that training leaves alone.
+    Why: some bugs show from the second step on: a schedule that is advanced twice (slime #1152), a clip scale or
+    gradients of the step before; and stale weights that an export in between would refresh.
     Look at: the first step that is off. If all losses and norms are right, look at the optimizer:
     I20.adamw and I4.clipping show it alone, with exports between the steps.
     """
@@ -36,6 +35,6 @@ def training_follows_the_oracle(subject: Subject) -> None:
         ):
             subject.verify(compare_scalar(f"the {name} of step {step}", found, value, allowed))
     verify_rates(subject, training, trained)
-    start = subject.bench.oracle(subject.model()).parameters()
+    start = subject.expected.oracle(subject.model()).parameters()
     what = f"weights after {len(trained.reports)} steps without an export"
     subject.verify(compare_named(what, trained.weights, truth.weights, expected.weights, since=start))

@@ -19,6 +19,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CheckpointError, WeightsError
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -31,7 +32,6 @@ from core_rl_conformance.procedures.serving import (
     verify_served,
     with_guesses,
 )
-from core_rl_conformance.subject import Subject
 
 FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -42,13 +42,13 @@ MOST_LATE = 48
 
 
 def published(
-    subject: Subject, model: TinyModel, version: int, verify: bool = False, name: str | None = None
+    subject: EngineUnderTest, model: TinyModel, version: int, verify: bool = False, name: str | None = None
 ) -> WeightUpdateMeta:
     """The weights of ``model`` as a train engine uploads them: a sealed model directory in place of what is there.
 
     It is called ``name``, or after its version.
     """
-    source = subject.bench.models.directory(model)
+    source = subject.expected.models.directory(model)
     path = subject.directory(name or f"weights-{version}")
 
     def write(directory: Path) -> None:
@@ -64,7 +64,7 @@ def _other(model: TinyModel, number: int) -> TinyModel:
 
 
 @check("I12.receive-disk", kind="inference", requires=[Capability.SYNC_DISK])
-def updates_from_disk_arrive(subject: Subject) -> None:
+def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
     """After an update from disk every token is drawn by the new weights, all of them, and carries their version.
 
     Why: a receiver that takes only some tensors, loses the tie of the head, or keeps its version samples from
@@ -98,7 +98,7 @@ def updates_from_disk_arrive(subject: Subject) -> None:
 
 
 @check("I13.prefix-cache", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
-def nothing_cached_outlives_an_update(subject: Subject) -> None:
+def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
     """After an update, prompts that share a prefix with earlier ones are answered as by a cold server.
 
     Why: keys and values of the old weights stay in a prefix cache, for many updates, and nothing fails
@@ -120,11 +120,10 @@ def nothing_cached_outlives_an_update(subject: Subject) -> None:
 
 
 @check("I12.failed-update", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
-def failed_updates_change_nothing(subject: Subject) -> None:
+def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     """An update that cannot be read fails with its cause, and weights and version stay what they were.
 
-    Why: a receiver that goes on with a mixture, or with the new version's label on the old weights, is found
-    weeks later.
+    Why: a receiver with mixed weights, or with old weights under the new version, is found weeks later.
     Look at: whether everything is checked before anything is changed, and when the version changes.
     """
     model = subject.model()
@@ -153,7 +152,7 @@ def _fails(engine: InferenceEngine, meta: WeightUpdateMeta) -> bool:
     return False
 
 
-def _unreadable(subject: Subject, model: TinyModel) -> dict[str, WeightUpdateMeta]:
+def _unreadable(subject: EngineUnderTest, model: TinyModel) -> dict[str, WeightUpdateMeta]:
     new = _other(model, 2)
     missing = WeightUpdateMeta(version=4, path=str(subject.directory("nothing-here")))
     flipped = published(subject, new, 5, verify=True)
@@ -179,7 +178,7 @@ def _damage(directory: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 @check("I14.update-in-flight", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
-def versions_are_those_of_the_weights(subject: Subject) -> None:
+def versions_are_those_of_the_weights(subject: EngineUnderTest) -> None:
     """Requests in flight during an update are answered in full; each token's version is that of its weights.
 
     Why: a label that changes before the weights do, or is read once for a whole answer, hides how far off the

@@ -1,1 +1,1 @@
-"""What a failure looks like: known shapes of errors, said in a sentence."""
+"""Hints on a failure: known shapes of errors, each in a sentence."""

@@ -48,9 +48,9 @@ class Named:
 
 
 def named_hints(named: Named, since: Mapping[str, Tensor] | None = None) -> list[str]:
-    """What the wrong tensors look like, which they are, and which part of each; one line at most for each.
+    """Hints on the shape of the errors, the wrong tensors, and the wrong part of each; one line at most for each.
 
-    ``since`` are the tensors before a step: what the wrong ones look like is then said of the change.
+    ``since`` are the tensors before a step: hints then describe the change.
     """
     value = next((sentence for shape in VALUES if (sentence := shape(_change(named, since)))), None)
     where = "" if since is None else "in what the steps changed, "
@@ -228,7 +228,7 @@ def _part(named: Named, name: str, dimension: int, count: int) -> int | None:
 
 
 def _edges(named: Named) -> str | None:
-    """The rows beside the cuts between shards, or the last one, which padding follows."""
+    """The rows next to the cuts between shards, or the last one, which padding follows."""
     for dimension, what in ((0, "first"), (1, "second")):
         if any(value.dim() <= dimension for value in _wrong_ones(named)):
             continue

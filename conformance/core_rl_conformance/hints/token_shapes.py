@@ -21,7 +21,7 @@ __all__ = ["token_hints"]
 
 
 def token_hints(tokens: Tokens) -> list[str]:
-    """What the wrong values look like and where they are; at most one line for each."""
+    """Hints on the shape and the positions of the wrong values; at most one line for each."""
     if int(tokens.wrong.sum()) < 2:
         return []
     value = next((sentence for shape in VALUES if (sentence := shape(tokens))), None)

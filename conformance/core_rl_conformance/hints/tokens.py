@@ -20,7 +20,7 @@ __all__ = ["Places", "Tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """What is known of the tokens of a batch, packed ``[T]`` in its order, beside their values."""
+    """Ids, masks and positions of the tokens of a batch, packed ``[T]`` in its order."""
 
     ids: Tensor
     trained: Tensor

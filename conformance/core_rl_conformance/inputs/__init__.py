@@ -1,1 +1,1 @@
-"""What engines are asked: tiny models, ragged batches, losses."""
+"""Inputs of checks: tiny models, ragged batches, losses."""

@@ -40,7 +40,7 @@ class CheckLoss(Protocol):
 
     @property
     def temperature(self) -> float:
-        """What the log-probs are computed at."""
+        """The temperature of the log-probs."""
         ...
 
     def spec(self) -> LossSpec:
@@ -100,7 +100,7 @@ class BalanceLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class BalancedTokenMeanLoss(TokenMeanLoss):
-    """`TokenMeanLoss` and the balance of the routers beside it."""
+    """`TokenMeanLoss` and the balance of the routers."""
 
     coef: float
     tokens_per_trained: float
@@ -140,7 +140,7 @@ class SequenceMeanLoss:
 class LogitsLoss:
     """The mean over trained tokens of ``-log p + advantage * (E[c] + mean(c * logits))``, with costs ``c [V]``.
 
-    It reads every entry of the logits, beside the log-probs: as distillation does.
+    It reads every entry of the logits and the log-probs, as distillation does.
     """
 
     temperature: float = 1.0

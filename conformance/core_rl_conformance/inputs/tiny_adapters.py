@@ -40,7 +40,7 @@ class TinyAdapter:
 
     @property
     def scaling(self) -> float:
-        """What the product is multiplied by."""
+        """The factor of the product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def section(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ nobody's fault. So each token id is marked with the experts that it takes: in th
 embedding, one for each expert, positive for those and negative for the others, which the routers read
 and nothing else writes much into. What a layer's norm and the other entries do moves gates and not signs.
 
-Of five experts a router's last one is chosen by no token, and the one before by few, so that gradients of
-zero and ranks without tokens for an expert are always there.
+No token chooses the last of five experts, and few choose the one before. So gradients of zero and ranks without
+tokens for an expert are always there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Tiny models that expose bugs, built from a config into a directory; nothing is downloaded.
 
-Their logits are peaked (near-uniform ones hide errors), their vocabularies are prime, norm weights
-differ from 1 and biases from 0, and key/value heads are fewer than query heads where the family can.
-Where the family can, their hidden sizes are odd: no number of ranks, and no alignment of a flat buffer,
-divides every parameter.
-Their generation configs are full of defaults, which no request asks for.
+Their logits are peaked (near-uniform ones hide errors), and their vocabularies are prime. Norm weights differ from 1,
+and biases from 0. Key/value heads are fewer than query heads where the family can. Where the family can, their hidden
+sizes are odd: no number of ranks, and no alignment of a flat buffer, divides every parameter. Their generation
+configs are full of defaults, which no request asks for.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,22 +124,29 @@ def _set_layers(config: PretrainedConfig, count: int) -> None:
         config.layer_types = [kinds[layer % len(kinds)] for layer in range(count)]
 
 
+def _shared(dropout: float, layers: int = 2) -> dict[str, Any]:
+    """Fields of most families: grouped-query attention, and no id for padding."""
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_LENGTH,
+        "attention_dropout": dropout,
+        "pad_token_id": None,
+    }
+
+
 def _qwen3(dropout: float) -> PretrainedConfig:
     """Grouped-query attention with norms on queries and keys, a head size of its own, tied embeddings."""
     return Qwen3Config(
         vocab_size=211,
         hidden_size=45,
         intermediate_size=70,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=10,
-        max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
-        attention_dropout=dropout,
         bos_token_id=0,
         eos_token_id=2,
-        pad_token_id=None,
+        **_shared(dropout),
     )
 
 
@@ -149,15 +156,10 @@ def _llama(dropout: float) -> PretrainedConfig:
         vocab_size=151,
         hidden_size=40,
         intermediate_size=66,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
-        attention_dropout=dropout,
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=None,
+        **_shared(dropout),
     )
 
 
@@ -167,15 +169,10 @@ def _qwen2(dropout: float) -> PretrainedConfig:
         vocab_size=173,
         hidden_size=40,
         intermediate_size=66,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
-        attention_dropout=dropout,
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=None,
+        **_shared(dropout),
     )
 
 
@@ -209,9 +206,6 @@ def _gemma2(dropout: float) -> PretrainedConfig:
         vocab_size=157,
         hidden_size=44,
         intermediate_size=58,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=6,
         query_pre_attn_scalar=9,
         sliding_window=5,
@@ -219,12 +213,10 @@ def _gemma2(dropout: float) -> PretrainedConfig:
         attn_logit_softcapping=2.0,
         final_logit_softcapping=8.0,
         attention_bias=True,
-        max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
-        attention_dropout=dropout,
         bos_token_id=2,
         eos_token_id=1,
-        pad_token_id=None,
+        **_shared(dropout),
     )
 
 
@@ -235,19 +227,14 @@ def _qwen3_moe(dropout: float) -> PretrainedConfig:
         hidden_size=40,
         intermediate_size=66,
         moe_intermediate_size=24,
-        num_hidden_layers=3,
         mlp_only_layers=[0],
         num_experts=5,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
-        attention_dropout=dropout,
         bos_token_id=0,
         eos_token_id=2,
-        pad_token_id=None,
+        **_shared(dropout, layers=3),
     )
 
 

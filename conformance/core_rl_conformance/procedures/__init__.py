@@ -1,1 +1,1 @@
-"""What several checks do in the same way."""
+"""Procedures that several checks share."""

@@ -11,11 +11,11 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.profile import Setting
-from core_rl_conformance.subject import ONE_PASS, Subject, per_sequence
 from core_rl_oracle.low_rank import LowRank
 
 __all__ = [
@@ -36,7 +36,7 @@ PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
 
 
 def start(
-    subject: Subject,
+    subject: EngineUnderTest,
     adapter: TinyAdapter,
     *,
     optimizer: Mapping[str, Any] | None = None,
@@ -50,7 +50,7 @@ def start(
     """
     model = adapter.model
     section = {
-        "path": str(subject.bench.models.directory(model)),
+        "path": str(subject.expected.models.directory(model)),
         "head": model.head,
         "lora": {**adapter.section(), **(fields or {})},
     }
@@ -58,7 +58,9 @@ def start(
     return subject.start(model, optimizer=optimizer, layout=layout, changes=changes)
 
 
-def load(subject: Subject, group: EngineGroup, adapter: TinyAdapter, name: str = "given-adapter") -> None:
+def load(
+    subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter, name: str = "given-adapter"
+) -> None:
     """Load ``adapter`` from a directory as ``peft`` writes it; ``name`` is that of the directory."""
     group.load(SaveLoadMeta(path=str(adapter.write(subject.directory(name))), format="adapter"))
 
@@ -69,7 +71,7 @@ def adapter_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def base_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of ``tensors`` that is below the adapter, without a head beside it."""
+    """The part of ``tensors`` that is below the adapter, without a scalar head."""
     return {
         name: value
         for name, value in tensors.items()
@@ -91,12 +93,14 @@ def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:
     return LowRank(factors=found, scaling=like.scaling, transposed=like.transposed)
 
 
-def verify_present_outputs(subject: Subject, group: EngineGroup, adapter: TinyAdapter, what: str) -> None:
+def verify_present_outputs(
+    subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter, what: str
+) -> None:
     """Compare outputs on all ranks with the oracle that has the base's weights and the engine's exported adapter."""
     data, model = subject.data(lengths=PROBE), adapter.model
     name: OutputName = "logprobs" if model.head == "lm" else "values"
-    expected = subject.bench.outputs_at(
-        subject.bench.models.directory(model),
+    expected = subject.expected.outputs_at(
+        subject.expected.models.directory(model),
         model.head,
         data,
         name,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from core_rl.errors import CoreRLError
-from core_rl_conformance.bench import ExpectedOutputs
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedOutputs
 from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar, compare_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.outcomes import NotRun
-from core_rl_conformance.subject import Subject
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Beside", "named_beside", "partners_part", "scalars_beside", "tokens_beside", "verify_beside"]
@@ -61,7 +61,7 @@ def named_beside(
     allowed: Mapping[str, Tolerance],
     since: Mapping[str, Tensor] | None = None,
 ) -> Beside:
-    """Tensors by name; ``since`` holds what they were before a training, for the hints."""
+    """Tensors by name; ``since`` holds their values before training, for the hints."""
     # Over the oracle's names: of other ones there is no tolerance, and it is they that are wrong.
     present = {name: partner[name] for name in truth if name in partner}
     together = {name: tolerance + tolerance for name, tolerance in allowed.items()}
@@ -76,7 +76,7 @@ def _between(what: str) -> str:
     return f"{what} beside the other engine"
 
 
-def verify_beside(subject: Subject, quantities: Sequence[Beside]) -> None:
+def verify_beside(subject: EngineUnderTest, quantities: Sequence[Beside]) -> None:
     """Require that two engines agree in ``quantities``, in the order in which they arise.
 
     Where they do not, and the engine under check is off the oracle, this raises `AssertionError`; where only
@@ -100,8 +100,10 @@ def verify_beside(subject: Subject, quantities: Sequence[Beside]) -> None:
     subject.verify(Finding(what=found.what, error=found.error, limit=found.limit, problem=problem))
 
 
-def _verdict(subject: Subject, between: Finding, off: Beside | None, blamed: Finding | None) -> Iterator[str]:
-    """How far the two are apart, and which is to be mended."""
+def _verdict(
+    subject: EngineUnderTest, between: Finding, off: Beside | None, blamed: Finding | None
+) -> Iterator[str]:
+    """The difference between the two engines, and the one to fix."""
     own, partner = subject.spec.name, _partner(subject)
     yield f"{own!r} and {partner!r} differ: {_by(between)}"
     if off is not None:
@@ -116,21 +118,21 @@ def _by(finding: Finding) -> str:
     return f"{finding.what} by {finding.error:.1e} (allowed {finding.limit:.1e})"
 
 
-def _partner(subject: Subject) -> str:
+def _partner(subject: EngineUnderTest) -> str:
     partner = subject.case.partner
     assert partner is not None  # only checks of pairs come here
     return partner.spec.name
 
 
 @contextmanager
-def partners_part(subject: Subject) -> Iterator[None]:
+def partners_part(subject: EngineUnderTest) -> Iterator[None]:
     """Around what the partner does alone: where that fails, this raises `NotRun` with the partner's name."""
     try:
         yield
     except AssertionError as error:
         raise NotRun(f"the partner {_partner(subject)!r} is wrong: {_gist(error)}") from error
     except CoreRLError as error:
-        subject.bench.discard(_partner(subject))
+        subject.expected.discard(_partner(subject))
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise NotRun(f"the partner {_partner(subject)!r} failed: {reason}") from error
 

@@ -28,7 +28,7 @@ STAKES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Surprise:
-    """How often something was drawn, and how probable that is."""
+    """The number of times something was drawn, and its probability."""
 
     what: str
     count: int
@@ -77,7 +77,7 @@ def most_surprising(tokens: Sequence[int], logprobs: Tensor) -> Surprise:
 
 
 def _events(tokens: Sequence[int], logprobs: Tensor) -> Iterator[tuple[str, int, float]]:
-    """What is counted, how often it came, and its probability."""
+    """The counted tokens, their number, and their probability."""
     counts, probabilities = Counter(tokens), logprobs.exp()
     order = logprobs.argsort(descending=True).tolist()
     rank = {token: place for place, token in enumerate(order)}

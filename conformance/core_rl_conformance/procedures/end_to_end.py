@@ -1,4 +1,4 @@
-"""Trainings of several steps in which nothing is exported before the end, with the oracle's trajectory.
+"""Training runs of several steps without an export before the end, with the oracle's trajectory.
 
 With a large epsilon an update is a smooth function of its gradient, so that the whole way can be compared.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.training import optimizer_config
-from core_rl_conformance.subject import Subject
 from core_rl_conformance.trajectory import ExpectedTraining, Training
 from core_rl_oracle.oracle import AdamW
 
@@ -29,13 +29,13 @@ CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_n
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What the steps of a training report, and the weights at the end."""
+    """The reports of the training steps, and the weights at the end."""
 
     reports: list[dict[str, float]]
     weights: dict[str, Tensor]
 
 
-def training_of(subject: Subject) -> Training:
+def training_of(subject: EngineUnderTest) -> Training:
     """One step on each of several batches, with clipping and a learning rate that falls."""
     return Training(
         data=tuple(subject.data(LENGTHS, seed) for seed in range(STEPS)),
@@ -45,12 +45,12 @@ def training_of(subject: Subject) -> Training:
     )
 
 
-def expected_training(subject: Subject, training: Training) -> ExpectedTraining:
-    """What the oracle makes of ``training``, with tolerances."""
-    return subject.bench.training(subject.model(), training, subject.dtype, subject.case.device)
+def expected_training(subject: EngineUnderTest, training: Training) -> ExpectedTraining:
+    """The oracle's values for ``training``, with tolerances."""
+    return subject.expected.training(subject.model(), training, subject.dtype, subject.case.device)
 
 
-def train_end_to_end(side: Subject, training: Training) -> Trained:
+def train_end_to_end(side: EngineUnderTest, training: Training) -> Trained:
     """The engine of ``side`` goes through ``training``; its weights are looked at only at the end."""
     optimizer = optimizer_config(training.config, training.total_steps)
     group = side.start(side.model(), optimizer=optimizer)
@@ -64,7 +64,7 @@ def train_end_to_end(side: Subject, training: Training) -> Trained:
     return Trained(reports=reports, weights=group.named_tensors("master"))
 
 
-def verify_rates(subject: Subject, training: Training, trained: Trained) -> None:
+def verify_rates(subject: EngineUnderTest, training: Training, trained: Trained) -> None:
     """Require that each step reports the learning rate of the schedule."""
     for step, (report, rate) in enumerate(zip(trained.reports, training.rates, strict=True)):
         subject.require(

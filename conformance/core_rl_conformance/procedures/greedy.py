@@ -1,4 +1,4 @@
-"""What greedy decoding must give, from the oracle."""
+"""Expected tokens of greedy decoding, from the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings that stop at a checkpoint and go on from it: what checks of one engine and of two have in common."""
+"""Training runs that resume from a checkpoint, for checks of one engine and of two."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
 from core_rl_conformance.profile import Setting
-from core_rl_conformance.subject import Subject
 from core_rl_oracle.oracle import AdamW
 
 __all__ = [
@@ -58,7 +58,7 @@ State = Mapping[TensorKind, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint, and what the engine that wrote it held."""
+    """A checkpoint, and the state of the engine that wrote it."""
 
     path: Path
     state: State
@@ -68,7 +68,7 @@ class Saved:
 
 
 def start(
-    subject: Subject,
+    subject: EngineUnderTest,
     model: TinyModel,
     *,
     layout: ParallelLayout | Setting | None = None,
@@ -87,7 +87,7 @@ def elsewhere(model: TinyModel) -> TinyModel:
 
 
 def train(
-    group: EngineGroup, subject: Subject, steps: Sequence[int], head: Head = "lm"
+    group: EngineGroup, subject: EngineUnderTest, steps: Sequence[int], head: Head = "lm"
 ) -> list[dict[str, float]]:
     """One update of a model with this ``head`` for each number, which picks its batch; the learning rate falls."""
     reports = []
@@ -103,11 +103,11 @@ def state(group: EngineGroup) -> dict[TensorKind, dict[str, Tensor]]:
 
 
 def meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
-    """Where and how to save or load."""
+    """The path and the format of a save or load."""
     return SaveLoadMeta(path=str(path), format=format_)
 
 
-def offload_and_onload(subject: Subject, group: EngineGroup, expected: State | None = None) -> None:
+def offload_and_onload(subject: EngineUnderTest, group: EngineGroup, expected: State | None = None) -> None:
     """To the host and back, where ``offload`` is declared; then require the weights and moments ``expected``."""
     __tracebackhide__ = True
     if not subject.spec.supports(Capability.OFFLOAD):
@@ -118,7 +118,7 @@ def offload_and_onload(subject: Subject, group: EngineGroup, expected: State | N
         verify_state(subject, "after offload() and onload()", group, expected)
 
 
-def saved_portable(subject: Subject, group: EngineGroup, name: str) -> Saved:
+def saved_portable(subject: EngineUnderTest, group: EngineGroup, name: str) -> Saved:
     """Save as ``portable`` under ``name``; its version is 5."""
     path = subject.directory(name)
     group.set_version(5)
@@ -127,14 +127,14 @@ def saved_portable(subject: Subject, group: EngineGroup, name: str) -> Saved:
     return Saved(path=path, state=state(group), progress=group.progress, names=names)
 
 
-def verify_state(subject: Subject, what: str, group: EngineGroup, expected: State) -> None:
+def verify_state(subject: EngineUnderTest, what: str, group: EngineGroup, expected: State) -> None:
     """Require that the engine's weights and moments are those, bit for bit."""
     for kind, tensors in expected.items():
         subject.verify(same_named(f"{kind} {what}", group.named_tensors(kind), tensors))
 
 
 def verify_steps(
-    subject: Subject,
+    subject: EngineUnderTest,
     first: int,
     got: Sequence[Mapping[str, float]],
     expected: Sequence[Mapping[str, float]],
@@ -151,24 +151,24 @@ def verify_steps(
                     f"the state is equal after the load, and {name!r} of step {number} is {own.get(name)!r}; "
                     f"without the interruption it is {wanted.get(name)!r}: {_lacks(name, number == first)}"
                 )
-                raise AssertionError(subject.explained(problem))
+                raise AssertionError(subject.failure_message(problem))
 
 
 def _lacks(name: str, at_once: bool) -> str:
-    """What makes a run differ that goes on from the same weights and moments."""
+    """The likely cause of a difference between runs from the same weights and moments."""
     if name == "lr":
         return "the progress of the schedule"
     if at_once:
         return "random state of dropout, or gradients that were there before the load"
-    return "the update between, so the step count of the bias correction (_set_update_count), or random state"
+    return "the update between, so the step count of the bias correction, or random state"
 
 
-def verify_file(subject: Subject, model: TinyModel, saved: Saved) -> None:
-    """Require that a portable checkpoint holds what the engine held, bit for bit, so that any engine can go on.
+def verify_file(subject: EngineUnderTest, model: TinyModel, saved: Saved) -> None:
+    """Require that a portable checkpoint has the engine's state bit for bit, so that any engine can resume.
 
     Also that this is finite, and under the names that transformers writes.
     """
-    written_names = TensorFiles(subject.bench.models.directory(model), "model").names()
+    written_names = TensorFiles(subject.expected.models.directory(model), "model").names()
     odd = sorted(saved.names.symmetric_difference(written_names))
     subject.require(not odd, f"names that only the engine or only transformers has: {', '.join(odd[:6])}")
     for kind, tensors in saved.state.items():
@@ -183,7 +183,9 @@ def verify_file(subject: Subject, model: TinyModel, saved: Saved) -> None:
     )
 
 
-def verify_goes_on(subject: Subject, group: EngineGroup, model: TinyModel, saved: Saved, what: str) -> None:
+def verify_goes_on(
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, saved: Saved, what: str
+) -> None:
     """Load ``saved``; require its very state and progress, and that the next steps are AdamW's."""
     group.load(meta(saved.path, "portable"))
     verify_state(subject, what, group, saved.state)
@@ -194,8 +196,8 @@ def verify_goes_on(subject: Subject, group: EngineGroup, model: TinyModel, saved
     verify_next_steps(subject, group, model, what)
 
 
-def verify_next_steps(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
-    """Go on from the loaded state beside a float64 AdamW that starts from it."""
+def verify_next_steps(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
+    """Train from the loaded state, and compare with a float64 AdamW that starts from it."""
     negative = [name for name, value in group.named_tensors("exp_avg_sq").items() if bool((value < 0).any())]
     subject.require(
         not negative,

@@ -1,4 +1,4 @@
-"""What checks of inference engines share: asking, and comparing log-probs of answers with the oracle."""
+"""Requests to inference engines, and comparisons of their log-probs with the oracle."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError, WeightsError
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
-from core_rl_conformance.subject import Subject
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Oracle
 from core_rl_oracle.tolerance import Tolerance
@@ -124,7 +124,7 @@ def _generated(values: Sequence[Tensor], found: Sequence[LLMResponse]) -> list[T
 
 
 def expected_of(
-    subject: Subject,
+    subject: EngineUnderTest,
     weights: Weights,
     found: Sequence[LLMResponse],
     temperature: float = 1.0,
@@ -135,14 +135,16 @@ def expected_of(
     if isinstance(weights, TinyModel) and adapter is None:
         outputs = subject.outputs(weights, whole, "logprobs", temperature)
     else:
-        path = subject.bench.models.directory(weights) if isinstance(weights, TinyModel) else weights
+        path = subject.expected.models.directory(weights) if isinstance(weights, TinyModel) else weights
         dtype, device = subject.dtype, subject.case.device
-        outputs = subject.bench.outputs_at(path, "lm", whole, "logprobs", dtype, device, temperature, adapter)
+        outputs = subject.expected.outputs_at(
+            path, "lm", whole, "logprobs", dtype, device, temperature, adapter
+        )
     return Expected(values=_generated(outputs.values, found), tolerance=outputs.tolerance)
 
 
 def distributions(
-    subject: Subject, weights: Weights, found: Sequence[LLMResponse], temperature: float = 1.0
+    subject: EngineUnderTest, weights: Weights, found: Sequence[LLMResponse], temperature: float = 1.0
 ) -> list[Tensor]:
     """The oracle's log-probs of all tokens, float64 ``[n, V]``, where each of the ``n`` generated ones was drawn."""
     rows = _oracle(subject, weights).evaluate(sequences_of(found).for_oracle(), temperature)
@@ -173,12 +175,12 @@ def as_response(prompt: tuple[int, ...]) -> LLMResponse:
     )
 
 
-def _oracle(subject: Subject, weights: Weights) -> Oracle:
-    return subject.bench.oracle(weights) if isinstance(weights, TinyModel) else Oracle(weights)
+def _oracle(subject: EngineUnderTest, weights: Weights) -> Oracle:
+    return subject.expected.oracle(weights) if isinstance(weights, TinyModel) else Oracle(weights)
 
 
 def verify_logprobs(
-    subject: Subject,
+    subject: EngineUnderTest,
     what: str,
     weights: Weights,
     found: Sequence[LLMResponse],
@@ -203,7 +205,12 @@ def verify_logprobs(
 
 
 def verify_served(
-    subject: Subject, what: str, found: Sequence[LLMResponse], model: TinyModel, old: TinyModel, version: int
+    subject: EngineUnderTest,
+    what: str,
+    found: Sequence[LLMResponse],
+    model: TinyModel,
+    old: TinyModel,
+    version: int,
 ) -> None:
     """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
     __tracebackhide__ = True
@@ -228,7 +235,7 @@ def with_guesses(finding: Finding, got: Sequence[Tensor], guesses: Guesses, tole
 
 
 def _known_mistakes(
-    subject: Subject, weights: Weights, found: Sequence[LLMResponse], temperature: float
+    subject: EngineUnderTest, weights: Weights, found: Sequence[LLMResponse], temperature: float
 ) -> dict[str, Callable[[], list[Tensor]]]:
     oracle = _oracle(subject, weights)
 

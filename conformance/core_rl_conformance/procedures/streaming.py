@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Caught:
-    """What a sender sent."""
+    """The tensors and metadata that a sender sent."""
 
     tensors: dict[str, Tensor]
     buckets: tuple[tuple[str, ...], ...]
@@ -39,7 +39,7 @@ class Caught:
 
 
 def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
-    """What ``group`` uploads with ``meta``."""
+    """The tensors that ``group`` uploads with ``meta``."""
     with ThreadPoolExecutor(1) as pool:
         future: Future[Caught] = pool.submit(_catch, meta)
         try:

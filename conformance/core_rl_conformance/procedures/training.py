@@ -1,4 +1,4 @@
-"""Optimizer steps beside a float64 AdamW that is fed with the engine's own exported gradients.
+"""Optimizer steps, compared with a float64 AdamW on the engine's own exported gradients.
 
 The oracle's gradients would not do: in its first steps Adam is near the sign of the gradient, which
 amplifies the noise of tiny ones and hides bugs in large ones.
@@ -17,10 +17,10 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.hints.adamw_guesses import Found, Steps, compare_state
+from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
+from core_rl_conformance.hints.adamw import Steps, compare_state
 from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
-from core_rl_conformance.subject import Subject, per_sequence
 from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance
@@ -44,7 +44,7 @@ def optimizer_config(config: AdamW, total_steps: int | None = None) -> dict[str,
     }
 
 
-def verify_outputs(subject: Subject, group: EngineGroup, model: TinyModel, what: str) -> None:
+def verify_outputs(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
     """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
 
     Export alone cannot show that what a rank computes with is something else: an old gathered copy, or
@@ -55,7 +55,7 @@ def verify_outputs(subject: Subject, group: EngineGroup, model: TinyModel, what:
     save_with(model, group.named_tensors("master"), directory)
     dtype, device = subject.dtype, subject.case.device
     name: OutputName = "logprobs" if model.head == "lm" else "values"
-    expected = subject.bench.outputs_at(directory, model.head, data, name, dtype, device)
+    expected = subject.expected.outputs_at(directory, model.head, data, name, dtype, device)
     got = per_sequence(group.forward(data.batch(), MicroBatchSpec(count=1), (name,)), name, data)
     places = subject.places(data)
     subject.verify(compare_tokens(f"{name} {what}", got, expected.values, expected.tolerance, places))
@@ -111,7 +111,7 @@ class Shadow:
 
     def train(
         self,
-        subject: Subject,
+        subject: EngineUnderTest,
         group: EngineGroup,
         batches: Sequence[SequenceBatch],
         loss: LossSpec,
@@ -123,7 +123,7 @@ class Shadow:
             group.forward_backward(batch, loss, mb_spec)
             self.step(subject, group, f"of step {number}")
 
-    def step(self, subject: Subject, group: EngineGroup, what: str) -> None:
+    def step(self, subject: EngineUnderTest, group: EngineGroup, what: str) -> None:
         """One step of both with the gradients that the engine holds, then one of the schedule."""
         grads = group.named_tensors("grads")
         odd = sorted(set(grads).symmetric_difference(self.state.params))
@@ -144,14 +144,14 @@ class Shadow:
         group.lr_scheduler_step()
         self.lr_steps += 1
 
-    def verify(self, subject: Subject, group: EngineGroup, what: str) -> None:
+    def verify(self, subject: EngineUnderTest, group: EngineGroup, what: str) -> None:
         """Compare the engine's weights and moments with those of the float64 AdamW."""
         allowed = step_tolerances(self._start, self.state, self.config, self._grads, self._rates)
         weights = group.named_tensors("master")
         still = {name: weights.pop(name) for name in self.frozen if name in weights}
         if self.frozen:
             subject.verify(same_named(f"frozen weights {what}", still, self.frozen))
-        got = Found(
+        got = AdamWState(
             params=weights,
             exp_avg=group.named_tensors("exp_avg"),
             exp_avg_sq=group.named_tensors("exp_avg_sq"),

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from core_rl import __version__
+from core_rl.machine import describe_machine
 from core_rl.registry.engines import EngineEntry, list_engines
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.report.certify import certify, judge, needs_of
-from core_rl_conformance.report.environment import describe_environment
-from core_rl_conformance.report.model import CaseRecord, CheckRecord, EngineRecord, Report
+from core_rl_conformance.report.model import CaseRecord, CheckRecord, EngineRecord, Environment, Report
 
-__all__ = ["build_report"]
+__all__ = ["build_report", "describe_environment"]
 
 
 def build_report(
@@ -30,7 +31,7 @@ def build_report(
     """The report of one session.
 
     ``specs`` are the engines under check; ``complete`` says that the command line left nothing out;
-    ``problems`` are, by engine, what counts against it beside failed checks.
+    ``problems`` are, by engine, further reasons against it.
     """
     known = sorted(map(_check, checks), key=lambda check: check.order)
     entries = {entry.name: entry for entry in list_engines()}
@@ -90,3 +91,8 @@ def _check(check: Check) -> CheckRecord:
         requires=tuple(sorted(check.requires)),
         provisional=check.provisional,
     )
+
+
+def describe_environment(distributions: Iterable[str] = ()) -> Environment:
+    """This process and machine, with the versions of ``distributions`` and of what they and core-rl require."""
+    return Environment(**dataclasses.asdict(describe_machine(distributions, extra="conformance")))

@@ -14,7 +14,7 @@ __all__ = ["certify", "judge", "needs_of"]
 
 
 class NeedingCheck(Protocol):
-    """What is used of a check, or of its record."""
+    """The fields of a check, or of its record, that certification reads."""
 
     @property
     def identifier(self) -> str: ...
@@ -44,7 +44,7 @@ ANY_CHECK = frozenset(
 
 
 def needs_of(checks: Iterable[NeedingCheck], kind: EngineKind) -> dict[str, Collection[str]]:
-    """What each check for engines of ``kind`` requires; provisional ones do not count, nor do those of pairs."""
+    """Capabilities that each check for engines of ``kind`` requires, without provisional checks and pairs."""
     return {
         c.identifier: c.requires for c in checks if c.kind == kind and c.partner is None and not c.provisional
     }
@@ -53,7 +53,7 @@ def needs_of(checks: Iterable[NeedingCheck], kind: EngineKind) -> dict[str, Coll
 def certify(
     declared: Iterable[str], results: Sequence[CaseRecord], needs: Mapping[str, Collection[str]]
 ) -> tuple[CapabilityRecord, ...]:
-    """What ``results`` of one engine show about each declared capability. Provisional checks do not count, nor pairs.
+    """The state of each declared capability by the ``results`` of one engine, without provisional checks and pairs.
 
     ``needs`` are the capabilities that each check of engines of this kind requires: a check that the command
     line left out has no result at all.

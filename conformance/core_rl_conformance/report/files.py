@@ -100,7 +100,7 @@ def check_destination(path: Path) -> None:
 
 
 def write_report(report: Report, path: Path) -> Path:
-    """Write ``report`` to ``path`` and the HTML page beside it; returns the page's path. Raises `ReportError`."""
+    """Write ``report`` to ``path`` and an HTML page next to it; returns the page's path. Raises `ReportError`."""
     from core_rl_conformance.report.html import report_page  # imports jinja2
 
     page = path.with_suffix(".html")

@@ -46,7 +46,7 @@ class EngineView:
 
     @property
     def certified(self) -> int:
-        """How many of its capabilities are certified."""
+        """The number of its certified capabilities."""
         return [capability.state for capability in self.record.capabilities].count(CapabilityState.CERTIFIED)
 
 
@@ -124,7 +124,7 @@ def _slug(value: str) -> str:
 
 
 def count_outcomes(cases: Sequence[CaseRecord]) -> dict[Outcome, int]:
-    """How many cases ended in each of the five ways."""
+    """The number of cases with each of the five outcomes."""
     return {outcome: sum(case.outcome is outcome for case in cases) for outcome in Outcome}
 
 

@@ -1,4 +1,4 @@
-"""What a report says. `Report` is the file format; ``schema.json`` beside this module is generated from it.
+"""The contents of a report. `Report` is the file format; ``schema.json`` is generated from it.
 
 A field may be added or changed only together with `SCHEMA_VERSION`: readers refuse what they do not know.
 """
@@ -53,7 +53,7 @@ class Record(BaseModel):
 
 
 class CapabilityState(StrEnum):
-    """What the session showed about a declared capability."""
+    """The result of the session for a declared capability."""
 
     CERTIFIED = "certified"
     """Every check that needs it ran and passed."""
@@ -64,7 +64,7 @@ class CapabilityState(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What the session says about an engine."""
+    """The session's verdict on an engine."""
 
     PASSED = "passed"
     PARTIAL = "passed in part"
@@ -91,7 +91,7 @@ class MeasurementRecord(Record):
 
 
 class CaseRecord(Record):
-    """What became of one check on one engine, layout and model."""
+    """The outcome of one check on one engine, layout and model."""
 
     check: str
     engine: str
@@ -127,7 +127,7 @@ class CaseRecord(Record):
 
     @property
     def place(self) -> str:
-        """Where it ran, as the test's name has it."""
+        """The layout, model, dtype and partner, as in the test's name."""
         place = f"{self.layout}-{self.model}-{self.dtype}"
         return f"{place}-with-{self.partner}" if self.partner else place
 
@@ -153,12 +153,12 @@ class CheckRecord(Record):
 
     @property
     def title(self) -> str:
-        """What is required."""
+        """The requirement."""
         return self.paragraphs[0]
 
     @property
     def paragraphs(self) -> list[str]:
-        """What is required, why, and where to look, each in one line."""
+        """The requirement, the reason and the places to look at, each in one line."""
         return paragraphs_of(self.description)
 
 
@@ -189,7 +189,7 @@ class EngineRecord(Record):
 
 
 class Environment(Record):
-    """Where the session ran."""
+    """The machine, the packages and the threads of the session."""
 
     python: str
     system: str

@@ -38,7 +38,7 @@ LEGEND = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCount:
-    """How many checks passed in all their cases, of those that ran and count."""
+    """The number of checks that passed in all their cases, of those that ran and count."""
 
     passed: int
     executed: int
@@ -76,7 +76,7 @@ class Entry:
         return CheckCount(passed=sum(executed.values()), executed=len(executed))
 
     def outcomes(self, check: str) -> dict[Outcome, int]:
-        """What became of the cases of one check."""
+        """The outcomes of the cases of one check."""
         return count_outcomes([case for case in self.cases if case.check == check])
 
 

@@ -22,7 +22,7 @@ Key = tuple[str, str, str, str, str]
 
 
 class Summary(Protocol):
-    """What the report needs to know of the session beside its results."""
+    """The properties of a session that a report needs besides its results."""
 
     @property
     def plan(self) -> Plan: ...

@@ -1,4 +1,4 @@
-"""Which checks others build on: of several failures, the one to mend first."""
+"""Levels of checks: of several failures, the most basic one is to be fixed first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODULES = {
 
 
 def level(check: Check) -> int:
-    """How much ``check`` builds on others; 0 is the most basic."""
+    """The number of levels that ``check`` builds on; 0 is the most basic."""
     module = check.function.__module__.rpartition(".")[2]
     return BASICS.get(check.identifier, MODULES.get(module, 6))
 
@@ -50,7 +50,7 @@ class Failures:
         self._failed: set[tuple[str, ...]] = set()
 
     def add(self, case: Case) -> str:
-        """Take a failed case; a line on the most basic check that fails beside it, or nothing."""
+        """Take a failed case; a line on the most basic check that fails too, or nothing."""
         place = (case.target.spec.name, str(case.setting), case.family, case.dtype)
         self._failed.add((case.check.identifier, *place))
         below = [

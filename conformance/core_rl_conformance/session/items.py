@@ -17,19 +17,19 @@ from typing import Any, NoReturn
 import pytest
 
 from core_rl.errors import CoreRLError, RankTimeout
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseResult, Measurement, NotRun, Outcome
 from core_rl_conformance.session.basics import Failures
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases
 from core_rl_conformance.session.pairs import pair_cases
-from core_rl_conformance.subject import Subject
 
-__all__ = ["BENCH", "PLAN", "CheckFile", "CheckItem", "Plan"]
+__all__ = ["EXPECTED_VALUES", "PLAN", "CheckFile", "CheckItem", "Plan"]
 
 
 class Plan:
-    """What the session checks."""
+    """The engines and the selection of a session."""
 
     def __init__(self, targets: list[Target], selection: Selection) -> None:
         self.targets = targets
@@ -37,7 +37,7 @@ class Plan:
 
 
 PLAN = pytest.StashKey[Plan]()
-BENCH = pytest.StashKey[Bench]()
+EXPECTED_VALUES = pytest.StashKey[ExpectedValues]()
 FAILURES = pytest.StashKey[Failures]()
 
 
@@ -101,27 +101,27 @@ class CheckItem(pytest.Item):
         return self.case.target.spec.name, str(self.case.setting)
 
     def runtest(self) -> None:
-        bench = self.config.stash[BENCH]
-        if bench.groups.hangs[self._place] >= HANGS:
+        expected_values = self.config.stash[EXPECTED_VALUES]
+        if expected_values.groups.hangs[self._place] >= HANGS:
             # Each one takes the whole timeout, and the session has failed already.
             self._leave_out(f"it hung in {HANGS} checks at {self.case.setting} before")
-        directory = bench.directory / "cases" / self.name.replace("/", "_")
+        directory = expected_values.directory / "cases" / self.name.replace("/", "_")
         directory.mkdir(parents=True)
-        subject = Subject(self.case, bench, directory)
-        started, starting_s = time.monotonic(), bench.groups.starting_s
+        subject = EngineUnderTest(self.case, expected_values, directory)
+        started, starting_s = time.monotonic(), expected_values.groups.starting_s
         try:
             self.case.check.function(subject)
         except NotRun as reason:
             self._leave_out(str(reason))
         except CoreRLError as error:
             if isinstance(error, RankTimeout):
-                bench.groups.hangs[self._place] += 1
+                expected_values.groups.hangs[self._place] += 1
             for target in filter(None, (self.case.target, self.case.partner)):
-                bench.discard(target.spec.name)
+                expected_values.discard(target.spec.name)
             raise
         finally:
             self.seconds = time.monotonic() - started
-            self.starting_s = bench.groups.starting_s - starting_s
+            self.starting_s = expected_values.groups.starting_s - starting_s
             self.measurements = subject.measurements
             # Checkpoints add up over some hundred cases.
             shutil.rmtree(directory, ignore_errors=True)
@@ -131,7 +131,7 @@ class CheckItem(pytest.Item):
         pytest.skip(reason)
 
     def result(self, outcome: Outcome, reason: str) -> CaseResult:
-        """What became of it."""
+        """Its result."""
         case = self.case
         return CaseResult(
             check=case.check.identifier,
@@ -151,7 +151,7 @@ class CheckItem(pytest.Item):
         )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """What the check has to say, and which more basic check fails beside it."""
+        """The check's message, and the more basic check that fails too."""
         said = self._said(excinfo, style)
         first = self.config.stash.setdefault(FAILURES, Failures()).add(self.case)
         return f"{said}\n  {first}" if first and isinstance(said, str) else said

@@ -1,4 +1,4 @@
-"""What is run: every check, for every engine, on the layouts and models of the engine's profile."""
+"""The cases of a session: every check, for every engine, on the layouts and models of the engine's profile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What the command line asks for; None is everything that the profile names."""
+    """The command line's selection; None is everything that the profile names."""
 
     layouts: tuple[str, ...] | None = None
     """Full names of layouts and settings, as ``dp2`` and ``dp4-hsdp``."""
@@ -59,7 +59,7 @@ class Selection:
 
     @property
     def narrowed(self) -> bool:
-        """Whether it leaves something out that the profile names."""
+        """True if it leaves something out that the profile names."""
         parts = (self.layouts, self.families, self.checks, self.dtype)
         return self.quick or self.sample_every > 1 or any(part is not None for part in parts)
 
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """What divides the layers, and the experts, of the model: all layouts that it is run on must take it."""
+        """Divisors of the model's layers and experts: all layouts that it is run on must take it."""
         other = self.other_setting if self.check.min_layouts > 1 else None
         places = [place for place in (self.setting, self.partner_setting, other) if place is not None]
         return math.lcm(*(p.layer_multiple for p in places)), math.lcm(*(p.expert_multiple for p in places))
@@ -130,7 +130,7 @@ class Case:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What the engine declares and this case shows."""
+        """The declared capabilities that this case shows."""
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
         special |= {Capability.CUDA} if self.device == "cuda" else set()
         special |= {Capability.MOE} if self.family == MOE else set()
@@ -194,7 +194,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
-    """The cases of one check for one engine; one that cannot be asked gives a single case that says so."""
+    """The cases of one check for one engine; an unsupported check gives a single case with the reason."""
     profile = target.profile
     settings, families, dtypes = selection.of(profile)
     if check.kind != target.spec.kind or check.partner is not None or not (settings and families and dtypes):

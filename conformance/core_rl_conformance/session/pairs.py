@@ -1,4 +1,4 @@
-"""Checks of two engines beside each other: which pairs, on which layouts and models.
+"""The cases of checks that compare two engines: pairs, layouts and models.
 
 Each engine of a pair is the one under check once, and the partner once: where they differ, the side that
 is off the oracle fails, and the other one says whose fault it is.

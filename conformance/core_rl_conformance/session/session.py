@@ -12,11 +12,11 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from core_rl.errors import CoreRLError
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseResult, Outcome
 from core_rl_conformance.session.basics import level
-from core_rl_conformance.session.items import BENCH, PLAN, CheckFile, CheckItem, Plan
+from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.summary import Summary
 
@@ -114,9 +114,9 @@ class ConformanceSession:
         timeout_s: float = self.config.getoption("core_rl_call_timeout")
         with (
             TemporaryDirectory(prefix="core-rl-conformance-") as directory,
-            Bench(Path(directory), timeout_s) as bench,
+            ExpectedValues(Path(directory), timeout_s) as expected_values,
         ):
-            self.config.stash[BENCH] = bench
+            self.config.stash[EXPECTED_VALUES] = expected_values
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

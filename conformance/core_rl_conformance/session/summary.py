@@ -1,4 +1,4 @@
-"""What a session showed: outcomes by check and layout, certified capabilities, and what is missing."""
+"""The summary of a session: outcomes by check and layout, certified and missing capabilities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLOWEST = 10
 
 
 class Terminal(Protocol):
-    """What is used of pytest's terminal reporter."""
+    """The part of pytest's terminal reporter that the summary uses."""
 
     def write_sep(self, sep: str, title: str | None = None) -> None: ...
 

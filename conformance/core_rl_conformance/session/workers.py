@@ -1,4 +1,4 @@
-"""How pytest-xdist (``-n 2``) shares the cases among its workers."""
+"""Scheduling of the cases on the workers of pytest-xdist (``-n 2``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASE = re.compile(r"(?P<module>[^/]*)\.py::[^\[]*\[.*?-(?P<model>[^-]+-(?:bfloat
 
 
 def unit_of(nodeid: str, servers: Collection[str]) -> str:
-    """What stays with the case ``nodeid`` on one worker.
+    """The group of cases that run on one worker with the case ``nodeid``.
 
     The cases of one module, model and dtype: they ask for the same expected values. For ``servers`` all cases of
     a model: a server has one, and takes long to start with another.

@@ -1,4 +1,4 @@
-"""Writing the skeleton of an engine's distribution from the templates beside this module."""
+"""Writing the skeleton of an engine's distribution from the templates."""
 
 from __future__ import annotations
 

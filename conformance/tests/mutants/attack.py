@@ -8,8 +8,8 @@ from core_rl.errors import CoreRLError
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.registry.spec import EngineKind, EngineSpec
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import Check, load_checks
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import NotRun
 from mutants.zoo import Mutant, run_check
 
@@ -17,13 +17,15 @@ PARTNERS: dict[EngineKind, EngineSpec] = {"train": REFERENCE, "inference": ROLLO
 """A correct engine of each kind, for checks of pairs."""
 
 
-def attack(bench: Bench, mutant: Mutant, check: Check, seed: int, directory: Path) -> str | None:
+def attack(
+    expected_values: ExpectedValues, mutant: Mutant, check: Check, seed: int, directory: Path
+) -> str | None:
     """What ``check`` says against ``mutant``; None where it has nothing to say."""
     spec = mutant.spec
-    bench.groups.timeout_s = mutant.timeout_s
+    expected_values.groups.timeout_s = mutant.timeout_s
     try:
         run_check(
-            bench,
+            expected_values,
             check.identifier,
             spec,
             layout=mutant.layout,
@@ -38,7 +40,7 @@ def attack(bench: Bench, mutant: Mutant, check: Check, seed: int, directory: Pat
     except (AssertionError, CoreRLError) as error:
         return str(error)
     finally:
-        bench.discard(spec.name)
+        expected_values.discard(spec.name)
     return None
 
 

@@ -115,10 +115,10 @@ class OddTailOfABucket(Replicated):
     """Gradients are reduced in pairs of elements, and the last one of an odd number stays each rank's own."""
 
     def reduce_grads(self) -> None:
-        for part in self.state().local("grads"):
-            flat = part.tensor.contiguous().view(-1)
+        for _, grad in self.gradients():
+            flat = grad.contiguous().view(-1)
             dist.all_reduce(flat[: len(flat) // 2 * 2], group=self.context.world.group)
-            part.tensor.copy_(flat.view_as(part.tensor))
+            grad.copy_(flat.view_as(grad))
 
 
 class EqualLengthsMixed(Packed):

@@ -5,65 +5,71 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from core_rl.backend.meta import FinetuneSpec, TensorKind
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import NamedTensors
-from core_rl.distributed.process_group import RankAddress
-from core_rl.reference.train import ReferenceEngine
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.updates import Updates
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import OwnExport, TrainContext
 from mutants.outputs import WithTemperature
 from mutants.rollouts import ReportsWithoutTemperature
 from mutants.zoo import Mutant, spec_of
 
 
-class RecomputesAtTemperatureOne(ReferenceEngine):
+class RecomputesAtTemperatureOne(ReferenceBackend):
     """Log-probs of the trainer are without the temperature."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        return super()._sequence(ids, WithTemperature(step, 1.0))
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return super().sequence(ids, WithTemperature(step, 1.0))
 
 
-class ClampsLogits(ReferenceEngine):
+class ClampsLogits(ReferenceBackend):
     """Logits far below the largest are clamped: nobody draws those tokens."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         if "logits" in outputs:
             outputs["logits"] = outputs["logits"].clamp(min=-8.0)
         return outputs
 
 
-class UploadsTheStepBefore(ReferenceEngine):
+class UploadsTheStepBefore(OwnExport):
     """What is uploaded was gathered before the step."""
 
-    def _step(self, scale: float) -> None:
-        stream = super()._named_tensors("params")
+    def step(self, scale: float, lr: float, count: int) -> None:
+        stream = super().export_tensors("params")
         self._gathered = {name: value.detach().clone() for name, value in stream if value is not None}
-        super()._step(scale)
+        super().step(scale, lr, count)
 
-    def _named_tensors(self, kind: TensorKind) -> NamedTensors:
+    def export_tensors(self, kind: str) -> NamedTensors:
         if kind == "params" and hasattr(self, "_gathered"):
             yield from self._gathered.items()
         else:
-            yield from super()._named_tensors(kind)
+            yield from super().export_tensors(kind)
 
 
-class CountsVersionsItself(ReferenceEngine):
-    """Every upload raises the version."""
+class _RaisesTheVersion(Updates):
+    """Records one more than the driver says."""
 
     def set_version(self, version: int) -> None:
-        """One more than the driver says."""
         super().set_version(version + 1)
 
 
-class BesideAWrongRollout(ReferenceEngine):
+class CountsVersionsItself(ReferenceBackend):
+    """Every upload raises the version."""
+
+    components = TrainComponents(updates=_RaisesTheVersion)
+
+
+class BesideAWrongRollout(ReferenceBackend):
     """A correct trainer, beside an inference engine that reports log-probs without the temperature."""
 
 
-class EndIsNotTrained(ReferenceEngine):
+class EndIsNotTrained(ReferenceBackend):
     """Tokens with the id of padding have no log-prob, and so no gradient."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super()._sequence(ids, step)
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
         real = ids != self.model.config.pad_token_id
         return {
             name: torch.where(real, value, 0.0) if value.dim() == 1 else value
@@ -71,26 +77,26 @@ class EndIsNotTrained(ReferenceEngine):
         }
 
 
-class PaddingHasAGradient(ReferenceEngine):
+class PaddingHasAGradient(ReferenceBackend):
     """The input embedding is of a make that knows nothing of ``padding_idx``."""
 
-    def _build(self, addr: RankAddress, ft_spec: FinetuneSpec) -> None:
-        super()._build(addr, ft_spec)
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         embedding = self.model.get_input_embeddings()
         assert isinstance(embedding, nn.Embedding)
         embedding.padding_idx = None
 
 
-class EndIsNotSeen(ReferenceEngine):
+class EndIsNotSeen(ReferenceBackend):
     """The attention mask is made of ids that are not padding."""
 
-    def _sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         padding = self.model.config.pad_token_id
         if padding is None:
-            return super()._sequence(ids, step)
+            return super().sequence(ids, step)
         mask = (ids != padding).long()
         logits = self.model(input_ids=ids[None], attention_mask=mask[None], use_cache=False).logits[0].float()
-        return self._language_model(ids, logits / step.temperature, step)
+        return self.language_model(ids, logits / step.temperature, step)
 
 
 MUTANTS = (

@@ -134,7 +134,7 @@ class NanSurvivesTheSkip(ReferenceBackend):
     """Gradients that are not finite are not dropped with the skipped step."""
 
     def zero_grad(self) -> None:
-        if all(bool(grad.isfinite().all()) for _, grad in self.state().local_grads()):
+        if all(bool(grad.isfinite().all()) for _, grad in self.gradients()):
             super().zero_grad()
 
 

@@ -10,7 +10,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
-from core_rl.weight_sync.adapter import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
 
 Whole = Iterator[tuple[str, Tensor]]

@@ -12,15 +12,18 @@ from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.engine.loading import load_backend, load_engine
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.request_gate import DEFAULT_COMPONENTS
+from core_rl.engine.train import TrainEngine
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.registry.engines import load_class
 from core_rl.registry.spec import EngineSpec
-from core_rl_conformance.bench import Bench
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.profile import MOE, Profile, Setting
 from core_rl_conformance.session.matrix import Case, Target
-from core_rl_conformance.subject import Subject
 
 C = Capability
 CAPABILITIES = frozenset(
@@ -123,12 +126,19 @@ def spec_of(
 
 
 def make_engine(spec: EngineSpec, config: Any) -> Any:
-    """The engine of ``spec``, over the core's components or those that its backend class names as ``components``."""
-    return load_engine(spec, config, getattr(load_backend(spec), "components", None))
+    """The engine of ``spec``, over the core's components or those that its backend class names as ``components``.
+
+    What is declared and what is implemented are not compared: a mutant may differ, for a check to find out.
+    """
+    base: type[Any] = TrainBackend if spec.kind == "train" else InferenceBackend
+    backend = load_class(spec, "factory", base)
+    if spec.kind == "train":
+        return TrainEngine(spec, config, backend(), getattr(backend, "components", None))
+    return InferenceEngine(spec, config, backend(), getattr(backend, "components", DEFAULT_COMPONENTS))
 
 
 def run_check(
-    bench: Bench,
+    expected_values: ExpectedValues,
     identifier: str,
     spec: EngineSpec,
     *,
@@ -138,7 +148,7 @@ def run_check(
     seed: int = 0,
     dtype: DType = "float32",
     partner: EngineSpec | None = None,
-) -> Subject:
+) -> EngineUnderTest:
     """Run one check as the plugin would; whatever it raises comes out, beside a subject with what was measured."""
     profile = Profile(layouts=(ParallelLayout(), DP2), families=(family,))
     case = Case(
@@ -154,6 +164,6 @@ def run_check(
         other_setting=Setting(layout=DP1 if layout == DP2 else DP2),
     )
     directory.mkdir(parents=True, exist_ok=True)
-    subject = Subject(case, bench, directory)
+    subject = EngineUnderTest(case, expected_values, directory)
     case.check.function(subject)
     return subject

@@ -53,6 +53,10 @@ def engines(
 def show(
     name: Annotated[str, typer.Argument(help="The engine, as 'core-rl engines' lists it.", metavar="NAME")],
     as_json: AsJson = False,
+    check: Annotated[
+        bool,
+        typer.Option(help="Import the backend, and fail where it differs from the declared capabilities."),
+    ] = True,
 ) -> None:
     """Show what one engine supports, and every field of its config with type, default and help."""
     from core_rl.config.describe import describe_fields  # pydantic; the list needs none
@@ -63,6 +67,10 @@ def show(
         typer.echo(json.dumps(_spec_json(spec) | {"fields": [_field_json(f) for f in fields]}, indent=2))
     else:
         _print_spec(spec, fields)
+    if check:
+        from core_rl.engine.loading import load_backend  # torch
+
+        load_backend(spec)
 
 
 def _status(entry: EngineEntry) -> str:

@@ -60,7 +60,7 @@ class Membership:
     def __init__(self, present: _Present, device: torch.device) -> None:
         self.address = present.address
         """The address with which the first engine of this process joined."""
-        self.world = Comm(present.group, device, present.shared)
+        self.world = Comm(present.group, device, present.shared, present.address.timeout_s)
         """All ranks."""
         self._present = present
         present.members.append(self)

@@ -22,7 +22,7 @@ from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.post_hook import AggregateFn, gather_collected
 from core_rl.engine.runtime import Runtime
-from core_rl.errors import BatchError, LossError
+from core_rl.errors import BatchError, CoreRLError, LossError
 
 __all__ = ["Passes"]
 
@@ -84,8 +84,9 @@ class Passes:
         with self.modes.inside("eval"):
             micro_batches = self.cut(batch, mb_spec)
             step = CollectStep(micro_batches, outputs, temperature, post_hook)
-            self._run(micro_batches, step, "forward")
-            agree(run.world, step.raise_failure, "the pass failed", foreign=BatchError)
+            with self._marking_failure(training=False):
+                self._run(micro_batches, step, "forward")
+                agree(run.world, step.raise_failure, "the pass failed", foreign=BatchError)
         collected = run.groups.model_parallel.broadcast(step.collected, run.groups.output_source)
         return gather_collected(batch, micro_batches.plan, collected, output_seqlens, aggregate_fn)
 
@@ -120,8 +121,7 @@ class Passes:
     def _abort(self, error: BaseException) -> None:
         """Free what the pass left. Where that fails, or other ranks wait for this one, the engine has failed."""
         run = self.runtime
-        if run.world.size > 1:
-            run.status.fail(error)
+        self._fail(error)
         try:
             run.backend.abort()
         except Exception:  # of a plugin, while its first error is on the way
@@ -130,12 +130,22 @@ class Passes:
 
     @contextmanager
     def _marking_failure(self, training: bool) -> Iterator[None]:
-        """Refuse the next optimizer step after an error inside the context."""
+        """Refuse the next optimizer step after an error inside the context, and all calls where a peer is lost."""
         try:
             yield
-        except BaseException:
+        except CoreRLError:
             self.runtime.pending.failed |= training
             raise
+        except BaseException as error:
+            # Errors that ranks agree on are of ours; any other is of this rank alone, as a collective's timeout.
+            self.runtime.pending.failed |= training
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Take the engine for failed, unless it is the only rank."""
+        if self.runtime.world.size > 1:
+            self.runtime.status.fail(error)
 
     def loss_scale(self, loss: LossSpec, weights: list[float], total_weight: float | None) -> float:
         """The factor of the sums; the gradients are then *added* over data-parallel ranks."""

@@ -455,7 +455,7 @@ class TrainEngine:
 
     def set_version(self, version: int) -> None:
         """Record the version that the driver gave to the weights. No collective."""
-        self._runtime.progress = replace(self._runtime.progress, version=version)
+        self._updates.set_version(version)
 
     def get_version(self) -> int:
         """The version that the driver gave to the weights. No collective."""

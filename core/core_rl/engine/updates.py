@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Updates:
-    """Decides on steps: clips, skips what is not finite, counts updates."""
+    """Decides on steps: clips, skips what is not finite, counts updates; records the version."""
 
     def __init__(self, runtime: Runtime, modes: Modes) -> None:
         self.runtime = runtime
@@ -83,3 +83,7 @@ class Updates:
         optimizer = guards.require_optimizer(run.config)
         run.progress = replace(run.progress, lr_steps=run.progress.lr_steps + 1)
         return self.learning_rate(optimizer)
+
+    def set_version(self, version: int) -> None:
+        """Record the version of the weights."""
+        self.runtime.progress = replace(self.runtime.progress, version=version)

@@ -159,8 +159,11 @@ class TensorStore:
         return global_grad_norm(self._backend.state().local("grads"), self.world)
 
     def base_digest(self) -> str:
-        """A digest of the weights without the adapter, the same at every layout and on all ranks; collective."""
-        names = [name for name in self.shapes("params") if not is_float32_head(name)]  # trained with the adapter
+        """A digest of the weights without the adapter, the same at every layout and on all ranks; collective.
+
+        A value or reward head belongs to the adapter: it is trained and saved with it.
+        """
+        names = {name for name in self.shapes("params") if not is_float32_head(name)}
         own = self._backend.state().local("master")
         parts = ((p.name, p.tensor) for p in own if p.replica == 0 and p.name in names)
         return digest_of_parts(self.world, parts)

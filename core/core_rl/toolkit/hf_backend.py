@@ -103,13 +103,18 @@ class HFBackend(TrainBackend[C]):
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and this rank's parts of all gradients, in the same order on every rank; missing ones become 0."""
+    def local_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and this rank's parts of the gradients that exist."""
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                yield name, local_part(parameter.grad).tensor
+            if parameter.grad is not None:
+                yield checkpoint_name(name), local_part(parameter.grad).tensor
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of all gradients, in the same order on every rank; missing ones become 0."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        yield from self.local_grads()
 
     def _grad_buckets(self) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
@@ -124,7 +129,7 @@ class HFBackend(TrainBackend[C]):
     def step(self, scale: float, lr: float, count: int) -> None:
         if self.optimizer is None:
             return
-        grads = dict(self._state.local_grads())
+        grads = dict(self.local_grads())
         if scale != 1.0 and grads:
             torch._foreach_mul_(list(grads.values()), scale)
         for name, parameter in self.owned.items():
@@ -161,7 +166,7 @@ class HFBackend(TrainBackend[C]):
             own_memory(p for p in self.model.parameters() if type(p) is nn.Parameter)
             yield from (local_part(parameter.detach()).tensor for parameter in self.model.parameters())
         elif part == "gradients":
-            yield from (grad for _, grad in self._state.local_grads())
+            yield from (grad for _, grad in self.local_grads())
         elif self.optimizer is not None:
             for state in self.optimizer.state.values():
                 yield from (

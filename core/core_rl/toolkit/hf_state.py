@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.sharded_state import LocalSlice, ShardedState
 from core_rl.backend.tensors import TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
@@ -70,12 +70,6 @@ class HFShardedState:
             for written, offsets, tensor in self._layout.local(name, part, tuple(parameter.shape)):
                 yield LocalSlice(_exported_name(kind, written), offsets, tensor, self._replicas[name])
 
-    def local_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and this rank's parts of the gradients that exist."""
-        for name, parameter in self._named.items():
-            if parameter.grad is not None:
-                yield name, local_part(parameter.grad).tensor
-
     def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of ``kind``; a tied one comes once."""
         for name, parameter in self._named.items():
@@ -114,7 +108,7 @@ def _exported_name(kind: str, name: str) -> str:
 
 
 @torch.no_grad()
-def fill(state: HFShardedState, kind: str, source: TensorSource) -> None:
+def fill(state: ShardedState, kind: str, source: TensorSource) -> None:
     """Copy this rank's slices of ``kind`` from ``source``. No collective."""
     for part in state.local(kind):
         part.tensor.copy_(source.read(part.name, part.region))

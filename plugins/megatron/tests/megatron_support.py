@@ -43,7 +43,7 @@ def config(
     model: Mapping[str, Any] | None = None,
     **section: Any,
 ) -> TrainEngineConfig:
-    """A config of ``engine`` for the tiny model, or one with other fields; ``section`` goes beside it."""
+    """A config of ``engine`` for the tiny model, or one with other fields; ``section`` adds to the model's section."""
     values: dict[str, Any] = {
         "model": {"config": TINY | dict(model or {}), **section},
         "optimizer": OPTIMIZER,

@@ -1,4 +1,4 @@
-"""One training, moved between layouts and engines: the losses go on as if it had stayed."""
+"""One training run, moved between layouts and engines: its losses are those of a run that stays."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SPREAD = {"distributed_optimizer": True}
 TENSOR = ("megatron", {"tp": 2}, None)
 INTERLEAVED = ("megatron", {"pp": 2}, {"virtual_stages": 2})
 
-Place = tuple[str, dict[str, Any], dict[str, Any] | None]
-MOVES: list[tuple[Place, Place, str]] = [
+Setup = tuple[str, dict[str, Any], dict[str, Any] | None]
+MOVES: list[tuple[Setup, Setup, str]] = [
     (TENSOR, ("megatron", {"pp": 2}, None), "sharded"),
     (TENSOR, INTERLEAVED, "sharded"),
     (("megatron", {"dp": 2}, SPREAD), ("megatron", {"tp": 2, "sequence_parallel": True}, None), "sharded"),
@@ -33,8 +33,8 @@ MOVES: list[tuple[Place, Place, str]] = [
 ]
 
 
-def _start(place: Place) -> EngineGroup:
-    engine, layout, options = place
+def _start(setup: Setup) -> EngineGroup:
+    engine, layout, options = setup
     return support.started(support.config(engine, layout, options), engine)
 
 
@@ -48,7 +48,7 @@ def _train(group: EngineGroup, steps: range) -> list[float]:
 
 
 @pytest.mark.parametrize(("first", "second", "form"), MOVES, ids=[f"{a}-{b}-{c}" for a, b, c in MOVES])
-def test_a_training_goes_on_elsewhere(first: Place, second: Place, form: Any, tmp_path: Path) -> None:
+def test_training_continues_at_another_layout(first: Setup, second: Setup, form: Any, tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"), format=form)
     with _start(first) as group:
         _train(group, range(3))

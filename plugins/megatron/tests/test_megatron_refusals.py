@@ -1,4 +1,4 @@
-"""What the engine cannot do is said before anything is built, with the number to change."""
+"""Refusals of models, layouts and versions, before anything is built and with the number to change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REFUSED: list[tuple[Fields, Fields, Fields, type[CoreRLError], str]] = [
 @pytest.mark.parametrize(
     ("layout", "options", "model", "error", "says"), REFUSED, ids=[f"{row[0]}-{row[2]}" for row in REFUSED]
 )
-def test_what_does_not_fit_is_refused(
+def test_model_that_does_not_fit_is_refused(
     layout: Fields, options: Fields, model: Fields, error: type[CoreRLError], says: str
 ) -> None:
     config = support.config(layout=layout, options=options, model=model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from core_rl.registry.spec import Capability, EngineSpec
+from core_rl.config.capability import Capability
+from core_rl.registry.spec import EngineSpec
 
 __all__ = ["SPEC"]
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from core_rl.backend.steps import MicroBatchStep
@@ -62,9 +63,8 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         if unloaded is None:
             self.packed.to(context.device)
         self._shard(model, context.config)
-        self.activation_offload = (
-            ActivationOffload(fsdp_modules(self.packed)) if options.activation_offload else None
-        )
+        gathered = [module for module in self.packed.modules() if isinstance(module, FSDPModule)]
+        self.activation_offload = ActivationOffload(gathered) if options.activation_offload else None
         if unloaded is not None:
             unloaded.materialize(self.packed, context.device)
         if context.layout.cp > 1:
@@ -104,7 +104,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
 
     def reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
-        grads = [grad for name, grad in self.state().local_grads() if name in self._partial]
+        grads = [grad for name, grad in self.local_grads() if name in self._partial]
         if grads:
             total = torch.cat([grad.reshape(-1) for grad in grads])
             dist.all_reduce(total, group=self._meshes.shards.tensor.group)

@@ -11,7 +11,7 @@ SPEC = EngineSpec(
     name="megatron",
     kind="train",
     protocol=(0, 2),
-    factory="core_rl_megatron.engine:MegatronEngine",
+    factory="core_rl_megatron.backend:MegatronBackend",
     config="core_rl_megatron.config:MegatronConfig",
     capabilities=frozenset(
         {

@@ -13,7 +13,7 @@ __all__ = ["MegatronConfig", "MegatronOptions"]
 
 
 class MegatronOptions(Config):
-    """What only Megatron knows."""
+    """Settings of Megatron's own."""
 
     virtual_stages: int = Field(default=1, ge=1)
     """Parts of the model on each pipeline rank: with 2 or more the schedule is interleaved (arXiv:2104.04473), with
@@ -46,5 +46,5 @@ class MegatronConfig(TrainEngineConfig):
 
     @property
     def recomputes(self) -> bool:
-        """As `options.recompute` says, where it is ``full``."""
+        """Whether whole layers are computed again in the backward pass."""
         return self.options.recompute == "full"

@@ -1,4 +1,4 @@
-"""What the conformance suite runs for the Megatron engine."""
+"""Layouts, dtypes and model families of the Megatron engine under the conformance suite."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Megatron-Core 0.16 names CUDA in places where it means "the device of this rank". Without CUDA, its
 modules see a `torch` that means the CPU there; all other code, and all of Megatron on a machine with
-CUDA, is left alone. Each entry goes when the site named beside it asks the tensors, or a setting, for
-the device.
+CUDA, is left alone. Each entry names its site, and can go when that site asks the tensors, or a
+setting, for the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures of experts in Megatron: a router that can be listened to and told what to choose."""
+"""Mixtures of experts in Megatron: a router that records its choices and replays recorded ones."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
     balances tokens over whatever is in a micro-batch.
     """
 
-    heard: Routing | None = None
-    """What it made of the last tokens."""
+    recorded: Routing | None = None
+    """Logits and choices for the last tokens."""
     replay: Tensor | None = None
     """Experts to choose, int64 ``[L, k]``, one row for each token that it sees."""
 
@@ -45,7 +45,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         gates = probabilities.gather(1, experts)
         if not self.config.moe_router_pre_softmax:
             gates = gates / gates.sum(-1, keepdim=True)
-        self.heard = Routing(logits, experts)
+        self.recorded = Routing(logits, experts)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
         return torch.zeros_like(probabilities).scatter(1, experts, gates), chosen
 
@@ -74,7 +74,7 @@ def whole_outputs(
     asked: Sequence[OutputName],
     model: str,
 ) -> dict[str, Tensor]:
-    """What is ``asked`` about the routing of all tokens of ``batch``, on every rank that sees some of them."""
+    """Router outputs ``asked`` for, of all tokens of ``batch``, on every rank that sees some of them."""
 
     def whole(value: Tensor) -> Tensor:
         if shards.sequence_parallel:

@@ -1,10 +1,10 @@
-"""Where each tensor that transformers writes lies in Megatron's parameters.
+"""Boxes of checkpoint tensors in Megatron's parameters.
 
 Megatron keeps queries, keys and values of a layer in one matrix, group by group (attention.py:
 ``[q of the group | k | v]`` for each key/value head), and gate and up projection in another (mlp.py:
-``[gate | up]`` on each tensor parallel rank). A `Slot` is what one written tensor has there.
+``[gate | up]`` on each tensor parallel rank). A `RowBox` is a box of one checkpoint tensor in such a matrix.
 
-mbridge has the same names, and imports vision models and ``einops``, which it does not require, to say so.
+mbridge has the same names; to use it would require vision models and ``einops``, which it imports undeclared.
 """
 
 from __future__ import annotations
@@ -18,46 +18,45 @@ from torch import Tensor, nn
 from core_rl.errors import EngineContractError
 from core_rl_megatron.modules import PackedGPT
 
-__all__ = ["Placement", "Slot", "placements"]
+__all__ = ["FlatRange", "RowBox", "boxes_of"]
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Rows ``start .. stop - 1`` of each of ``groups`` equal parts of a parameter: this rank's part of ``name``."""
+class FlatRange:
+    """Consecutive elements of a flattened parameter, or of values in its shape."""
+
+    values: Tensor
+    """One-dimensional, writable."""
+    start: int
+    """The first element's number in the parameter."""
+
+
+@dataclass(frozen=True)
+class RowBox:
+    """Rows ``start .. stop - 1`` of a parameter: a box of the checkpoint tensor ``name``."""
 
     name: str
-    """As transformers writes it."""
-    groups: int
     start: int
     stop: int
     offsets: tuple[int, ...]
-    """Where this rank's part begins in the whole tensor."""
+    """The first element of the box in the checkpoint tensor."""
 
-    def of(self, parameter: Tensor) -> Tensor:
-        """The part, ``[rows, ...]``; a view of ``parameter`` where it lies in one piece."""
-        part = self._view(parameter)
-        return part.reshape(-1, *parameter.shape[1:])
+    def cut(self, shape: tuple[int, ...], flat: FlatRange) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Offsets and views of the boxes that ``flat``, of a parameter of ``shape``, has of this one.
 
-    def write(self, parameter: Tensor, part: Tensor) -> None:
-        """Set the part in ``parameter``."""
-        view = self._view(parameter)
-        view.copy_(part.reshape(view.shape))
-
-    def shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """The shape of the part."""
-        return (self.groups * (self.stop - self.start), *parameter.shape[1:])
-
-    def _view(self, parameter: Tensor) -> Tensor:
-        grouped = parameter.detach().view(self.groups, len(parameter) // self.groups, *parameter.shape[1:])
-        return grouped[:, self.start : self.stop]
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """One parameter of this rank and what lies in it."""
-
-    parameter: nn.Parameter
-    slots: tuple[Slot, ...]
+        A range may begin and end inside a row, so there are up to three: a part of a row, rows, a part of a row.
+        """
+        width = shape[1] if len(shape) == 2 else 1
+        at = max(self.start * width, flat.start)
+        end = min(self.stop * width, flat.start + len(flat.values))
+        while at < end:
+            row, column = divmod(at, width)
+            rows = 0 if column else (end - at) // width
+            count = rows * width or min(end - at, width - column)
+            values = flat.values[at - flat.start : at - flat.start + count]
+            first = (self.offsets[0] + row - self.start, *(offset + column for offset in self.offsets[1:]))
+            yield first, values.view(rows or 1, -1) if len(shape) == 2 else values
+            at += count
 
 
 DIRECT = {
@@ -77,15 +76,17 @@ ROWWISE_IN_LAYER = {
 }
 
 
-def placements(chunk: PackedGPT, tensor_rank: int, expert_rank: int) -> Iterator[Placement]:
-    """All parameters of ``chunk``, each once."""
-    tool = _Namer(chunk, tensor_rank, expert_rank)
+def boxes_of(
+    chunk: PackedGPT, tensor_rank: int, expert_rank: int
+) -> Iterator[tuple[nn.Parameter, tuple[RowBox, ...]]]:
+    """All parameters of ``chunk``, each once, and their boxes; rows that pad the vocabulary are in none."""
+    namer = _Namer(chunk, tensor_rank, expert_rank)
     for name, parameter in chunk.named_parameters():
-        yield Placement(parameter, tuple(tool.slots(name, parameter)))
+        yield parameter, tuple(namer.boxes(name, parameter))
 
 
 class _Namer:
-    """Names the slots of one chunk's parameters."""
+    """Names the boxes of one chunk's parameters."""
 
     def __init__(self, chunk: PackedGPT, tensor_rank: int, expert_rank: int) -> None:
         self._chunk = chunk
@@ -93,7 +94,7 @@ class _Namer:
         self._rank = tensor_rank
         self._expert_rank = expert_rank
 
-    def slots(self, name: str, parameter: nn.Parameter) -> Iterator[Slot]:
+    def boxes(self, name: str, parameter: nn.Parameter) -> Iterator[RowBox]:
         if name in DIRECT:
             yield (
                 self._vocabulary(DIRECT[name], parameter)
@@ -109,7 +110,7 @@ class _Namer:
         else:
             raise EngineContractError(f"Megatron's parameter {name!r} has no name in transformers")
 
-    def _head(self, parameter: nn.Parameter) -> Iterator[Slot]:
+    def _head(self, parameter: nn.Parameter) -> Iterator[RowBox]:
         if len(parameter) == 1:
             yield self._whole("score.weight", parameter)
         elif self._chunk.share_embeddings_and_output_weights:
@@ -118,7 +119,7 @@ class _Namer:
         else:
             yield self._vocabulary("lm_head.weight", parameter)
 
-    def _layer(self, prefix: str, rest: str, parameter: nn.Parameter) -> Iterator[Slot]:
+    def _layer(self, prefix: str, rest: str, parameter: nn.Parameter) -> Iterator[RowBox]:
         if rest in IN_LAYER:
             yield self._whole(f"{prefix}.{IN_LAYER[rest]}", parameter)
         elif rest in ROWWISE_IN_LAYER:
@@ -140,19 +141,19 @@ class _Namer:
                 f"Megatron's parameter {rest!r} of {prefix!r} has no name in transformers"
             )
 
-    def _whole(self, name: str, parameter: nn.Parameter) -> Slot:
-        return Slot(name, 1, 0, len(parameter), (0,) * parameter.dim())
+    def _whole(self, name: str, parameter: nn.Parameter) -> RowBox:
+        return RowBox(name, 0, len(parameter), (0,) * parameter.dim())
 
-    def _columns(self, name: str, parameter: nn.Parameter) -> Slot:
+    def _columns(self, name: str, parameter: nn.Parameter) -> RowBox:
         """A matrix that sums over tensor parallel ranks: each has some of its columns."""
-        return Slot(name, 1, 0, len(parameter), (0, self._rank * parameter.shape[1]))
+        return RowBox(name, 0, len(parameter), (0, self._rank * parameter.shape[1]))
 
-    def _vocabulary(self, name: str, parameter: nn.Parameter) -> Slot:
-        """Rows of the vocabulary; those beyond its end are padding, which nobody writes or reads."""
+    def _vocabulary(self, name: str, parameter: nn.Parameter) -> RowBox:
+        """Rows of the vocabulary, without those that pad it."""
         first = self._rank * len(parameter)
-        return Slot(name, 1, 0, min(len(parameter), self._chunk.true_vocab_size - first), (first, 0))
+        return RowBox(name, 0, min(len(parameter), self._chunk.true_vocab_size - first), (first, 0))
 
-    def _query_key_value(self, prefix: str, kind: str, parameter: nn.Parameter) -> Iterator[Slot]:
+    def _query_key_value(self, prefix: str, kind: str, parameter: nn.Parameter) -> Iterator[RowBox]:
         size, all_groups = self._config.kv_channels, self._config.num_query_groups
         assert size is not None and all_groups is not None  # `transformer_config` sets both
         groups = all_groups // self._config.tensor_model_parallel_size
@@ -163,10 +164,13 @@ class _Namer:
             "v": (queries + size, queries + 2 * size),
         }
         for letter, (start, stop) in bounds.items():
-            offsets = (self._rank * groups * (stop - start), *[0] * (parameter.dim() - 1))
-            yield Slot(f"{prefix}.{letter}_proj.{kind}", groups, start, stop, offsets)
+            for group in range(groups):
+                first = group * (queries + 2 * size)
+                offset = (self._rank * groups + group) * (stop - start)
+                offsets = (offset, *[0] * (parameter.dim() - 1))
+                yield RowBox(f"{prefix}.{letter}_proj.{kind}", first + start, first + stop, offsets)
 
-    def _gate_and_up(self, prefix: str, parameter: nn.Parameter, rank: int) -> Iterator[Slot]:
+    def _gate_and_up(self, prefix: str, parameter: nn.Parameter, rank: int) -> Iterator[RowBox]:
         half = len(parameter) // 2
-        yield Slot(f"{prefix}.gate_proj.weight", 1, 0, half, (rank * half, 0))
-        yield Slot(f"{prefix}.up_proj.weight", 1, half, 2 * half, (rank * half, 0))
+        yield RowBox(f"{prefix}.gate_proj.weight", 0, half, (rank * half, 0))
+        yield RowBox(f"{prefix}.up_proj.weight", half, 2 * half, (rank * half, 0))

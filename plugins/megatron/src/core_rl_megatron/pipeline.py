@@ -26,7 +26,7 @@ DIMENSIONS = 3
 
 
 def schedule_groups(config: TransformerConfig, device: torch.device) -> ScheduleGroups:
-    """What Megatron's schedules of pipelines take, with `StageMessages`."""
+    """Arguments of Megatron's pipeline schedules, with `StageMessages`."""
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])
     group = mpu.get_pipeline_model_parallel_group()
     return {"p2p_communicator": StageMessages(group, config, device), "pg_collection": groups}
@@ -51,6 +51,10 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]
         """Return when everything that was sent has been received."""
         for request, _ in self._under_way:
             request.wait()
+        self._under_way.clear()
+
+    def abandon(self) -> None:
+        """Forget what was sent, after a failed pass."""
         self._under_way.clear()
 
     def _communicate_shapes(

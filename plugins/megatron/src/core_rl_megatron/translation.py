@@ -21,7 +21,7 @@ __all__ = ["Family", "family_of", "transformer_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What sets one family of models apart, in Megatron's words."""
+    """Differences between families of models, in Megatron's words."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -50,7 +50,7 @@ def family_of(model: PretrainedConfig) -> Family:
 
 
 def _variants(model: PretrainedConfig) -> Iterator[str]:
-    """What a config of a known family may ask for and the mapping leaves out."""
+    """Settings of a known family that the mapping lacks."""
     if model.hidden_act != "silu":
         yield f"hidden_act={model.hidden_act!r}; the mapping knows 'silu'"
     for name in ("attention_bias", "mlp_bias"):
@@ -135,7 +135,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         moe_token_dispatcher_type="alltoall",  # noqa: S106  no password
         # On gloo, batched sends to both neighbours at once mix up where the two are one rank.
         batch_p2p_comm=False,
-        # The core has divided the loss by its whole weight: see `MegatronEngine._loss`.
+        # The core has divided the loss by its whole weight: see `core_rl_megatron.schedule`.
         calculate_per_token_loss=True,
         # Weights are loaded, not drawn.
         perform_initialization=False,

@@ -1,4 +1,4 @@
-"""`Subject`: what a check function gets: one engine on one layout with one tiny model."""
+"""`EngineUnderTest`: what a check function gets: one engine on one layout with one tiny model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import load_config
 from core_rl.registry.spec import EngineSpec
-from core_rl_conformance.bench import Bench, ExpectedGradients, ExpectedOutputs
+from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs, ExpectedValues
 from core_rl_conformance.hints.diagnose import (
     Finding,
     compare_mean_square,
@@ -38,7 +38,7 @@ from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
 from core_rl_oracle.written import layer_of
 
-__all__ = ["BUDGET", "ONE_PASS", "Subject", "per_sequence"]
+__all__ = ["BUDGET", "ONE_PASS", "EngineUnderTest", "per_sequence"]
 
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
@@ -50,16 +50,16 @@ ENOUGH = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Subject:
+class EngineUnderTest:
     """The engine of ``case``, with what the oracle expects of it.
 
     A check starts it with `start`, compares with `verify` (which keeps the measured error and raises
     an `AssertionError` that helps), and takes fresh directories from `directory`.
     """
 
-    def __init__(self, case: Case, bench: Bench, directory: Path) -> None:
+    def __init__(self, case: Case, expected_values: ExpectedValues, directory: Path) -> None:
         self.case = case
-        self.bench = bench
+        self.expected = expected_values
         self.spec = case.target.spec
         self.layout = case.layout
         self.dtype = DTYPES[case.dtype]
@@ -80,7 +80,7 @@ class Subject:
     @property
     def first_layer(self) -> str:
         """A pattern for the parameters of the first transformer layer."""
-        names = self.bench.oracle(self.model()).parameters()
+        names = self.expected.oracle(self.model()).parameters()
         return next(f"{layer}.*" for name in names if (layer := layer_of(name)))
 
     def directory(self, name: str) -> Path:
@@ -103,7 +103,7 @@ class Subject:
         """
         model = model or self.model()
         own = spec is None or spec == self.spec
-        path = str(self.bench.models.directory(model))
+        path = str(self.expected.models.directory(model))
         setting = self._setting(layout, own)
         values: dict[str, Any] = {
             **(setting.over(self.case.target.profile.options) if own else {}),
@@ -141,7 +141,7 @@ class Subject:
         config = self.config(
             model, layout=layout, optimizer=optimizer, frozen=frozen, spec=spec, changes=changes
         )
-        return self.bench.groups.start(spec or self.spec, config, FinetuneSpec())
+        return self.expected.groups.start(spec or self.spec, config, FinetuneSpec())
 
     def serve(
         self, model: TinyModel | None = None, *, keep: bool = True, adapter: TinyAdapter | None = None
@@ -151,18 +151,18 @@ class Subject:
         With ``adapter``, one that takes adapters of this kind.
         """
         shared = self.case.target.profile.shared_servers
-        return self.bench.servers.start(self.spec, self._serving(model, adapter), keep=keep, shared=shared)
+        return self.expected.servers.start(self.spec, self._serving(model, adapter), keep=keep, shared=shared)
 
     def connect(self, model: TinyModel | None = None) -> InferenceEngine:
         """A second engine at the servers of `serve`, for the caller to destroy."""
-        return self.bench.servers.connect(self.spec, self._serving(model))
+        return self.expected.servers.connect(self.spec, self._serving(model))
 
     def _serving(self, model: TinyModel | None, adapter: TinyAdapter | None = None) -> InferenceEngineConfig:
         model = model or self.model()
         values: dict[str, Any] = {
             **self.case.setting.over(self.case.target.profile.options),
             "model": {
-                "path": str(self.bench.models.directory(model)),
+                "path": str(self.expected.models.directory(model)),
                 "lora": None if adapter is None else adapter.section(),
             },
             "dtype": self.case.dtype,
@@ -174,22 +174,22 @@ class Subject:
         return found
 
     @property
-    def peer(self) -> Subject:
+    def peer(self) -> EngineUnderTest:
         """The second engine of a pair, for `start` or `serve`."""
-        return Subject(self.case.of_partner(), self.bench, self._directory)
+        return EngineUnderTest(self.case.of_partner(), self.expected, self._directory)
 
     # ------------------------------------------------------------ what is expected
 
     def outputs(self, model: TinyModel, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
         """The output ``name`` of each sequence."""
-        return self.bench.outputs(model, data, name, temperature, self.dtype, self.case.device)
+        return self.expected.outputs(model, data, name, temperature, self.dtype, self.case.device)
 
     def gradients(self, model: TinyModel, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
         """Loss, gradients and norm."""
-        return self.bench.gradients(model, data, loss, self.dtype, self.case.device)
+        return self.expected.gradients(model, data, loss, self.dtype, self.case.device)
 
     def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
-        """What hints may say of the tokens of ``data``, in a group that shards all of it and ``cut``s the shards."""
+        """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""
         return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
 
     # ------------------------------------------------------------ judging
@@ -201,15 +201,15 @@ class Subject:
             Measurement(what=finding.what, error=finding.error, limit=finding.limit, points=finding.points)
         )
         if finding.problem is not None:
-            raise AssertionError(self.explained(finding.problem + _how_near(finding)))
+            raise AssertionError(self.failure_message(finding.problem + _how_near(finding)))
 
     def require(self, holds: bool, problem: str) -> None:
         """Raise `AssertionError` with ``problem`` unless ``holds``."""
         __tracebackhide__ = True
         if not holds:
-            raise AssertionError(self.explained(problem))
+            raise AssertionError(self.failure_message(problem))
 
-    def explained(self, problem: str) -> str:
+    def failure_message(self, problem: str) -> str:
         """``problem`` under a line that tells where, above one that tells where to look."""
         case, check = self.case, self.case.check
         beside = f", beside {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""

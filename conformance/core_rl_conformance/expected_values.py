@@ -32,7 +32,7 @@ from core_rl_oracle.tolerance import (
     tolerances,
 )
 
-__all__ = ["Bench", "ExpectedGradients", "ExpectedOutputs"]
+__all__ = ["ExpectedGradients", "ExpectedOutputs", "ExpectedValues"]
 
 ValueT = TypeVar("ValueT")
 
@@ -50,7 +50,7 @@ class ExpectedOutputs:
         return signed_mean(self._errors(got), self._plain_errors(), self.tolerance.floor)
 
     def mean_square(self, got: Sequence[Tensor]) -> MeanSquare:
-        """How large the errors of ``got`` are on the whole."""
+        """The root mean square error of ``got``."""
         return mean_square(self._errors(got), self._plain_errors(), self.tolerance.floor)
 
     def _plain_errors(self) -> list[list[Tensor]]:
@@ -70,8 +70,8 @@ class ExpectedGradients:
     norm: Tolerance
 
 
-class Bench:
-    """What checks share in one process. Close it, or use it as a context manager."""
+class ExpectedValues:
+    """Expected values that checks share in one process. Close it, or use it as a context manager."""
 
     def __init__(
         self, directory: Path, timeout_s: float = CALL_TIMEOUT_S, make_engine: MakeEngine = load_engine
@@ -195,7 +195,7 @@ class Bench:
     def training(
         self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedTraining:
-        """What ``training`` makes of ``model``, from end to end."""
+        """Losses, norms and weights of ``model`` after ``training``."""
         return self._keep(
             ("training", model, training, dtype, device),
             lambda: expected_training(self.models.directory(model), model.head, training, dtype, device),

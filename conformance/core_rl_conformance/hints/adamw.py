@@ -1,0 +1,172 @@
+"""Known mistakes around AdamW: steps that are made with one of them, to compare with a wrong engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from core_rl_conformance.hints.diagnose import Finding, compare_named
+from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
+from core_rl_oracle.plain_adamw import StepTolerances
+from core_rl_oracle.tolerance import Tolerance, largest_difference
+
+__all__ = ["RULES", "Steps", "compare_state", "compare_weights"]
+
+Grads = Mapping[str, Tensor]
+StepRule = Callable[[AdamW, AdamWState, Grads, float], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Optimizer steps: the state before them, and the gradients and the learning rate of each."""
+
+    config: AdamW
+    start: AdamWState
+    grads: Sequence[Grads]
+    rates: Sequence[float]
+    rule: StepRule = AdamW.step
+    """Update the state in place with one step's gradients and learning rate."""
+
+    def state(self) -> AdamWState:
+        """Weights and moments after the steps."""
+        state = self.start.copy()
+        for grads, rate in zip(self.grads, self.rates, strict=True):
+            self.rule(self.config, state, grads, rate)
+        return state
+
+
+def compare_weights(
+    what: str, got: Grads, steps: Steps, tolerances: Mapping[str, Tolerance], ranks: int
+) -> Finding:
+    """Compare the weights ``got`` after ``steps`` on ``ranks`` data-parallel ranks; name a known mistake."""
+    right = steps.state().params
+    finding = compare_named(what, got, right, tolerances, since=steps.start.params)
+    if finding.problem is None:
+        return finding
+    guess = _guess(steps, lambda wrong: _near(got, wrong.params, right, tolerances), ranks)
+    return replace(finding, problem="\n".join(filter(None, (finding.problem, guess))))
+
+
+def compare_state(
+    what: str, got: AdamWState, steps: Steps, allowed: StepTolerances, ranks: int
+) -> list[Finding]:
+    """Compare weights and moments after ``steps`` on ``ranks`` data-parallel ranks; ``got.count`` is not read.
+
+    If some are wrong, one finding reports all three and names the known mistake.
+    """
+    right = steps.state()
+    parts = {
+        "weights": (got.params, right.params, allowed.master, steps.start.params),
+        "first moments": (got.exp_avg, right.exp_avg, allowed.exp_avg, None),
+        "second moments": (got.exp_avg_sq, right.exp_avg_sq, allowed.exp_avg_sq, None),
+    }
+    findings = {
+        kind: compare_named(f"{kind} {what}", found, expected, limits, since=since)
+        for kind, (found, expected, limits, since) in parts.items()
+    }
+    wrong = [finding for finding in findings.values() if finding.problem is not None]
+    if not wrong:
+        return list(findings.values())
+    verdict = ", ".join(
+        f"{kind} {'right' if finding.problem is None else 'wrong'}" for kind, finding in findings.items()
+    )
+    guess = _rounded(got) or _guess(steps, lambda wrong: _all_near(got, wrong, right, allowed), ranks)
+    lines = [f"{what}: {verdict}", *(finding.problem for finding in wrong), guess]
+    return [replace(wrong[0], problem="\n".join(filter(None, lines)))]
+
+
+def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Tolerance]) -> bool:
+    """Whether ``wrong`` explains ``got``: tolerances are for what is ``right``, and grow with the values."""
+    scale = max(1.0, _largest(wrong) / max(_largest(right), 1e-300))
+    return set(got) == set(wrong) and all(
+        largest_difference(got[name], value) <= scale * tolerances[name].limit
+        for name, value in wrong.items()
+    )
+
+
+def _largest(tensors: Grads) -> float:
+    return max(float(value.abs().max()) for value in tensors.values())
+
+
+def _all_near(got: AdamWState, wrong: AdamWState, right: AdamWState, allowed: StepTolerances) -> bool:
+    return (
+        _near(got.params, wrong.params, right.params, allowed.master)
+        and _near(got.exp_avg, wrong.exp_avg, right.exp_avg, allowed.exp_avg)
+        and _near(got.exp_avg_sq, wrong.exp_avg_sq, right.exp_avg_sq, allowed.exp_avg_sq)
+    )
+
+
+def _rounded(got: AdamWState) -> str | None:
+    """Float32 moments are bfloat16 numbers only if somebody has rounded them."""
+    rounded = [
+        kind
+        for kind, moments in (("first", got.exp_avg), ("second", got.exp_avg_sq))
+        if any(bool(value.any()) for value in moments.values())
+        and all(bool((value == value.bfloat16()).all()) for value in moments.values())
+    ]
+    return f"it looks like: the {' and '.join(rounded)} moments are kept in bfloat16" if rounded else None
+
+
+def _guess(steps: Steps, fits: Callable[[AdamWState], bool], ranks: int) -> str | None:
+    found = (sentence for sentence, wrong in _mistakes(steps, ranks) if fits(wrong.state()))
+    sentence = next(found, None)
+    return None if sentence is None else f"it looks like: {sentence}"
+
+
+def _mistakes(steps: Steps, ranks: int) -> Iterator[tuple[str, Steps]]:
+    config, rates = steps.config, list(steps.rates)
+    for sentence, changed in (
+        ("gradients are not clipped", replace(config, max_grad_norm=None)),
+        ("the weights do not decay", replace(config, weight_decay=0.0)),
+        *((f"eps is {eps:g}", replace(config, eps=eps)) for eps in (1e-8, 1e-6, 1e-5)),
+    ):
+        if changed != config:
+            yield sentence, replace(steps, config=changed)
+    if len(set(rates)) > 1:
+        late = replace(steps, rates=[*rates[:1], *rates[:-1]])
+        yield "each step has the learning rate of the step before", late
+    for factor in dict.fromkeys((2.0, 0.5, float(ranks), 1.0 / ranks)):
+        if factor != 1.0:
+            scaled = [{name: factor * value for name, value in grads.items()} for grads in steps.grads]
+            sentence = f"the optimizer gets the exported gradients times {factor:g}"
+            yield sentence, replace(steps, grads=scaled)
+    for sentence, rule in RULES.items():
+        yield sentence, replace(steps, rule=rule)
+
+
+def _step_with_coupled_decay(config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+    clip = config.clip_scale(grad_norm(grads))
+    given = {
+        name: clip * value.double() + config.weight_decay * (value.dim() >= 2) * state.params[name]
+        for name, value in grads.items()
+    }
+    replace(config, weight_decay=0.0, max_grad_norm=None).step(state, given, rate)
+
+
+def _step_with_decay_of_vectors(config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+    for name, value in grads.items():
+        if value.dim() < 2:
+            state.params[name].mul_(1 - rate * config.weight_decay)
+    config.step(state, grads, rate)
+
+
+def _step_up_to(last: int, config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+    state.count = min(state.count, last - 1)
+    config.step(state, grads, rate)
+
+
+def _step_modulo(size: int, config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+    counted = max(1, (state.count + 1) % size)
+    config.step(replace(state, count=counted - 1), grads, rate)
+    state.count += 1
+
+
+RULES: Mapping[str, StepRule] = {
+    "the decay goes through the moments (Adam, not AdamW)": _step_with_coupled_decay,
+    "norms and biases decay as well": _step_with_decay_of_vectors,
+    **{f"the bias correction stays at step {last}": partial(_step_up_to, last) for last in range(1, 8)},
+    **{f"the step count wraps around at {size}": partial(_step_modulo, size) for size in (2**8, 2**16)},
+}

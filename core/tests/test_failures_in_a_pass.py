@@ -1,0 +1,73 @@
+"""No engine trains on half of a batch: failures of a loss, and of a backend, on one of two ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import backend_support as support
+import engine_support
+import pytest
+import torch
+from backend_support import BREAKS_BACKEND, BREAKS_LOSS, LOSS, ONE, broken
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.errors import EngineStateError, LossError
+from core_rl.launch.group import EngineGroup
+
+LIMIT_S = 10.0
+"""How long a rank waits for its peers."""
+BATCH = engine_support.batch(lengths=(5, 9, 3, 7))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[EngineGroup]:
+    config = engine_support.config().model_copy(update={"layout": ParallelLayout(dp=2)})
+    with EngineGroup(support.BREAKS, config, timeout_s=120, threads_per_rank=1) as group:
+        yield group
+
+
+@pytest.fixture
+def group(ranks: EngineGroup) -> EngineGroup:
+    ranks.initialize()
+    return ranks
+
+
+def test_a_loss_that_raises_on_one_rank_raises_on_all(group: EngineGroup) -> None:
+    answers = group.run(support.pass_and_step, broken(BATCH, BREAKS_LOSS))
+    for of_pass, of_step in answers:
+        assert of_pass.startswith("LossError: ") and "a weight is negative" in of_pass
+        assert of_step.startswith("EngineStateError: optimizer_step() after a pass that raised")
+    with pytest.raises(EngineStateError, match=r"call optimizer_zero_grad\(\) first"):
+        group.forward_backward(BATCH, LOSS, ONE)
+
+
+@pytest.mark.parametrize("method", ["forward_backward", "train_batch", "eval_batch"])
+def test_after_a_loss_that_raised_it_trains_as_if_nothing_had_happened(
+    group: EngineGroup, method: str
+) -> None:
+    with pytest.raises(LossError, match="a weight is negative"):
+        getattr(group, method)(broken(BATCH, BREAKS_LOSS), LOSS, ONE)
+    group.optimizer_zero_grad()
+    group.forward_backward(BATCH, LOSS, ONE)
+    after = group.optimizer_step(), group.named_tensors("master")
+    group.initialize()
+    group.forward_backward(BATCH, LOSS, ONE)
+    untouched = group.optimizer_step(), group.named_tensors("master")
+    assert after[0] == untouched[0]
+    assert all(torch.equal(tensor, untouched[1][name]) for name, tensor in after[1].items())
+
+
+def test_a_backend_that_raises_alone_fails_the_engine(ranks: EngineGroup) -> None:
+    patience, ranks.timeout_s = ranks.timeout_s, LIMIT_S
+    ranks.initialize()
+    ranks.timeout_s = patience
+    begin = time.monotonic()
+    answers = ranks.run(support.calls_after_a_pass, broken(BATCH, BREAKS_BACKEND))
+    assert time.monotonic() - begin < LIMIT_S + 60.0
+    assert sum(said["pass"] == "RuntimeError: the kernel broke" for said in answers) == 1
+    for said in answers:
+        of_pass, of_destroy = said.pop("pass"), said.pop("destroy")
+        assert of_pass and not of_destroy
+        for name, message in said.items():
+            assert f"{name}() on an engine that has failed: {of_pass}" in message

@@ -1,0 +1,172 @@
+"""`MegatronBackend`: a train backend over Megatron-Core's GPT model, schedules and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from core_rl.backend.protocols import MemoryPart
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import TensorDict, TensorSource
+from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
+from core_rl.data.batch import SequenceBatch
+from core_rl.distributed.agreement import on_all
+from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.errors import ConfigError
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.meta_build import build_on_meta
+from core_rl_megatron import cpu_shim
+from core_rl_megatron.config import MegatronConfig
+from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
+from core_rl_megatron.optimizer import ShardedOptimizer
+from core_rl_megatron.parallel_state import join_groups, leave_groups
+from core_rl_megatron.rng_state import MegatronRngState
+from core_rl_megatron.schedule import Schedule
+from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
+from core_rl_megatron.versions import check_megatron
+
+__all__ = ["MegatronBackend"]
+
+
+class MegatronBackend(TrainBackend[MegatronConfig]):
+    """One rank of a model in Megatron's layouts."""
+
+    model: StageModel
+    optimizer: ShardedOptimizer | None
+    rng: MegatronRngState
+    schedule: Schedule
+    _in_groups: bool = False
+
+    # ---------------------------------------------------------------- building
+
+    def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
+        check_megatron()
+        cpu_shim.install(world.device)
+        self._parallel = join_groups(world, config.layout, config.options.virtual_stages)
+        self._in_groups = True
+        return self._parallel.groups
+
+    def build(self, context: BuildContext[MegatronConfig]) -> None:
+        config = context.config
+        if config.options.virtual_stages > 1:
+            self.micro_batch_multiple = config.layout.pp
+        model, tensors, weights = _planned(context)
+        self.rng, self.optimizer = MegatronRngState(context.seed), None
+        with cpu_shim.building(), self.rng.own():
+            self.model = build_stage(context, model, tensors.trained)
+            self.wrapped: list[nn.Module] = [*self.model.chunks]
+            if config.optimizer is not None:
+                half, spread = config.dtype == "bfloat16", config.options.distributed_optimizer
+                self.wrapped = wrap_chunks(self.model, distributed=spread)
+                self.optimizer = ShardedOptimizer(
+                    self.wrapped, config.optimizer, half=half, distributed=spread
+                )
+        self._state = MegatronState(tensors, self.model.boxes, self.optimizer, context.world)
+        self.schedule = Schedule(context, self.model, self.wrapped, self._parallel.shards)
+        on_all(context.world, lambda: self._fill(weights), "cannot read the weights", ConfigError)
+        self.after_load(frozenset({"master"}))
+
+    @torch.no_grad()
+    def _fill(self, weights: TensorSource) -> None:
+        for part in self._state.local("master"):
+            part.tensor.copy_(weights.read(part.name, part.region))
+
+    def teardown(self) -> None:
+        """Leave Megatron's groups, which are global: the next engine of this process makes its own."""
+        if self._in_groups:
+            self._in_groups = False
+            leave_groups()
+
+    # ------------------------------------------------------------------- state
+
+    def hf_config(self) -> PretrainedConfig:
+        return self.model.hf_config
+
+    def state(self) -> MegatronState:
+        return self._state
+
+    @torch.no_grad()
+    def after_load(self, kinds: frozenset[str]) -> None:
+        """Copy float32 weights to the parameters that compute."""
+        if "master" not in kinds:
+            return
+        for parameter, values in self._state.frozen.items():
+            parameter.copy_(values)
+        if self.optimizer is not None:
+            self.optimizer.refresh()
+
+    def memory(self, part: MemoryPart) -> Iterable[Tensor]:
+        """This rank's weights with their float32 copies, buffers of gradients, or moments."""
+        optimizer = self.optimizer
+        if part == "weights":
+            yield from (parameter.detach() for parameter in self.model.boxes)
+            yield from self._state.frozen.values()
+            yield from optimizer.mains() if optimizer else ()
+        elif optimizer is not None:
+            yield from optimizer.grad_buffers() if part == "gradients" else optimizer.moments()
+
+    def rng_state(self) -> Mapping[str, Tensor]:
+        """The states of Megatron's tracker."""
+        return self.rng.states
+
+    def load_rng_state(self, states: Mapping[str, Tensor]) -> None:
+        """Set them."""
+        self.rng.load(states)
+
+    # ---------------------------------------------------------------- training
+
+    def set_training(self, training: bool) -> None:
+        for chunk in self.model.chunks:
+            chunk.train(training)
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        with self.rng.own():
+            self.schedule.run(micro_batches, step, forward_only=mode == "forward")
+
+    def abort(self) -> None:
+        """Gradients stay: those of earlier passes are whole, and the core drops the others."""
+        self.schedule.abort()
+
+    def zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def reduce_grads(self) -> None:
+        """Sum over data and context parallel ranks, both copies of a tied embedding, and norms under sequence
+        parallelism.
+        """
+        finalize_model_grads(self.wrapped, None)
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step(scale, lr, count)
+
+
+def _planned(
+    context: BuildContext[MegatronConfig],
+) -> tuple[PreTrainedModel, CheckpointTensors, TensorSource]:
+    """The Hugging Face model, without memory if its files allow it; its checkpoint tensors, and their values."""
+    config = context.config.model
+    _check_router_aux(context.config)
+    unloaded = build_on_meta(config, seed=context.seed, attn_implementation="sdpa")
+    model = unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="sdpa")
+    context.check_model(model.config)
+    layout = CheckpointLayout.of(model)
+    if unloaded is not None:
+        return model, CheckpointTensors.of(model, layout), unloaded.source
+    weights = (item for name, p in model.named_parameters() for item in layout.cut(name, p.detach()))
+    return model, CheckpointTensors.of(model, layout), TensorDict(dict(weights))
+
+
+def _check_router_aux(config: MegatronConfig) -> None:
+    coefficient = config.model.router_aux_coef
+    if coefficient and (config.layout.pp > 1 or config.options.recompute == "full"):
+        raise ConfigError(
+            f"model.router_aux_coef = {coefficient} needs the routers' logits, with their gradients, "
+            "where the loss is; set it to 0, or layout.pp to 1 and options.recompute to 'none' or 'selective'"
+        )

@@ -1,0 +1,98 @@
+"""`StageModel`: this rank's part of the model, one chunk for each virtual stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from core_rl.backend.train_backend import BuildContext
+from core_rl.distributed.agreement import on_all
+from core_rl.errors import ConfigError
+from core_rl_megatron.config import MegatronConfig
+from core_rl_megatron.experts import mark_experts
+from core_rl_megatron.modules import PackedGPT, build_chunk, padding_token
+from core_rl_megatron.naming import RowBox, boxes_of
+from core_rl_megatron.translation import transformer_config
+
+__all__ = ["StageModel", "build_stage", "wrap_chunks"]
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """Chunks with weights of 0, frozen or not, in their dtype and on their device."""
+
+    hf_config: PretrainedConfig
+    config: TransformerConfig
+    chunks: list[PackedGPT]
+    boxes: dict[nn.Parameter, tuple[RowBox, ...]]
+    """Boxes of checkpoint tensors in each parameter."""
+
+
+def build_stage(
+    context: BuildContext[MegatronConfig], model: PreTrainedModel, trained: frozenset[str]
+) -> StageModel:
+    """This rank's layers of ``model``, of which the checkpoint tensors ``trained`` have gradients. Collective.
+
+    Raises on all ranks what `transformer_config` raises, and `ConfigError` where a part of a fused parameter is frozen.
+    """
+    config = transformer_config(context.config, model.config)
+    chunks = [
+        build_chunk(
+            config,
+            model.config,
+            context.config.model.head,
+            first=first,
+            last=last,
+            virtual_stage=stage,
+            padding_id=padding_token(model),
+        ).to(context.device)
+        for first, last, stage in _stages(context.config.options.virtual_stages)
+    ]
+    ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+    boxes = {parameter: found for chunk in chunks for parameter, found in boxes_of(chunk, *ranks)}
+    spread = max(context.layout.ep, context.layout.tp) > 1
+    for chunk in chunks:
+        mark_experts(chunk.named_parameters(), spread=spread)
+    on_all(context.world, lambda: _freeze(boxes, trained), "model.frozen")
+    for parameter, found in boxes.items():
+        nn.init.zeros_(parameter)  # rows that pad the vocabulary are never loaded
+        if context.config.dtype == "bfloat16" and found[0].name != "score.weight":
+            parameter.data = parameter.data.bfloat16()
+    return StageModel(model.config, config, chunks, boxes)
+
+
+def wrap_chunks(model: StageModel, *, distributed: bool) -> list[Any]:
+    """Megatron's DistributedDataParallel around each chunk, with float32 gradients. Collective."""
+    plan = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    return [
+        DistributedDataParallel(model.config, plan, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(model.chunks)
+    ]
+
+
+def _stages(virtual: int) -> Iterator[tuple[bool, bool, int | None]]:
+    """For each chunk here, whether it is the first or the last of the model, and its number."""
+    for stage in range(virtual) if virtual > 1 else (None,):
+        here = {"ignore_virtual": False, "vp_stage": stage}
+        yield mpu.is_pipeline_first_stage(**here), mpu.is_pipeline_last_stage(**here), stage
+
+
+def _freeze(boxes: dict[nn.Parameter, tuple[RowBox, ...]], trained: frozenset[str]) -> None:
+    """Turn gradients off where no checkpoint tensor in a parameter is trained."""
+    for parameter, found in boxes.items():
+        names = list(dict.fromkeys(box.name for box in found))
+        chosen = [name for name in names if name in trained]
+        if chosen and len(chosen) < len(names):
+            frozen = [name for name in names if name not in trained]
+            raise ConfigError(
+                f"model.frozen matches {frozen}, which Megatron has in one parameter with {chosen}; "
+                "freeze all of these or none"
+            )
+        parameter.requires_grad_(bool(chosen))

@@ -1,0 +1,67 @@
+"""One rank whose pass raises inside Megatron's schedule, and which trains on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import megatron_support as support
+import pytest
+import torch
+
+from core_rl.backend.loss import LossSpec
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.loading import load_engine
+from core_rl.engine.train import TrainEngine
+from core_rl_megatron.backend import MegatronBackend
+
+LOSS = LossSpec(fn=support.weighted_nll)
+CUT = MicroBatchSpec(max_tokens=24)
+CONFIGS = [
+    support.config(),
+    support.config(options={"distributed_optimizer": True}).model_copy(update={"dtype": "bfloat16"}),
+]
+
+
+class _OutOfMemory(RuntimeError):
+    pass
+
+
+class _FailsOnce:
+    """A hook that raises in the second micro-batch that it sees."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise _OutOfMemory
+
+
+def results(engine: TrainEngine) -> list[float]:
+    found = []
+    with engine.train_mode():
+        for seed in range(2):
+            metrics = engine.train_batch(support.batch(seed), LOSS, CUT)
+            found += [metrics["loss"], metrics["grad_norm"]]
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["float32", "bfloat16-distributed-optimizer"])
+def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> None:
+    found = []
+    for failing in (False, True):
+        engine = load_engine("megatron", config)
+        engine.initialize()
+        with ExitStack() as stack:
+            stack.callback(engine.destroy)
+            if failing:
+                assert isinstance(engine.backend, MegatronBackend)
+                hook = engine.backend.model.chunks[0].register_forward_pre_hook(_FailsOnce())
+                with engine.train_mode(), pytest.raises(_OutOfMemory):
+                    engine.train_batch(support.batch(5), LOSS, CUT)
+                hook.remove()
+            found.append(results(engine))
+    assert found[0] == found[1]
