@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from core_rl.backend.loss import LossSpec, count_sequences
-from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.config.layout import ParallelLayout
@@ -453,3 +453,14 @@ def test_a_backend_that_breaks_the_contract_is_caught(broken: type[ReferenceBack
     with pytest.raises(EngineContractError, match=message):
         engine.train_batch(support.batch(), NLL, TWO)
     engine.destroy()
+
+
+def test_weights_of_files_are_aligned_as_after_an_offload(tmp_path: Path) -> None:
+    """Kernels round by alignment: resuming would not be bitwise after an offload."""
+    first = support.engine()
+    first.save(SaveLoadMeta(path=str(tmp_path / "model"), format="hf"))
+    first.destroy()
+    loaded = support.engine(ReferenceConfig(model=ModelConfig(path=str(tmp_path / "model"))))
+    assert isinstance(loaded.backend, ReferenceBackend)
+    assert {parameter.data_ptr() % 64 for parameter in loaded.backend.model.parameters()} == {0}
+    loaded.destroy()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from core_rl.errors import EngineStateError
-
-__all__ = ["HostCopies", "guarded", "own_memory"]
+__all__ = ["HostCopies", "own_memory"]
 
 
 class HostCopies:
@@ -64,21 +60,3 @@ def own_memory(parameters: Iterable[nn.Parameter]) -> None:
         storage = parameter.untyped_storage()
         if not storage.resizable() or storage.nbytes() != parameter.nbytes:
             parameter.data = parameter.data.clone()
-
-
-@contextmanager
-def guarded(model: nn.Module) -> Iterator[None]:
-    """Inside the context, a forward pass of any part of ``model`` raises `EngineStateError`."""
-    hooks = [module.register_forward_pre_hook(_refuse) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _refuse(module: nn.Module, _: object) -> NoReturn:
-    raise EngineStateError(
-        f"the weights of {type(module).__name__} are offloaded; call onload(), or work inside train_mode() or "
-        "eval_mode()"
-    )

@@ -51,6 +51,8 @@ class HFBackend(TrainBackend[C]):
         parameters have. One that is given has the module's own parameters.
         """
         self.model, self.context = model, context
+        # Tensors of a mapped file are not aligned, and kernels round by alignment: offloading would change results.
+        own_memory(parameter for parameter in model.parameters() if type(parameter) is nn.Parameter)
         config = context.config.optimizer
         named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
         if optimizer is None:
@@ -163,7 +165,6 @@ class HFBackend(TrainBackend[C]):
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
         """This rank's weights, gradients or moments."""
         if part == "weights":
-            own_memory(p for p in self.model.parameters() if type(p) is nn.Parameter)
             yield from (local_part(parameter.detach()).tensor for parameter in self.model.parameters())
         elif part == "gradients":
             yield from (grad for _, grad in self.local_grads())
