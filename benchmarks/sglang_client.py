@@ -52,13 +52,12 @@ def main() -> None:
 
 def requests_beside_bare_http(root: Path, repeats: int) -> None:
     """256 answers of 16 tokens."""
-    engine, _ = started(root / "small", SMALL)
+    engine, address, _ = started(root / "small", SMALL)
     sampling = SamplingParams(max_new_tokens=ANSWER, ignore_eos=True)
     requests = [
         LLMRequest(input_ids=tuple((7 * n + t) % 500 for t in range(PROMPT)), sampling=sampling)
         for n in range(REQUESTS)
     ]
-    address = engine._own[0].address  # type: ignore[attr-defined]
     tokens = REQUESTS * ANSWER
     sides = {
         "bare HTTP": Side(partial(_run, partial(_bare, address, requests)), tokens),
@@ -99,7 +98,7 @@ async def _ours(engine: InferenceEngine, requests: list[LLMRequest]) -> None:
 
 def weight_sync_and_copy(root: Path, repeats: int) -> None:
     """One update of all weights."""
-    engine, tensors = started(root / "large", LARGE)
+    engine, _, tensors = started(root / "large", LARGE)
     size = sum(tensor.nbytes for tensor in tensors.values())
     sides = {
         "copy through shared memory": Side(partial(_copied, tensors), size),
@@ -133,7 +132,7 @@ def _synced(engine: InferenceEngine, tensors: dict[str, Tensor], point: Path) ->
     arrival.result()
 
 
-def started(path: Path, shape: dict[str, int]) -> tuple[InferenceEngine, dict[str, Tensor]]:
+def started(path: Path, shape: dict[str, int]) -> tuple[InferenceEngine, str, dict[str, Tensor]]:
     """An engine with one server of a model of this ``shape``, and the model's tensors."""
     config = Qwen3Config(
         vocab_size=8192,
@@ -150,8 +149,9 @@ def started(path: Path, shape: dict[str, int]) -> tuple[InferenceEngine, dict[st
     parsed = parse_config(load_config(spec), values)
     assert isinstance(parsed, InferenceEngineConfig)
     engine = load_engine(spec, parsed)
-    engine.initialize()
-    return engine, {name: value.detach() for name, value in model.named_parameters()}
+    (address,) = engine.launch_server(1)
+    engine.initialize(address)
+    return engine, address, {name: value.detach() for name, value in model.named_parameters()}
 
 
 if __name__ == "__main__":

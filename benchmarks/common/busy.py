@@ -10,8 +10,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from core_rl.engine.train import TrainEngine
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl_fsdp.engine import FSDPEngine
+from core_rl_fsdp.engine import FSDPBackend
 
 __all__ = ["BUSY_FILE", "BusyFSDP", "busy", "busy_seconds", "watch_rollouts"]
 
@@ -41,12 +42,12 @@ def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class BusyFSDP(FSDPEngine):
-    """The engine, which notes when it works."""
+class BusyFSDP(FSDPBackend):
+    """The backend of engines that note when they work: those of each process that imports this module."""
 
 
 for name in CALLS:
-    setattr(BusyFSDP, name, _noted(getattr(FSDPEngine, name)))
+    setattr(TrainEngine, name, _noted(getattr(TrainEngine, name)))
 
 
 def watch_rollouts() -> None:
