@@ -82,7 +82,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
         """Leave Megatron's groups, which are global: the next engine of this process makes its own."""
         for chunk in self.wrapped:
             if isinstance(chunk, DistributedDataParallel):
-                # Their hooks hold the wrapper, in a cycle that Python's collector does not see.
+                # Their hooks hold the wrapper, with its memory and groups: a cycle that may be collected much later.
                 chunk.grad_accs.clear()
         if self._in_groups:
             self._in_groups = False
