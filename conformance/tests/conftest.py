@@ -14,7 +14,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seeds",
         type=int,
         metavar="N",
-        help="run mutants and correct engines with the seeds 0 to N-1, and print the kill matrix",
+        help="run mutants and correct engines with N seeds, and print the kill matrix",
+    )
+    group.addoption(
+        "--first-seed", type=int, default=0, metavar="S", help="the first of the seeds; default: %(default)s"
     )
     group.addoption(
         "--full",

@@ -22,9 +22,10 @@ from core_rl_conformance.expected_values import ExpectedValues
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Seed 0 in an ordinary session, as many as ``--seeds`` says in one that proves the suite."""
+    """Seed 0 in an ordinary session; in one that proves the suite, ``--seeds`` of them from ``--first-seed`` on."""
     if "seed" in metafunc.fixturenames:
-        seeds = range(metafunc.config.getoption("seeds") or 1)
+        first = metafunc.config.getoption("first_seed")
+        seeds = range(first, first + (metafunc.config.getoption("seeds") or 1))
         metafunc.parametrize("seed", seeds, ids=[f"seed{seed}" for seed in seeds])
     if "suspect" in metafunc.fixturenames:
         suspects = MUTANTS if metafunc.config.getoption("full") else ()
@@ -32,12 +33,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _parameters() -> list[ParameterSet]:
-    """The first mutant of each family in a quick session, all of them otherwise."""
-    first = {mutant.engine.__module__: mutant for mutant in reversed(MUTANTS)}.values()
-    return [
-        pytest.param(mutant, id=mutant.name, marks=() if mutant in first else pytest.mark.slow)
-        for mutant in MUTANTS
-    ]
+    """One mutant for each check in an ordinary session, of each family in a quick one, and all of them at night."""
+    of_checks = {mutant.killed_by: mutant for mutant in reversed(MUTANTS)}.values()
+    of_families = {mutant.engine.__module__: mutant for mutant in reversed(MUTANTS)}.values()
+
+    def marks(mutant: Mutant) -> list[pytest.MarkDecorator]:
+        if mutant in of_families:
+            return []
+        return [pytest.mark.slow if mutant in of_checks else pytest.mark.nightly]
+
+    return [pytest.param(mutant, id=mutant.name, marks=marks(mutant)) for mutant in MUTANTS]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +124,7 @@ def _correct() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("engine", "identifier"), _correct())
 def test_correct_engines_pass(
     expected_values: ExpectedValues, engine: str, identifier: str, seed: int, tmp_path: Path

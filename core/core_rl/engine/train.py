@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -125,7 +126,8 @@ class TrainEngine:
             groups=groups,
             device=self.device,
             timeout_s=address.timeout_s,
-            check_model=lambda model: guards.check_experts(self.spec, self.config.model, model),
+            # Not a closure over this engine: a cycle would keep its process groups, and their threads, alive.
+            check_model=partial(guards.check_experts, self.spec, self.config.model),
         )
         with rng.own():
             self.backend.build(context)

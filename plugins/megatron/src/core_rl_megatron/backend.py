@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -40,6 +40,8 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
     optimizer: ShardedOptimizer | None
     rng: MegatronRngState
     schedule: Schedule
+    wrapped: Sequence[nn.Module] = ()
+    """The chunks, each in Megatron's DistributedDataParallel where it is trained."""
     _in_groups: bool = False
 
     # ---------------------------------------------------------------- building
@@ -59,7 +61,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
         self.rng, self.optimizer = MegatronRngState(context.seed), None
         with cpu_shim.building(), self.rng.own():
             self.model = build_stage(context, model, tensors.trained)
-            self.wrapped: list[nn.Module] = [*self.model.chunks]
+            self.wrapped = self.model.chunks
             if config.optimizer is not None:
                 half, spread = config.dtype == "bfloat16", config.options.distributed_optimizer
                 self.wrapped = wrap_chunks(self.model, distributed=spread)
@@ -78,6 +80,10 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
 
     def teardown(self) -> None:
         """Leave Megatron's groups, which are global: the next engine of this process makes its own."""
+        for chunk in self.wrapped:
+            if isinstance(chunk, DistributedDataParallel):
+                # Their hooks hold the wrapper, with its memory and groups: a cycle that may be collected much later.
+                chunk.grad_accs.clear()
         if self._in_groups:
             self._in_groups = False
             leave_groups()
@@ -140,7 +146,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
         """Sum over data and context parallel ranks, both copies of a tied embedding, and norms under sequence
         parallelism.
         """
-        finalize_model_grads(self.wrapped, None)
+        finalize_model_grads(list(self.wrapped), None)
 
     def step(self, scale: float, lr: float, count: int) -> None:
         if self.optimizer is not None:

@@ -1,7 +1,9 @@
-"""One rank whose pass raises inside Megatron's schedule, and which trains on."""
+"""One rank: a pass that raises inside Megatron's schedule, and memory after the end."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -65,3 +67,20 @@ def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> 
                 hook.remove()
             found.append(results(engine))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["float32", "bfloat16-distributed-optimizer"])
+def test_a_destroyed_engine_leaves_no_model_in_memory(config: TrainEngineConfig) -> None:
+    """Also before Python's collector runs, which may be hundreds of engines later."""
+    engine = load_engine("megatron", config)
+    engine.initialize()
+    results(engine)
+    assert isinstance(engine.backend, MegatronBackend)
+    left = weakref.ref(engine.backend.wrapped[0])
+    gc.disable()
+    try:
+        engine.destroy()
+        del engine
+        assert left() is None
+    finally:
+        gc.enable()
