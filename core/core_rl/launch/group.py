@@ -224,8 +224,8 @@ class EngineGroup(EngineRanks):
 
     def _on_all(self, method: Callable[[TrainEngine, *ArgTs], ResultT], *args: *ArgTs) -> ResultT:
         """The engine's ``method(*args)`` on every rank; the first rank's result."""
-        name, per_rank = method.__name__, [args] * len(self._engine())
-        first: ResultT = self._call_engine(name, partial(remote.call_method, name), per_rank)[0]
+        name, per_rank = method.__name__, [args] * len(self.rank_infos())
+        first: ResultT = self.call_ranks(name, partial(remote.call_method, name), per_rank)[0]
         return first
 
     def _on_parts(
@@ -245,9 +245,9 @@ class EngineGroup(EngineRanks):
         plan: Sequence[Sequence[int]],
     ) -> list[Any]:
         """``fn`` with ``calls[i]`` on the ranks of data-parallel rank ``i``; the result of its output rank."""
-        infos = self._engine()
+        infos = self.rank_infos()
         try:
-            results = self._call_engine(name, fn, [calls[info.data_parallel_rank] for info in infos])
+            results = self.call_ranks(name, fn, [calls[info.data_parallel_rank] for info in infos])
         except BatchError as error:
             if len(plan) > 1:
                 parts = "; ".join(f"rank {number} has {list(part)}" for number, part in enumerate(plan))

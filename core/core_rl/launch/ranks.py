@@ -196,7 +196,7 @@ class EngineRanks:
     @property
     def data_parallel_size(self) -> int:
         """Number of parts that a batch is split into."""
-        return self._engine()[0].data_parallel_size
+        return self.rank_infos()[0].data_parallel_size
 
     @property
     def pids(self) -> list[int]:
@@ -208,7 +208,7 @@ class EngineRanks:
         """Seconds that the start of the present processes took."""
         return self._ranks.pool.starting_s
 
-    def _engine(self) -> list[remote.RankInfo]:
+    def rank_infos(self) -> list[remote.RankInfo]:
         """Coordinates of all ranks; raises `EngineStateError` before `initialize`."""
         self._ranks.check_open(self._engine_id)
         infos = self._ranks.engine(self._engine_id)
@@ -225,19 +225,19 @@ class EngineRanks:
         storage). Contexts and generators of an engine are used inside ``fn``, which moves results on an
         accelerator to the CPU.
         """
-        return self.run_each(fn, [args] * len(self._engine()))
+        return self.run_each(fn, [args] * len(self.rank_infos()))
 
     def run_each(
         self, fn: Callable[[TrainEngine, *ArgTs], ResultT], per_rank_args: Sequence[tuple[*ArgTs]]
     ) -> list[ResultT]:
         """``fn(engine, *per_rank_args[rank])`` on every rank at once; the results in rank order."""
-        if len(per_rank_args) != len(self._engine()):
+        if len(per_rank_args) != len(self.rank_infos()):
             raise ConfigError(
                 f"run_each got arguments for {len(per_rank_args)} ranks; the group has {self.world_size}"
             )
-        return self._call_engine(getattr(fn, "__qualname__", None) or repr(fn), fn, per_rank_args)
+        return self.call_ranks(getattr(fn, "__qualname__", None) or repr(fn), fn, per_rank_args)
 
-    def _call_engine(
+    def call_ranks(
         self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[object, ...]]
     ) -> list[Any]:
         """``fn(engine, *per_rank[rank])`` on every rank; ``name`` stands for the call in messages."""

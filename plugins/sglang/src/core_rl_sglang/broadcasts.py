@@ -68,7 +68,7 @@ class BroadcastWeights(TensorWeights):
         if server in self._members:
             self._members.discard(server)
             try:
-                await self._load_each(server, lambda bucket: self._load(server, bucket, timeout_s), timeout_s)
+                await self.load_each(server, lambda bucket: self._load(server, bucket, timeout_s), timeout_s)
                 return
             except (Refused, ServerTimeout) as error:
                 logger.warning("sending weight version %d again: %s", self.version, error)
@@ -95,7 +95,7 @@ class BroadcastWeights(TensorWeights):
             await asyncio.gather(server.load_broadcast(bucket, address.name, timeout_s), sending)
 
         try:
-            await self._load_each(server, load, timeout_s)
+            await self.load_each(server, load, timeout_s)
         finally:
             await server.leave(address.name)
             group.close()

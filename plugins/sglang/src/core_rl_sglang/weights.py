@@ -143,9 +143,9 @@ class TensorWeights:
             self._changed.notify_all()
 
     async def load(self, server: Server, timeout_s: float) -> None:
-        await self._load_each(server, lambda bucket: server.load_tensors(bucket, timeout_s), timeout_s)
+        await self.load_each(server, lambda bucket: server.load_tensors(bucket, timeout_s), timeout_s)
 
-    async def _load_each(
+    async def load_each(
         self, server: Server, load: Callable[[Bucket], Awaitable[None]], timeout_s: float
     ) -> None:
         """Have ``server`` load all buckets, from the first on, as they arrive."""
