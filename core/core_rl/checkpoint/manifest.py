@@ -34,7 +34,7 @@ HASHING_THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What one file must be."""
+    """Expected size and hash of one file."""
 
     bytes: int
     sha256: str
@@ -80,7 +80,7 @@ def to_json(value: Any, subject: str) -> str:
 
 
 def _check_keys(value: Any, subject: str) -> None:
-    """Refuse keys that `json` would turn into strings without a word."""
+    """Refuse keys that `json` would silently turn into strings."""
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:

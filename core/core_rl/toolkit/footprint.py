@@ -1,4 +1,4 @@
-"""How large a model is, without building it."""
+"""Size of a model, without building it."""
 
 from __future__ import annotations
 
