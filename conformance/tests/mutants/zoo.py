@@ -74,7 +74,7 @@ class Mutant:
     partner: EngineSpec | None = None
     """The correct engine beside it, for a check of a pair."""
     timeout_s: float = 120.0
-    """How long a call may take; short for a mutant that hangs."""
+    """Seconds that a call may take; short for a mutant that hangs."""
 
     @property
     def name(self) -> str:

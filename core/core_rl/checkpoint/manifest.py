@@ -48,7 +48,7 @@ class Manifest:
     """
 
     kind: str
-    """What the directory holds, such as ``hf`` or ``run``."""
+    """Kind of checkpoint, such as ``hf`` or ``run``."""
     state: Mapping[str, Any]
     """Small JSON values of the writer."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class ShardFiles:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Piece]] = {}
         self.world_size = self._index(SafetensorsFile(first))
-        """How many ranks wrote."""
+        """Number of ranks that wrote."""
         for rank in range(1, self.world_size):
             self._index(SafetensorsFile(directory / _file_name(rank)))
 

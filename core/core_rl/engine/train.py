@@ -58,7 +58,7 @@ class TrainEngine:
     """
 
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
 
     def __init_subclass__(cls) -> None:
         raise EngineContractError(
