@@ -1,4 +1,4 @@
-"""What the ``fsdp`` engine leaves out, and what that gains, against the hand-written ``fully_shard`` loop.
+"""Work that the ``fsdp`` engine leaves out, and the gain over the hand-written ``fully_shard`` loop.
 
     python benchmarks/gains.py
 

@@ -1,4 +1,4 @@
-"""What the training loop costs around its engines: the part of a GRPO step in which none of them is at work.
+"""Cost of the training loop around its engines: the part of a GRPO step in which none of them is at work.
 
     python benchmarks/loop_cost.py
 

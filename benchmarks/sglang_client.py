@@ -1,9 +1,9 @@
-"""The SGLang engine's own cost: requests beside a bare HTTP client, and weights beside a copy through shared memory.
+"""The SGLang engine's own cost: requests against a bare HTTP client, and weights against a copy through shared memory.
 
     python benchmarks/sglang_client.py
 
 Requests are the same on both sides, 64 in flight. Weights are those of a Qwen3 of 200 MB, sent by ``tensor`` to a real
-server, beside the same bytes written to shared memory and read from it once.
+server, against the same bytes written to shared memory and read from it once.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The same weights, prompts and answers on both sides. The answers are given (TRL gets them from a ``rollout_func``), so
 that neither side pays for drawing them: the clock runs for the log-probs before the updates and for the updates
-alone, in which core-rl's side includes advantages and what it takes to reach the engine's process, and TRL's
-leaves out rewards, decoding and metrics of its rollouts. benchmarks/README.md says how to install TRL.
+alone. Core-rl's side includes advantages and the way to the engine's process. TRL's side leaves out
+rewards, decoding and metrics of its rollouts. benchmarks/README.md says how to install TRL.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure(shape: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """The step, beside a large matrix product on the same device."""
+    """Time the step, and a large matrix product on the same device for comparison."""
     batch = make_packed(shape["vocab_size"], arguments)
     step = training_step(shape, batch, arguments)
     product, product_flops = matrix_product(arguments.device)

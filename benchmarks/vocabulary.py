@@ -34,7 +34,7 @@ LogProbs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What anybody writes first."""
+    """The straightforward version, with all logits in memory."""
     log_p = F.linear(hidden, weight).float().log_softmax(dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy

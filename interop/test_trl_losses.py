@@ -1,8 +1,8 @@
 """Policy, preference and reward losses, and their gradients, against TRL's own on the same numbers.
 
 TRL is no dependency of core-rl: ``nox -s trl`` installs it and runs this file. Its losses are methods of trainers;
-they are called here on trainers that hold the attributes which the loss reads, and whose model is a table of
-log-probs, so that nothing but the loss is compared.
+they are called here on trainers with the attributes that the loss reads. The model of these trainers is a table
+of log-probs, so that nothing but the loss is compared.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the benchmarks share: the work, hand-written loops, timing."""
+"""Shared code of the benchmarks: the work, hand-written loops, timing."""

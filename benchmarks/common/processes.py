@@ -26,7 +26,7 @@ def each_rank(work: Work, ranks: int, arguments: argparse.Namespace) -> None:
 
 
 def join_group(address: RankAddress) -> None:
-    """What an engine does when it is initialized, for scripts without one."""
+    """Join the process group as an engine does, for scripts without one."""
     store = dist.FileStore(address.store_path, address.world_size)
     dist.init_process_group("gloo", store=store, rank=address.rank, world_size=address.world_size)
 

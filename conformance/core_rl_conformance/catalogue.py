@@ -71,7 +71,7 @@ class Check:
     partner: EngineKind | None
     """A second engine of the session that it needs: it runs for every pair of engines of these kinds."""
     partner_requires: frozenset[Capability]
-    """What the partner must declare."""
+    """Capabilities that the partner must declare."""
     each: Each
     """What it is repeated for."""
     min_dp: int

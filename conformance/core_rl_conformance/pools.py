@@ -32,7 +32,7 @@ class GroupPool:
         self.timeout_s = timeout_s
         self.make = make
         self.hangs: Counter[tuple[str, str]] = Counter()
-        """How often a call timed out, by engine and layout."""
+        """Number of calls that timed out, by engine and layout."""
         self.starting_s = 0.0
         """Seconds that went into starting processes."""
         self._groups: dict[str, EngineGroup] = {}

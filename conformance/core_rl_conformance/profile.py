@@ -96,7 +96,7 @@ class Waiver:
     reason: str
     """Why it fails, best with a link to the issue."""
     owner: str
-    """Who will mend it."""
+    """The person who will fix it."""
     raises: type[BaseException]
     """How it fails; `AssertionError` for a wrong result."""
     layouts: tuple[ParallelLayout | str, ...] | None = None

@@ -32,7 +32,7 @@ class Training:
     loss: CheckLoss
     config: AdamW
     total_steps: int
-    """Where the learning rate has fallen linearly to 0."""
+    """Step at which the learning rate has fallen linearly to 0."""
 
     @property
     def rates(self) -> list[float]:

@@ -22,7 +22,7 @@ WIDTH = 160
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What one check said about one mutant, with one seed."""
+    """Result of one check on one mutant, with one seed."""
 
     mutant: str
     issue: str

@@ -1,4 +1,4 @@
-"""What went wrong in AdamW steps is recognized by redoing them with the mistake."""
+"""Mistakes in AdamW steps are recognized by redoing the steps with the mistake."""
 
 from __future__ import annotations
 

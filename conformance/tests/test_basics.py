@@ -1,4 +1,4 @@
-"""Of several failures, the message names the one to mend first."""
+"""Of several failures, the message names the one to fix first."""
 
 from __future__ import annotations
 

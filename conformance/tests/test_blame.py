@@ -43,7 +43,7 @@ def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expect
 
 @pytest.fixture
 def subject(expected_values: ExpectedValues, tmp_path: Path) -> EngineUnderTest:
-    """``reference`` beside an engine called ``other``, neither of which is started."""
+    """``reference`` compared with an engine called ``other``, neither of which is started."""
     profile = Profile()
     case = Case(
         check=load_checks()["I1.pair-gradients"],

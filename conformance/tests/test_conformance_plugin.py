@@ -198,7 +198,7 @@ def test_any_directory_collects_every_check_and_nothing_else(pytester: pytest.Py
 
 
 def test_another_copy_of_the_suite_means_this_one(pytester: pytest.Pytester) -> None:
-    """A checkout beside an installation: its tests are not collected, and its checks are those installed."""
+    """A checkout in addition to an installation: its tests are not collected, and its checks are those installed."""
     copy = pytester.mkdir("conformance")
     shutil.copytree(CHECKS_DIRECTORY.parent, copy / "core_rl_conformance")
     (copy / "tests").mkdir()

@@ -1,4 +1,4 @@
-"""What is run for an engine: profiles, selections, capabilities, waivers; and what a session proves."""
+"""Cases that run for an engine: profiles, selections, capabilities, waivers; and what a session proves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle's Gemma 2 beside one that is written by hand, feature by feature."""
+"""The oracle's Gemma 2 compared with one written by hand, feature by feature."""
 
 from __future__ import annotations
 

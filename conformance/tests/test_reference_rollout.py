@@ -82,7 +82,7 @@ def plain_logits(path: Path, ids: Sequence[int]) -> Tensor:
 
 
 def plain_logprobs(path: Path, response: LLMResponse, temperature: float) -> Tensor:
-    """What ``response.logprobs`` must be, ``[output]``."""
+    """Expected ``response.logprobs``, ``[output]``."""
     ids = [*response.input_ids, *response.output_ids]
     log_p = torch.log_softmax(plain_logits(path, ids).double() / temperature, dim=-1)
     first = len(response.input_ids)

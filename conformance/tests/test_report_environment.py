@@ -1,4 +1,4 @@
-"""What a report says about where it was made."""
+"""The environment that a report records."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _differing_replicas(engine: TrainEngine) -> list[str]:
 
 @pytest.mark.slow
 def test_replicas_stay_bitwise_equal(expected_values: ExpectedValues, tmp_path: Path) -> None:
-    """What the suite can only infer from gradients, seen directly, so that its mutants break something real."""
+    """Replicas compared directly, which the suite only infers from gradients: so its mutants break something real."""
     case = next(case for case in _cases("dp2tp2") if case.family == "qwen3")
     subject = EngineUnderTest(case, expected_values, tmp_path)
     group = subject.start(optimizer={"lr": 2e-2})

@@ -1,4 +1,4 @@
-"""Trainings from end to end: the oracle's steps, and the plain models that stray from them."""
+"""Training runs from end to end: the oracle's steps, and the plain models that deviate from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that die, hang or answer nonsense: the session names them, goes on, and leaves nothing behind."""
+"""Engines that die, hang or answer nonsense: the session names them, continues, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How cases are shared among the workers of pytest-xdist."""
+"""Distribution of cases over the workers of pytest-xdist."""
 
 from __future__ import annotations
 

@@ -144,13 +144,13 @@ def said(action: Callable[[], object]) -> str:
 
 
 def pass_and_step(engine: TrainEngine, batch: SequenceBatch) -> tuple[str, str]:
-    """What this rank hears from a pass over its part of ``batch``, and from the step after it."""
+    """Messages on this rank from a pass over its part of ``batch``, and from the step after it."""
     part = engine.shard_data(batch)
     return said(lambda: engine.forward_backward(part, LOSS, ONE)), said(engine.optimizer_step)
 
 
 def calls_after_a_pass(engine: TrainEngine, batch: SequenceBatch) -> dict[str, str]:
-    """What this rank hears from a pass over its part of ``batch``, from each call after it, and from ``destroy()``."""
+    """Messages on this rank from a pass over its part of ``batch``, from each later call, and from ``destroy()``."""
     part = engine.shard_data(batch)
     calls: dict[str, Callable[[], object]] = {
         "pass": lambda: engine.forward_backward(part, LOSS, ONE),

@@ -127,7 +127,7 @@ def save_text(path: str | Path, **files: str) -> None:
 
 
 def load_text(path: str | Path) -> dict[str, str]:
-    """What `save_text` saved."""
+    """Text that `save_text` saved."""
     with opened(str(path), Comm(), kind="text") as directory:
         files = [file for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"]
         return {file.relative_to(directory).as_posix().replace("/", "__"): file.read_text() for file in files}

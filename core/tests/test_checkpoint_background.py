@@ -325,7 +325,7 @@ def test_a_failure_is_raised_by_the_next_call_and_once(
     with monkeypatch.context() as patched:
         patched.setattr("core_rl.checkpoint.shards.write_file", full)
         engine.save(SaveLoadMeta(path=str(tmp_path / "a"), asynchronous=True))
-        train(engine, 1)  # goes on
+        train(engine, 1)  # continues
         with pytest.raises(
             CheckpointError, match="in the background failed.*rank-00000.safetensors: No space"
         ):

@@ -35,7 +35,7 @@ def start():
 
 
 class Driver:
-    """A Python process that starts a group, prints its process ids and goes on with ``body``."""
+    """A Python process that starts a group, prints its process ids and continues with ``body``."""
 
     def __init__(self, tmp_path: Path, body: str) -> None:
         script = tmp_path / "driver.py"
@@ -64,7 +64,7 @@ class Driver:
         return self.process.stdout.readline()
 
     def rest(self) -> str:
-        """What it prints until it ends."""
+        """Output of the process until it ends."""
         assert self.process.stdout is not None
         self.output += self.process.stdout.read()
         self.process.wait(60)

@@ -348,7 +348,7 @@ class Numbered:
 @settings(max_examples=20, deadline=None)
 @given(batch=st.integers(1, 4), ahead=st.integers(0, 3), stops=st.sets(st.integers(1, 5)))
 def test_interruptions_lose_nothing_and_count_nothing_twice(batch: int, ahead: int, stops: set[int]) -> None:
-    """A new executor, and a loader that goes on where the first one stood, after each of the steps ``stops``."""
+    """A new executor, and a loader that continues where the first one stopped, after each of the steps ``stops``."""
     drawn, consumed = iter(range(10_000)), []
     loader = ([{"key": next(drawn)} for _ in range(batch)] for _ in range(10_000))
     run = Run(batch=batch, ahead=ahead)

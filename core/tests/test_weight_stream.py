@@ -212,7 +212,7 @@ def grouped(directory: Path, **changes: Any) -> WeightUpdateMeta:
 
 
 def collect_grouped(what: WeightUpdateMeta, leave_after: int) -> tuple[list[Bucket], list[bool]]:
-    """What came by the group, or in memory from the moment when this rank has left it; and which it was."""
+    """Buckets received by the group, or in memory once this rank has left it; and a flag for each: by broadcast?"""
     found: list[Bucket] = []
     flags = []
     with receiving(what, 20, lambda: ReceiverRanks(count=1)) as received:

@@ -42,7 +42,7 @@ MICRO_BATCH = MicroBatchSpec(max_tokens=8192)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the outcome depends on."""
+    """Settings that the outcome depends on."""
 
     engine: str
     seed: int
@@ -76,16 +76,16 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the model sees."""
+        """Prompt of the model."""
         return f"{self.left:02d}+{self.right:02d}="
 
     @property
     def answer(self) -> str:
-        """What it is to write."""
+        """Correct response."""
         return f"{self.left + self.right:03d}"
 
     def turns(self, tool: bool) -> list[tuple[str, bool]]:
-        """What follows the prompt, and whether the model writes it: the answer, or a question and then it."""
+        """Text after the prompt, and whether the model writes it: the answer, or a question and then the answer."""
         question = [(f"?{self.left:02d}+{self.right:02d}{EOS}", True), (f":{self.answer}=", False)]
         return [*(question if tool else []), (self.answer + EOS, True)]
 
@@ -168,7 +168,7 @@ def engine_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Tra
 def make_batch(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, tools: Sequence[bool] = ()
 ) -> SequenceBatch:
-    """Prompt, answer and end of each problem, where ``tools`` says so by way of the calculator.
+    """Prompt, answer and end of each problem, by way of the calculator where ``tools`` is true.
 
     What the model writes is trained.
     """

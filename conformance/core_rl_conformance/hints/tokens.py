@@ -29,9 +29,9 @@ class Places:
     """The data-parallel rank that each one is on."""
     vocab_size: int
     order: Tensor
-    """Where each one stands among the packed tokens of its micro-batch."""
+    """Index of each one among the packed tokens of its micro-batch."""
     packed: Tensor
-    """How many tokens that micro-batch has."""
+    """Number of tokens of that micro-batch."""
     shards: tuple[int, ...] = ()
     """Numbers of ranks that the tokens of a micro-batch may be spread over: context and sequence parallelism."""
 

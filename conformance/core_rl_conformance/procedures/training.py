@@ -69,7 +69,7 @@ class Shadow:
     state: AdamWState
     """Of the parameters that are trained."""
     total_steps: int | None = None
-    """Where the learning rate has fallen linearly to 0; None keeps it."""
+    """Step at which the learning rate has fallen linearly to 0; None keeps it."""
     lr_steps: int = 0
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     """What must stay as it is, bit for bit."""

@@ -113,7 +113,7 @@ class CaseRecord(Record):
     reason: str = ""
     """Why it was not run, is not supported or is waived."""
     message: str = ""
-    """What the check said when it failed."""
+    """Message of the failed check."""
 
     @classmethod
     def of(cls, result: CaseResult, message: str = "") -> CaseRecord:
@@ -185,7 +185,7 @@ class EngineRecord(Record):
     """All that it declares; every other one is not supported."""
     verdict: Verdict
     problems: tuple[str, ...] = ()
-    """What counts against it beside failed checks."""
+    """Problems other than failed checks."""
 
 
 class Environment(Record):

@@ -37,7 +37,7 @@ class ErrorPlot:
     rows: tuple[ErrorRow, ...]
     ticks: tuple[Tick, ...]
     limit: float
-    """Where error and limit are equal."""
+    """Value at which error and limit are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)

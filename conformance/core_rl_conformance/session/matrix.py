@@ -151,7 +151,7 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     raise_all(
         ConfigError, f"the conformance profile of engine {name!r}", found.violations(spec, known_checks)
     )
-    # An engine that cannot be imported says so once here, and not in every check.
+    # An engine that cannot be imported fails once here, and not in every check.
     load_backend(spec)
     _try_options(name, found, load_config(spec))
     return Target(spec=spec, profile=found)

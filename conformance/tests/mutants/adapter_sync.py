@@ -25,7 +25,7 @@ class LeavesOutAFactor(Sends):
 
 
 class SendsTheAdapterBefore(SendsTheStepBefore):
-    """What is sent was gathered when an adapter was sent last."""
+    """The adapter that is sent was gathered at the previous send."""
 
 
 class SendsTheAdapterBeforeToo(SendsTheAdapterBefore):

@@ -73,7 +73,7 @@ class RootForgotten(AdaptedReference):
 
 
 class HalfTheFactors(AdaptedReference):
-    """The factors compute in bfloat16 beside a float32 base."""
+    """The factors compute in bfloat16, the base in float32."""
 
     def rescale(self) -> None:
         for layer in self.layers():

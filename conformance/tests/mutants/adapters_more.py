@@ -1,4 +1,4 @@
-"""Adapters beside other things: stream and merge, the head, offloading, a reference pass between two of training."""
+"""Adapters combined with other features: stream, merge, head, offloading, a reference pass between training passes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HeadOfTheBaseSaved(AdaptedReference, OwnExport):
 
 
 class NormWithoutTheHead(AdaptedReference, OwnNorm):
-    """The norm is that of the adapter; the head beside it is left out."""
+    """The norm is that of the adapter; the head is left out."""
 
     def counted(self) -> Iterable[LocalSlice]:
         lora = self.context.config.model.lora is not None
@@ -97,7 +97,7 @@ class ReferencePassDropsGradients(AdaptedReference):
 
 
 class AdapterIsNotMoved(AdaptedReference, OwnOffload):
-    """What is offloaded is the base; the adapter comes back as it was at the first time."""
+    """Offloading takes the base; the adapter comes back as it was at the first time."""
 
     first: dict[str, Tensor] | None = None
 

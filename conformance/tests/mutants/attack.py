@@ -1,4 +1,4 @@
-"""How a check is let loose on a mutant, and which checks fit one."""
+"""Runs of checks on mutants, and the checks that fit one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTNERS: dict[EngineKind, EngineSpec] = {"train": REFERENCE, "inference": ROLLO
 def attack(
     expected_values: ExpectedValues, mutant: Mutant, check: Check, seed: int, directory: Path
 ) -> str | None:
-    """What ``check`` says against ``mutant``; None where it has nothing to say."""
+    """Run ``check`` on ``mutant`` and return its failure message; None if it passes or does not run."""
     spec = mutant.spec
     expected_values.groups.timeout_s = mutant.timeout_s
     try:
@@ -45,7 +45,7 @@ def attack(
 
 
 def partner_of(check: Check, preferred: EngineSpec | None = None) -> EngineSpec | None:
-    """The correct engine that ``check`` needs beside the one under check, if it needs one."""
+    """The correct partner engine that ``check`` compares with, if it needs one."""
     if check.partner is None:
         return None
     suited = preferred is not None and preferred.kind == check.partner

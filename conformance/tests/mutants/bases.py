@@ -98,7 +98,7 @@ class OwnCheckpoint(Replicated):
         return ("master", "buffers", *(self.state().optimizer_kinds if with_optimizer else ()))
 
     def shards(self, with_optimizer: bool) -> Iterator[Shard]:
-        """What this rank writes."""
+        """Tensors that this rank writes."""
         for kind in self.kinds(with_optimizer):
             shapes = self.state().shapes(kind)
             for part in self.state().local(kind):

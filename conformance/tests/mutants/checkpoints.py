@@ -21,7 +21,7 @@ from mutants.zoo import DP2, Mutant
 
 
 class MomentsDropped(OwnCheckpoint):
-    """Sharded checkpoints hold weights only, and load without a word."""
+    """Sharded checkpoints hold weights only, and load without an error."""
 
     def kinds(self, with_optimizer: bool) -> tuple[str, ...]:
         return super().kinds(with_optimizer=False)
@@ -70,7 +70,7 @@ class OnlyRankZeroLoads(OwnCheckpoint):
 
 
 class MomentsExportedInHalfPrecision(OwnExport):
-    """What leaves the engine as float32 was rounded on the way."""
+    """The exported float32 moments were rounded to bfloat16."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
         for name, value in super().export_tensors(kind):
@@ -225,7 +225,7 @@ class _CopiesMomentsAlone(_SavesByReference):
 
 
 class SnapshotByReference(ReferenceBackend):
-    """What is written in the background is read from the live tensors."""
+    """Background writes read from the live tensors."""
 
     components = TrainComponents(persistence=_SavesByReference)
 

@@ -32,7 +32,7 @@ def _next_expert(name: str) -> str:
 
 
 class GatesForUps(OwnExport):
-    """What is loaded as the gate of an expert is its up projection, and the other way round."""
+    """Gate and up projection of an expert are swapped when loaded."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         super().import_tensors(kind, _Swapped(source))

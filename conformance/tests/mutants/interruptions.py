@@ -52,14 +52,14 @@ class Served(ReferenceRolloutBackend):
 
 
 class DrawsOn(Served):
-    """What is in flight is not interrupted by a pause."""
+    """A pause does not interrupt requests in flight."""
 
     def pause(self) -> None:
         """Nothing to do."""
 
 
 class EndsAtThePause(Served):
-    """What a pause interrupts ends with the tokens that it has."""
+    """A request that a pause interrupts ends with the tokens that it has."""
 
     _interrupted = False
 

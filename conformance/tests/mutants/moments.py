@@ -32,7 +32,7 @@ class HeadNotInShards(OwnCheckpoint):
 
 
 class FrozenModelsLoseMoments(OwnExport):
-    """Where a parameter is frozen, no moments are loaded by name."""
+    """With a frozen parameter, no moments are loaded by name."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
@@ -92,7 +92,7 @@ class LoadsProgressUnasked(ReferenceBackend):
 
 
 class UploadsWhatWasBeforeTheLoad(OwnExport):
-    """What was gathered for an upload is dropped by a step, and not by a load."""
+    """Weights gathered for an upload are dropped by a step, and not by a load."""
 
     _gathered: dict[str, Tensor] | None = None
 

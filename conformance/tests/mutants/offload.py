@@ -89,7 +89,7 @@ class _UndoesLoads(Persistence):
 
 
 class LoadIsUndone(ReferenceBackend):
-    """What is loaded while offloaded goes to the device; the copies on the host are still the old ones."""
+    """Weights loaded while offloaded go to the device; the copies on the host are still the old ones."""
 
     components = TrainComponents(persistence=_UndoesLoads)
 

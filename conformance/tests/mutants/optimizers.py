@@ -1,4 +1,4 @@
-"""Optimizers that go wrong late, for one head, beside frozen parameters, or after an export."""
+"""Optimizers that go wrong late, for one head, with frozen parameters, or after an export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only shows beside another engine, or over several steps."""
+"""Bugs that only a comparison with another engine, or several steps, can show."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class SecondMomentsDroppedOnLoad(OwnExport):
 
 
 class StepCountOfTheOtherEngine(CountsItself):
-    """After a load of a training that has gone on elsewhere, the bias correction begins again."""
+    """After a load of a run that has continued elsewhere, the bias correction begins again."""
 
     def restored(self, count: int) -> int:
         return min(count, 1)

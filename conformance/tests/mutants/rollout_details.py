@@ -31,7 +31,7 @@ class LowTemperatureIsGreedy(Sampling):
 
 
 class TopPIsNarrow(Sampling):
-    """What is left after top-p lacks the token that reaches it."""
+    """The tokens kept by top-p lack the one that reaches it."""
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, top_p=sampling.top_p if sampling.top_p == 1 else 0.6 * sampling.top_p)
@@ -90,7 +90,7 @@ class LengthBeforeStop(ReferenceRolloutBackend):
 
 
 class RemembersDirectories(ReferenceRolloutBackend):
-    """What a directory held at the first update is what it holds for ever."""
+    """Weights from a directory are those of the first update for ever."""
 
     def _load(self, model: ModelConfig) -> PreTrainedModel:
         self._known: dict[str | None, PreTrainedModel] = getattr(self, "_known", {})

@@ -51,14 +51,14 @@ class NeverGreedy(Sampling):
 
 
 class TopKByDefault(Sampling):
-    """Where a request has no top-k, the library's default of 50 cuts."""
+    """Without a top-k in the request, the library's default of 50 cuts."""
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, top_k=sampling.top_k or 50)
 
 
 class TopPOfTheGenerationConfig(Sampling):
-    """Where a request has no top-p, that of the model's generation config cuts."""
+    """Without a top-p in the request, that of the model's generation config cuts."""
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, top_p=0.8 if sampling.top_p == 1 else sampling.top_p)
@@ -91,7 +91,7 @@ class OneSeedForABatch(ReferenceRolloutBackend):
 
 
 class DropsTheStopToken(ReferenceRolloutBackend):
-    """What ends an answer is not part of it."""
+    """The response lacks the token that ends it."""
 
     def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
         if completion.stop_reason == "stop" and len(completion.ids) > 1:

@@ -1,4 +1,4 @@
-"""Train engines that do not fit the inference engine beside them, and masks made of token ids."""
+"""Train engines that do not fit their inference engine, and masks made of token ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ClampsLogits(ReferenceBackend):
 
 
 class UploadsTheStepBefore(OwnExport):
-    """What is uploaded was gathered before the step."""
+    """The uploaded weights were gathered before the step."""
 
     def step(self, scale: float, lr: float, count: int) -> None:
         stream = super().export_tensors("params")
@@ -62,7 +62,7 @@ class CountsVersionsItself(ReferenceBackend):
 
 
 class BesideAWrongRollout(ReferenceBackend):
-    """A correct trainer, beside an inference engine that reports log-probs without the temperature."""
+    """A correct trainer, with an inference engine that reports log-probs without the temperature."""
 
 
 class EndIsNotTrained(ReferenceBackend):

@@ -111,7 +111,7 @@ class BalanceWithoutGradient(ReferenceBackend):
 
 
 class BalanceInsteadOfLoss(ReferenceBackend):
-    """Where the balance is asked for, the loss itself trains nothing."""
+    """With a balance loss, the main loss trains nothing."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         output = super().outputs(micro_batch, step)

@@ -124,7 +124,7 @@ class StaleHead(ReferenceBackend):
 
 
 class GradientOfOtherSide(ReferenceBackend):
-    """What is exported is right; the optimizer steps on something else."""
+    """The exported gradients are right; the optimizer steps on something else."""
 
     def step(self, scale: float, lr: float, count: int) -> None:
         super().step(2.0 * scale, lr, count)

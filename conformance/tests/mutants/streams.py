@@ -40,7 +40,7 @@ class IgnoresStrides(Sends):
 
 
 class SendsTheStepBefore(Sends):
-    """What is sent was gathered when weights were sent last."""
+    """The weights that are sent were gathered at the previous send."""
 
     gathered: list[tuple[str, Tensor]] | None = None
 
@@ -62,7 +62,7 @@ class BroadcastsInAnotherOrder(Sends):
 
 
 class BroadcastsTheStepBefore(SendsTheStepBefore):
-    """What is broadcast was gathered for the update before."""
+    """The broadcast weights were gathered for the previous update."""
 
 
 class SendsTheStepBeforeToo(SendsTheStepBefore):
@@ -70,7 +70,7 @@ class SendsTheStepBeforeToo(SendsTheStepBefore):
 
 
 class SendsTheTieTwice(Sends):
-    """A tied head is sent beside the embedding."""
+    """A tied head is sent in addition to the embedding."""
 
     def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
         for name, tensor in tensors:

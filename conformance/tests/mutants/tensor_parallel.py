@@ -72,7 +72,7 @@ class HeadNormsReducedOnOneRank(TensorParallelBackend):
 
 
 class InputGradientNotReduced(TensorParallelBackend):
-    """What goes into column-parallel matrices gets the gradient of one rank's columns."""
+    """The input of column-parallel matrices gets the gradient of one rank's columns."""
 
     def enter_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output

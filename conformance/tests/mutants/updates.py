@@ -66,7 +66,7 @@ class ReloadUntiesTheHead(ReferenceRolloutBackend):
 
 
 class KeepsPrefixes(ReferenceRolloutBackend):
-    """What has been computed for the beginning of a prompt is used again, whatever the weights are by now."""
+    """Cached prefixes of prompts are reused after the weights have changed."""
 
     def _complete(self, entries: Entries) -> None:
         cache = self.__dict__.setdefault("_prefixes", {})

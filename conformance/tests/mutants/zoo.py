@@ -1,4 +1,4 @@
-"""What a mutant is, and how a check is run on an engine outside pytest's plugin."""
+"""Mutants, and runs of a check on an engine outside pytest's plugin."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Mutant:
     partner: EngineSpec | None = None
     """The correct engine beside it, for a check of a pair."""
     timeout_s: float = 120.0
-    """How long a call may take; short for a mutant that hangs."""
+    """Seconds that a call may take; short for a mutant that hangs."""
 
     @property
     def name(self) -> str:
@@ -149,7 +149,7 @@ def run_check(
     dtype: DType = "float32",
     partner: EngineSpec | None = None,
 ) -> EngineUnderTest:
-    """Run one check as the plugin would; whatever it raises comes out, beside a subject with what was measured."""
+    """Run one check as the plugin would. Raises what the check raises; returns the engine with its measurements."""
     profile = Profile(layouts=(ParallelLayout(), DP2), families=(family,))
     case = Case(
         check=load_checks()[identifier],

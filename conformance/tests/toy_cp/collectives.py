@@ -1,7 +1,7 @@
 """Gathering tokens over the ranks that hold parts of the same sequences, with the two gradients that there are.
 
-What the ranks go on with differently (keys and values, which each uses for its own queries) has a part of its
-gradient on each of them; what they all do the same with (the loss) has the whole gradient on each.
+A value that each rank uses differently (keys and values, for its own queries) has a part of its gradient on each.
+A value that all ranks use in the same way (the loss) has the whole gradient on each.
 """
 
 from __future__ import annotations

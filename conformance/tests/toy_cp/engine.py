@@ -72,7 +72,7 @@ class ContextParallelBackend(HFBackend[TrainEngineConfig]):
         return ModelOutput(values=torch.where(later, self.follows(states, shard), 0.0), bootstrap=last)
 
     def follows(self, states: Tensor, shard: TokenShard) -> Tensor:
-        """What stands at a token's state, ``[T, ...]``, moved to the token that it predicts."""
+        """Values at a token's state, ``[T, ...]``, moved to the token that it predicts."""
         return states.roll(1, 0)
 
     def ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:

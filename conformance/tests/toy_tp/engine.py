@@ -128,7 +128,7 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
         return total if bias is None else total + bias.to_local()
 
     def own_tokens(self, value: Tensor) -> Tensor:
-        """What this rank goes on with of ``[..., T, H]``, between two parallel regions."""
+        """This rank's tokens of ``[..., T, H]``, between two parallel regions."""
         if not self.context.layout.sequence_parallel:
             return value
         return split_tokens(value, self._tokens, self.tensor_parallel_group)

@@ -30,7 +30,7 @@ SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSpec:
-    """How long the training will be, for engines and schedules that need to know."""
+    """Length of the training run, for engines and schedules that need it."""
 
     total_train_epochs: int = 1
     dataset_size: int = 1
@@ -49,7 +49,7 @@ class FinetuneSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveLoadMeta:
-    """What to save or load, and where."""
+    """Contents and path of a checkpoint to save or load."""
 
     path: str
     """A local directory or an fsspec URL."""
@@ -69,7 +69,7 @@ class SaveLoadMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateMeta:
-    """How new weights travel from a train engine to an inference engine, and as which version."""
+    """Method and version of a weight update from a train engine to an inference engine."""
 
     method: SyncMethod = "disk"
     version: int
@@ -96,7 +96,7 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduling:
-    """What one rank of an engine needs from a launcher. Declared now; honoured by launchers for several machines."""
+    """Requirements of one engine rank to a launcher. Declared now; honoured by launchers for several machines."""
 
     cpu: int = 1
     gpu: int = 0

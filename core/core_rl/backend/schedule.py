@@ -1,4 +1,4 @@
-"""What the core decides about the optimizer: the learning rate of each step, and what decays."""
+"""The core's part of the optimizer: the learning rate of each step, and the parameters with weight decay."""
 
 from __future__ import annotations
 

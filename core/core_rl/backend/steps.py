@@ -29,12 +29,12 @@ class MicroBatchStep(Protocol):
 
     @property
     def outputs(self) -> tuple[OutputName, ...]:
-        """What the `ModelOutput` must hold."""
+        """Names of the outputs that the `ModelOutput` must have."""
         ...
 
     @property
     def temperature(self) -> float:
-        """What log-probs, entropy and logits are computed at."""
+        """Temperature of log-probs, entropy and logits."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class MicroBatches:
         self._index = {id(item): number for number, item in enumerate(self.items)}
 
     def real(self) -> list[SequenceBatch]:
-        """Those that are no dummies."""
+        """The micro-batches that are no dummies."""
         return [item for item, part in zip(self.items, self.plan, strict=True) if part]
 
     def claim(self, micro_batch: SequenceBatch) -> int:

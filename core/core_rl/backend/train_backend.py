@@ -43,9 +43,9 @@ class BuildContext(Generic[C]):
     groups: RankGroups
     """As `TrainBackend.groups` returned them."""
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
     timeout_s: float = 600.0
-    """How long ranks wait for each other, in seconds."""
+    """Seconds that ranks wait for each other."""
     check_model: Callable[[PretrainedConfig], None] = lambda model: None
     """Raises `UnsupportedCapability` for a model that the engine does not declare, such as a mixture of experts."""
 

@@ -107,7 +107,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _base_problems(own: Mapping[str, Any], directory: Path) -> Iterator[str]:
-    """What the manifest of our own adapters tells about the model below it."""
+    """Differences between this model and the base model in the manifest of a core-rl adapter."""
     if not (directory / MANIFEST).is_file():
         return
     state = read_manifest(directory).state

@@ -1,7 +1,7 @@
-"""Saves whose files are written while training goes on.
+"""Saves whose files are written while training continues.
 
 All collectives come first: the ranks agree on a temporary directory, and each takes a snapshot. Then a
-thread on every rank writes that rank's files and leaves a marker beside them. The thread of rank 0
+thread on every rank writes that rank's files and leaves a marker next to them. The thread of rank 0
 waits for all markers, seals the directory and renames it into place. No thread talks to another rank.
 """
 
@@ -32,7 +32,7 @@ Write = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Later:
-    """What is left to do with the directory of a checkpoint, without collectives."""
+    """Remaining work on the directory of a checkpoint, without collectives."""
 
     write: Write
     """Every rank writes files of its own, from copies that nobody else changes."""

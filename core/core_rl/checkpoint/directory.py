@@ -101,7 +101,7 @@ def read_state(path: str) -> dict[str, Any]:
 
 
 def place_of(path: str) -> LocalPlace | RemotePlace:
-    """Where the checkpoint at ``path``, a local path or an fsspec URL, is."""
+    """Storage of the checkpoint at ``path``, a local path or an fsspec URL."""
     return RemotePlace(path) if is_url(path) else LocalPlace(path)
 
 

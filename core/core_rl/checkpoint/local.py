@@ -39,9 +39,9 @@ class LocalPlace:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """An empty directory beside the place, removed at the end unless `commit` took it.
+        """An empty directory next to the checkpoint path, removed at the end unless `commit` took it.
 
-        Raises `CheckpointError` if something that is not a checkpoint is at the place.
+        Raises `CheckpointError` if something that is not a checkpoint is at the path.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._check_replaceable()
@@ -77,7 +77,7 @@ class LocalPlace:
         yield self.current()
 
     def current(self) -> Path:
-        """Where the checkpoint is: at its place, or still set aside by a save that died."""
+        """Directory of the checkpoint: its own path, or the one to which a save that died had moved it."""
         return self.old if not self._occupied() and self.old.exists() else self.path
 
     def remove(self) -> None:

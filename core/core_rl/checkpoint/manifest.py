@@ -34,7 +34,7 @@ HASHING_THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What one file must be."""
+    """Expected size and hash of one file."""
 
     bytes: int
     sha256: str
@@ -48,7 +48,7 @@ class Manifest:
     """
 
     kind: str
-    """What the directory holds, such as ``hf`` or ``run``."""
+    """Kind of checkpoint, such as ``hf`` or ``run``."""
     state: Mapping[str, Any]
     """Small JSON values of the writer."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def to_json(value: Any, subject: str) -> str:
 
 
 def _check_keys(value: Any, subject: str) -> None:
-    """Refuse keys that `json` would turn into strings without a word."""
+    """Refuse keys that `json` would silently turn into strings."""
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:

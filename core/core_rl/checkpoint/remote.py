@@ -1,7 +1,7 @@
 """A checkpoint under an fsspec URL, where nothing can be renamed.
 
 The manifest is uploaded last and is the commit marker: without it there is no checkpoint. To
-replace one, its files are first copied to ``.previous/`` beside the manifest, which readers use while
+replace one, its files are first copied to ``.previous/`` next to the manifest, which readers use while
 the manifest itself is missing. ``.incomplete`` marks a place that an unfinished save has touched.
 """
 

@@ -61,7 +61,7 @@ class RunCheckpoints:
         A part may itself save a checkpoint at that path. Only when all parts are complete does the
         step appear, and only then are old ones removed. Raises `CheckpointError`, with everything
         that was there before untouched, if a part fails, if ``state`` is not JSON, or if ``root``
-        holds a later step: a resume would go on from that one.
+        holds a later step: a resume would continue from that one.
         """
         for name in parts:
             if "/" in name or name.startswith(".") or name in ("", STATE, MANIFEST):

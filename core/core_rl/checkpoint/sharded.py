@@ -46,7 +46,7 @@ def save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | Non
 
 
 def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
-    """What the same engine saved, perhaps at another layout; returns its progress where asked. Collective."""
+    """Load what the same engine saved, perhaps at another layout; returns its progress where asked. Collective."""
     subject = f"cannot load {meta.path!r}"
     with_optimizer = contents.with_moments(meta)
     with opened(meta.path, contents.world, kind="sharded") as directory:

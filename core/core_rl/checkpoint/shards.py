@@ -68,9 +68,9 @@ class _Piece:
 class ShardFiles:
     """A `TensorSource` over the files of all ranks; the number of ranks that read may be another.
 
-    Raises `CheckpointNotFound` if ``directory`` has no such files, and `CheckpointDamaged` for a
-    file that is missing or cannot be read, for pieces that contradict each other, and for a region
-    that no piece covers.
+    Raises `CheckpointNotFound` if ``directory`` has no such files. Raises `CheckpointDamaged`
+    for a file that is missing or cannot be read, for pieces that contradict each other, and for a
+    region that no piece covers.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -80,7 +80,7 @@ class ShardFiles:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Piece]] = {}
         self.world_size = self._index(SafetensorsFile(first))
-        """How many ranks wrote."""
+        """Number of ranks that wrote."""
         for rank in range(1, self.world_size):
             self._index(SafetensorsFile(directory / _file_name(rank)))
 

@@ -22,7 +22,7 @@ class Comm:
     shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
     """Objects that all engines on these ranks share, such as process groups of some of the ranks."""
     timeout_s: float = field(default=600.0, compare=False)
-    """How long ranks wait for each other, in seconds."""
+    """Seconds that ranks wait for each other."""
 
     @property
     def rank(self) -> int:

@@ -24,7 +24,7 @@ def gather_collected(
     output_seqlens: Sequence[int] | None,
     aggregate_fn: AggregateFn | None,
 ) -> Any:
-    """What was ``collected`` for each micro-batch of ``plan``, in the order of ``batch``."""
+    """Gather what was ``collected`` for each micro-batch of ``plan``, in the order of ``batch``."""
     numbers = [number for number, part in enumerate(plan) if part]
     order = [index for number in numbers for index in plan[number]]
     outputs = [item for number in numbers if isinstance(item := collected[number], ModelOutput)]

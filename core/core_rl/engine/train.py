@@ -59,7 +59,7 @@ class TrainEngine:
     """
 
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
 
     def __init_subclass__(cls) -> None:
         raise EngineContractError(
@@ -87,9 +87,9 @@ class TrainEngine:
     def initialize(self, addr: RankAddress | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Join the process group and build module and optimizer.
 
-        Raises `LayoutError` when the layout does not multiply to the world size, `ConfigError` when
-        the model cannot be built, `UnsupportedCapability` for a mixture of experts where the engine
-        declares none, `EngineStateError` when called twice, and what `load` raises for
+        Raises `LayoutError` when the layout does not multiply to the world size, and `ConfigError` when
+        the model cannot be built. Raises `UnsupportedCapability` for a mixture of experts where the
+        engine declares none, `EngineStateError` when called twice, and what `load` raises for
         ``model.lora.path``.
         """
         self._status.require("new", "initialize()")
@@ -344,9 +344,9 @@ class TrainEngine:
     ) -> Any:
         """Outputs for every token (masks are ignored), without gradients, dropout off.
 
-        Returns a `ModelOutput` on the CPU in the order of ``batch``. With ``post_hook(output,
-        micro_batch)``, which returns one row for each token, or for each sequence, or
-        ``output_seqlens[b]`` rows for sequence ``b``, the rows are put back in the order of the
+        Returns a `ModelOutput` on the CPU in the order of ``batch``. ``post_hook(output,
+        micro_batch)`` returns one row for each token, or for each sequence, or
+        ``output_seqlens[b]`` rows for sequence ``b``. Its rows are put back in the order of the
         sequences and joined by ``aggregate_fn(list of one tensor for each sequence)``, by default
         ``torch.cat``.
         """
@@ -393,8 +393,8 @@ class TrainEngine:
 
         ``grads`` are there between ``forward_backward`` and ``optimizer_step``: reduced, normalised,
         not clipped. With an adapter (``model.lora``), ``params`` are the weights with the adapter merged
-        into them, ``adapter`` is the adapter (and a value or reward head) under the names of ``peft``
-        in float32, and ``master`` has the base weights and the adapter separately.
+        into them. ``adapter`` is the adapter (and a value or reward head) under the names of ``peft``
+        in float32; ``master`` has the base weights and the adapter separately.
         """
         self._status.require("ready", "named_tensors()")
         return self._persistence.named_tensors(kind)

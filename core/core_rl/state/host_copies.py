@@ -11,7 +11,7 @@ __all__ = ["HostCopies", "own_memory"]
 
 
 class HostCopies:
-    """What was taken away from the device, and how it comes back.
+    """Host copies of tensors whose device memory is freed, to be copied back later.
 
     Only storages are freed and made again: every tensor, view and parameter over them stays the
     object that it was, so an optimizer's state keeps its keys and a sharded module its shards. It is the
@@ -55,7 +55,7 @@ def _finish_copies(storages: Iterable[UntypedStorage]) -> None:
 
 
 def own_memory(parameters: Iterable[nn.Parameter]) -> None:
-    """Give plain parameters that lie in a mapped file, or beside others, memory that can be freed."""
+    """Give plain parameters that lie in a mapped file, or share a storage, memory that can be freed."""
     for parameter in parameters:
         storage = parameter.untyped_storage()
         if not storage.resizable() or storage.nbytes() != parameter.nbytes:

@@ -23,7 +23,7 @@ class Shard:
     global_shape: tuple[int, ...]
     """The shape of the whole."""
     offsets: tuple[int, ...]
-    """Where the piece begins, one for each dimension."""
+    """Start of the piece, one offset for each dimension."""
 
     def problem(self) -> str | None:
         """Why the piece does not lie in the whole, if so."""

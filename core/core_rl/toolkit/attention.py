@@ -24,7 +24,7 @@ PACKED_ATTENTION = "core_rl_packed"
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the sequences of a packed batch lie; an object, so that compiled code does not depend on their number."""
+    """Bounds of the sequences of a packed batch; an object, so that compiled code does not depend on their number."""
 
     bounds: tuple[int, ...]
     """``cu_seqlens`` of the whole batch as ``B + 1`` integers."""
@@ -88,7 +88,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class _Scores:
-    """How scores become weights; see `packed_attention`. ``window`` is None where it hides nothing."""
+    """Settings that turn scores into weights; see `packed_attention`. ``window`` is None where it hides nothing."""
 
     scaling: float | None
     dropout: float

@@ -122,7 +122,7 @@ def finished(
 def freeze(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
     """Turn gradients off for the parameters that match one of the glob ``patterns``.
 
-    A pattern matches names as they are held or as they are written. Raises `ConfigError` for a
+    A pattern matches in-memory names or checkpoint names. Raises `ConfigError` for a
     pattern that matches nothing, and for patterns that match a part of a fused parameter.
     """
     written = CheckpointLayout.of(model)

@@ -93,7 +93,7 @@ class CheckpointLayout:
         return {piece.name: piece.shape for name, shape in held.items() for piece in self._of(name, shape)}
 
     def cut(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Written names and tensors of the whole held ``tensor``.
+        """Checkpoint names and tensors of the whole in-memory ``tensor``.
 
         CheckpointSlices are copies: a view would keep, and pickle, the whole.
         """

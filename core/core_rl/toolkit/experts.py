@@ -20,8 +20,8 @@ ALIGNMENT = 8
 def use_experts_kernel(model: PreTrainedModel, kernel: ExpertsKernel) -> None:
     """Compute the experts of ``model``, if it has any, by ``kernel``; sizes that no grouped product takes are eager.
 
-    Both are differentiable in float32 and bfloat16, on the CPU and on CUDA, and give an expert without
-    tokens a gradient of zero, so that every rank has the same gradients to reduce.
+    Both are differentiable in float32 and bfloat16, on the CPU and on CUDA. Both give an expert
+    without tokens a gradient of zero, so that every rank has the same gradients to reduce.
     """
     experts = list(_experts(model))
     if not experts:

@@ -1,4 +1,4 @@
-"""How large a model is, without building it."""
+"""Size of a model, without building it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Footprint:
     parameters: int
     """Weights; tied ones count once."""
     trained: int
-    """Those that are not frozen."""
+    """Weights that are not frozen."""
     outer: int
-    """Those outside of the layers: embeddings and head."""
+    """Weights outside of the layers: embeddings and head."""
     largest: int
     """Numbers of the largest matrix outside of the layers that is trained, 0 where none is."""
     layers: int

@@ -21,7 +21,7 @@ __all__ = ["LanguageModelHead", "PackedStates", "scalar_outputs"]
 
 @dataclass(frozen=True)
 class PackedStates:
-    """What the trunk made of this rank's tokens of a packed batch."""
+    """Hidden states of this rank's tokens of a packed batch."""
 
     hidden: Tensor
     """``[L, H]``, one row for each token of ``tokens``, or with sequence parallelism a part of these rows."""

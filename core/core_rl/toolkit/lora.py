@@ -119,7 +119,7 @@ def adapter_shapes(config: PretrainedConfig, lora: LoraConfig) -> dict[str, tupl
 
 
 def low_rank_products(model: nn.Module) -> dict[str, LowRank]:
-    """What the adapter of ``model`` adds, by the written name of the weight; nothing for a model without one."""
+    """Low-rank products of the adapter of ``model``, by checkpoint name of the weight; empty without an adapter."""
     found = {}
     for name, module in model.named_modules():
         if not _is_adapted(module):

@@ -94,7 +94,7 @@ def build_on_meta(
 
 
 def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed: int) -> TensorSource | None:
-    """What gives each tensor of ``built``; None where only transformers knows how the files are to be read."""
+    """Source of each tensor of ``built``; None where only transformers knows how the files are to be read."""
     adapter = fresh_adapter(built, seed)
     wanted = _written_shapes(built, adapter)
     tied = _tied_names(built)

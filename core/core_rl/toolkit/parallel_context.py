@@ -1,4 +1,4 @@
-"""How one copy of a model, and the tokens that it sees, are spread over ranks."""
+"""Distribution of one copy of a model, and of the tokens that it sees, over ranks."""
 
 from __future__ import annotations
 

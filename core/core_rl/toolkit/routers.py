@@ -23,7 +23,7 @@ __all__ = ["Routers", "Routing", "balance_loss", "own_routing", "routing_outputs
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router of one layer made of ``T`` packed tokens."""
+    """Logits and choices of one layer's router for ``T`` packed tokens."""
 
     logits: Tensor
     """``[T, E]``, with their graph."""
@@ -35,7 +35,7 @@ def balance_loss(routings: Sequence[Routing], cu_seqlens: Tensor) -> Tensor:
     """The load-balancing loss of each sequence, weighted by its tokens: a float32 scalar **sum** over tokens.
 
     Of one layer and sequence it is ``E * sum_e f_e * P_e``, with the share ``f_e`` of its choices that
-    fell on expert ``e`` and the mean probability ``P_e``, and 1 where both are even; layers are averaged.
+    fell on expert ``e`` and the mean probability ``P_e``. It is 1 where both are even; layers are averaged.
     Being a matter of one sequence, it does not depend on what else is in the micro-batch (DeepSeek-V3,
     arXiv:2412.19437, equations 17 to 20). Gradients flow through the probabilities alone.
     """
@@ -147,7 +147,7 @@ def _gates(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Whether it is one like Qwen2-MoE's, Qwen3-MoE's and OLMoE's: softmax, then top-k, perhaps normalised."""
+    """True for a router like Qwen2-MoE's, Qwen3-MoE's and OLMoE's: softmax, then top-k, perhaps normalised."""
     return all(
         hasattr(module, name) for name in ("top_k", "num_experts", "norm_topk_prob", "weight")
     ) and not (hasattr(module, "experts") or hasattr(module, "e_score_correction_bias"))

@@ -37,7 +37,7 @@ LOWEST_FLOAT = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, kw_only=True)
 class HeadMap:
-    """What a language-model head does after its matrix product."""
+    """Operations of a language-model head after its matrix product."""
 
     scale: float = 1.0
     """Multiplies the logits (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``)."""
@@ -113,7 +113,7 @@ def token_logprobs(
 
 
 def chunk_rows(row_bytes: float, on_cpu: bool) -> int:
-    """How many rows of logits, of ``row_bytes`` float32 each, are made at once."""
+    """Number of rows of logits, of ``row_bytes`` float32 each, that are computed at once."""
     return min(CHUNK_ROWS, max(1, int(CPU_CHUNK_BYTES // row_bytes))) if on_cpu else CHUNK_ROWS
 
 
@@ -126,7 +126,7 @@ def token_logits(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the rows are gone through."""
+    """Settings for the chunked computation over rows."""
 
     head: HeadMap
     with_entropy: bool

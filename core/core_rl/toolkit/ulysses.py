@@ -42,6 +42,6 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, context: Comm) -> tu
 
 
 def _copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key and value head is repeated so that equally many go to each rank, in step with the queries."""
+    """Copies of each key and value head, so that equally many go to each rank, in step with the queries."""
     fewest = math.lcm(kv_heads, ranks) // kv_heads
     return fewest if heads % (kv_heads * fewest) == 0 else heads // kv_heads

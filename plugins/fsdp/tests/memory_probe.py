@@ -1,4 +1,4 @@
-"""How much memory of their own processes take, seen from outside of them."""
+"""Anonymous memory of processes, measured from outside of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def own_bytes(pid: int) -> int:
 
 
 class Peaks:
-    """For each process, what it held at first, and the most that it has held since."""
+    """Memory of each process at the start, and its peak since."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = list(pids)
@@ -33,7 +33,7 @@ class Peaks:
 
     @property
     def growth(self) -> list[int]:
-        """The most that each process held beyond what it held at first, in bytes."""
+        """Peak of each process above its memory at the start, in bytes."""
         return [high - low for high, low in zip(self.highest, self.before, strict=True)]
 
 

@@ -187,7 +187,7 @@ def held_bytes(engine: TrainEngine) -> tuple[int, int]:
 
 @pytest.mark.parametrize("case", ["hybrid", "replicated", "dp2cp2", "uneven-dp2tp2"])
 def test_a_plan_knows_what_a_rank_holds(group: EngineGroup, case: str) -> None:
-    """Within a tenth: norms are held by every tensor parallel rank, and tiny tensors do not divide."""
+    """Within a tenth: every tensor parallel rank has the norms, and tiny tensors do not divide."""
     model, layout, options = CASES[case]
     config = support.fsdp_config(layout, model=MODELS[model], **options)
     group.initialize(config=config)

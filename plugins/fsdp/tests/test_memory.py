@@ -74,7 +74,7 @@ def group() -> Iterator[EngineGroup]:
 
 
 def give_back_at_once(engine: TrainEngine) -> None:
-    """Let the C library return freed blocks of 1 MiB and more to the system, so that the probe sees what is held."""
+    """Let the C library return freed blocks of 1 MiB and more to the system, so that the probe sees what is in use."""
     assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20) == 1
 
 

@@ -103,7 +103,7 @@ def test_memory_is_given_back_and_shared_as_before(group: EngineGroup) -> None:
 
 
 def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, int]:
-    """What autograd saved in one forward pass: how many weights were copied, and how much else."""
+    """Copies of tensors that autograd saved in one forward pass: their number, bytes, and how many are weights."""
     backend = engine.backend
     assert isinstance(backend, FSDPBackend) and backend.activation_offload is not None
     copied: list[Tensor] = []

@@ -11,7 +11,7 @@ __all__ = ["DDPConfig", "DDPOptions"]
 
 
 class DDPOptions(Config):
-    """What only this engine knows."""
+    """Options of this engine alone."""
 
     bucket_bytes: int = Field(default=25 * 2**20, ge=1)
     """Gradients are added up over ranks together up to this size, in bytes."""

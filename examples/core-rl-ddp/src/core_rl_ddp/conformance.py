@@ -1,4 +1,4 @@
-"""What the conformance suite runs for the engine `ddp`."""
+"""Conformance profiles of the engine `ddp`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["FSDPConfig", "FSDPOptions"]
 
 
 class FSDPOptions(Config):
-    """What only FSDP knows."""
+    """Options of FSDP alone."""
 
     replicas: int = Field(default=1, ge=1)
     """Copies of the sharded weights among the data-parallel ranks (hybrid sharding): 1 shards over all of them;

@@ -1,4 +1,4 @@
-"""What the conformance suite runs for the FSDP engine."""
+"""Conformance profiles of the FSDP engine."""
 
 from __future__ import annotations
 

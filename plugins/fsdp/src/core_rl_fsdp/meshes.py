@@ -33,7 +33,7 @@ class Meshes:
 
     @staticmethod
     def of(world: Comm, layout: ParallelLayout, replicas: int) -> Meshes:
-        """Those of another engine of this process if it has the same: each group costs connections and memory."""
+        """Meshes shared with an engine of this process that has equal ones: each group costs connections and memory."""
         meshes = Meshes(world, layout, replicas)
         found: Meshes = world.shared.setdefault((Meshes, layout, replicas, world.device), meshes)
         return found
@@ -53,7 +53,7 @@ class Meshes:
 
     @property
     def data(self) -> DeviceMesh:
-        """What FSDP shards over; two dimensions for hybrid sharding."""
+        """Mesh over which FSDP shards; two dimensions for hybrid sharding."""
         return self.weights[REPLICATE, SHARD] if self.replicas > 1 else self.weights[SHARD]
 
     @property
@@ -63,7 +63,7 @@ class Meshes:
 
     @cached_property
     def groups(self) -> RankGroups:
-        """Who sees other sequences, and who the same."""
+        """Groups of ranks with different sequences, and of ranks with the same."""
         size = self.layout.cp * self.layout.tp
         if size == 1:
             return RankGroups(data_parallel=self.world)
@@ -72,7 +72,7 @@ class Meshes:
 
     @cached_property
     def shards(self) -> ModelShards:
-        """How one copy of the model and its tokens are spread."""
+        """Distribution of one copy of the model and of its tokens."""
         if self.layout.cp * self.layout.tp == 1:
             return ModelShards()
         mesh = self._mesh((self.layout.dp, self.layout.cp, self.layout.tp), ("data", "context", TENSOR))

@@ -1,7 +1,7 @@
 """Tensor parallelism by a plan of `ParallelStyle`s, made from the plan that transformers gives its models.
 
 Weights become `DTensor`s; modules compute with this rank's part of them as a plain tensor, so sizes
-need not divide and there is one collective at each end of a pair of matrices (arXiv:1909.08053). With
+need not divide. There is one collective at each end of a pair of matrices (arXiv:1909.08053). With
 sequence parallelism the tokens between the pairs are spread as well (arXiv:2205.05198).
 """
 
@@ -85,7 +85,7 @@ def _base(module: nn.Module) -> nn.Module:
 
 
 def _linear_parts(model: PreTrainedModel, name: str, factor: str) -> list[str]:
-    """What a style is for: the linear layer ``name``, or with an adapter the layer below and one ``factor`` of it."""
+    """Modules that a style applies to: the linear ``name``, or with an adapter its base layer and one ``factor``."""
     module = model.base_model.get_submodule(name)
     if _base(module) is module:
         return [name]
