@@ -125,7 +125,7 @@ SPEC = EngineSpec(
     protocol=PROTOCOL_VERSION,
     factory="group_support:EchoEngine",
     config="core_rl.config.engine:TrainEngineConfig",
-    capabilities=frozenset({Capability.DATA_PARALLEL, Capability.TENSOR_PARALLEL}),
+    capabilities=frozenset({Capability.DATA_PARALLEL, Capability.TENSOR_PARALLEL, Capability.BFLOAT16}),
 )
 FAILING_SEED = 666
 
