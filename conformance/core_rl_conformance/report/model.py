@@ -113,7 +113,7 @@ class CaseRecord(Record):
     reason: str = ""
     """Why it was not run, is not supported or is waived."""
     message: str = ""
-    """Message of the failed check."""
+    """What the check said when it failed."""
 
     @classmethod
     def of(cls, result: CaseResult, message: str = "") -> CaseRecord:
@@ -185,7 +185,7 @@ class EngineRecord(Record):
     """All that it declares; every other one is not supported."""
     verdict: Verdict
     problems: tuple[str, ...] = ()
-    """Problems other than failed checks."""
+    """What counts against it beside failed checks."""
 
 
 class Environment(Record):
