@@ -133,9 +133,9 @@ def test_an_engine_whose_profile_is_wrong_is_named(
 ) -> None:
     waiver = Waiver(check="I7.nothing", reason="", owner="me", raises=AssertionError)
     engine(ReferenceBackend, Profile(waivers=(waiver,)))
-    result = run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
+    result = run(pytester, "--engine=reference-backend", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    _assert_line(result, "*engine 'reference-engine': 2 problems*names no check*has no reason*")
+    _assert_line(result, "*engine 'reference-backend': 2 problems*names no check*has no reason*")
 
 
 def test_options_that_the_engine_does_not_know_are_named_with_their_setting(
@@ -143,9 +143,9 @@ def test_options_that_the_engine_does_not_know_are_named_with_their_setting(
 ) -> None:
     wrong = Setting(name="hsdp", layout=ParallelLayout(), options={"replica": 2})
     engine(ReferenceBackend, Profile(settings=(wrong,)))
-    result = run(pytester, "--engine=reference-engine", "--pyargs", "core_rl_conformance")
+    result = run(pytester, "--engine=reference-backend", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    _assert_line(result, "*engine 'reference-engine', layout dp1-hsdp*unknown field 'replica' = 2*")
+    _assert_line(result, "*engine 'reference-backend', layout dp1-hsdp*unknown field 'replica' = 2*")
 
 
 def test_a_setting_is_run_by_its_name(
@@ -158,9 +158,9 @@ def test_a_setting_is_run_by_its_name(
     )
     engine(ReferenceBackend, Profile(families=("llama",), settings=(seeded,), waivers=(waiver,)))
     options = ["--layout=dp1-seeded", f"--report={tmp_path / 'report.json'}", "-v"]
-    result = run_checks(pytester, "reference-engine", "I7.logprobs or I8.temperature", *options)
+    result = run_checks(pytester, "reference-backend", "I7.logprobs or I8.temperature", *options)
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*temperature*reference-engine-dp1-seeded-llama-float32*PASSED*"])
+    result.stdout.fnmatch_lines(["*temperature*reference-backend-dp1-seeded-llama-float32*PASSED*"])
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert {case["layout"] for case in results} == {"dp1-seeded"}
 
@@ -226,10 +226,10 @@ def test_two_engines_are_checked_one_after_the_other(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     engine(ReferenceBackend)
-    result = run(pytester, "--engine=reference-engine", "--engine=reference", "--collect-only", "-q")
+    result = run(pytester, "--engine=reference-backend", "--engine=reference", "--collect-only", "-q")
     names = [name.partition("[")[2].partition("-dp1")[0] for name in _collected(result)]
-    assert list(dict.fromkeys(names)) == ["reference-engine", "reference"]
-    assert names == sorted(names, key=["reference-engine", "reference"].index)
+    assert list(dict.fromkeys(names)) == ["reference-backend", "reference"]
+    assert names == sorted(names, key=["reference-backend", "reference"].index)
 
 
 # ------------------------------------------------------------------- running
@@ -303,7 +303,7 @@ def test_a_waiver_that_is_no_longer_needed_fails(
     result = run_checks(pytester, spec.name, "I7.entropy")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["*XPASS(strict)*padded rows, issue 12*", "engine reference-engine: 0 passed, 1 failed*"]
+        ["*XPASS(strict)*padded rows, issue 12*", "engine reference-backend: 0 passed, 1 failed*"]
     )
 
 
