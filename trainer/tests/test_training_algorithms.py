@@ -210,7 +210,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         ({"placement": {"critic": [0]}}, r"critic = \[0\]: this run has no such role"),
         ({"placement": {"actor": [-1]}}, "'placement.actor.0' = -1"),
         ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
-        ({"reward_model": {"path": "nowhere"}}, "'reward_model.path' = 'nowhere'"),
+        ({"reward_model": {"path": "nowhere"}}, "reward_model.path = 'nowhere': no such directory"),
         ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
         ({"algorithm": {"type_": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
         ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
