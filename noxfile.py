@@ -24,8 +24,11 @@ TRAINER = "trainer"
 PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
 EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
-# Those with layouts, on which the checks below are repeated.
+# Those with layouts, on which the checks below are repeated, and the examples.
 DISTRIBUTED_ENGINES = ["fsdp", "megatron"]
+EXAMPLE_ENGINES = ["ddp", "tiny"]
+# A test of the example, which its users have: by day it would repeat what the checks below show.
+EXAMPLE_SUITE = "examples/core-rl-ddp/tests/test_ddp_engine.py::test_the_conformance_suite_passes"
 # SGLang pins packages that core-rl and a CPU cannot take: its servers run in an environment of their own.
 SERVER_REQUIREMENTS = ROOT / "constraints" / "sglang-server.txt"
 SERVER_UNRESOLVED = ROOT / "constraints" / "sglang-server-unresolved.txt"
@@ -115,15 +118,13 @@ def tests(session: nox.Session) -> None:
     _lint(session)
     _import_contract(session)
     session.run("mypy")
-    session.run(
-        "pytest", *STEALING, "-m", "not slow and not nightly" if quick else "not nightly", *arguments, env=ENV
-    )
+    chosen = ["-m", "not slow and not nightly" if quick else "not nightly", f"--deselect={EXAMPLE_SUITE}"]
+    session.run("pytest", *STEALING, *chosen, *arguments, env=ENV)
     # Every check on a layout of two ranks, and a few on the others: `-s conformance` runs all on all of them.
     _conformance(session, ENGINES, "--quick")
     if not quick:
-        _conformance(
-            session, DISTRIBUTED_ENGINES, "--sample-every=2", *(f"--check={name}" for name in ON_ALL_LAYOUTS)
-        )
+        checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
+        _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=2", *checks)
     _sglang(session, "--quick", "--layout=dp1")
 
 

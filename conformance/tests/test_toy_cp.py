@@ -22,7 +22,7 @@ TARGETS = {
     ),
 }
 FIRST = {"I7.logprobs", "I1.gradients"}
-"""What a quick session runs."""
+"""Checks of a daily run."""
 ON_OTHER_LAYOUTS = {
     "I1.gradients",
     "I2.data-parallel",
@@ -51,7 +51,9 @@ def _parameters() -> list[ParameterSet]:
         pytest.param(
             case,
             id=f"{engine}-{case.check.identifier}-{case.setting}-{case.family}",
-            marks=() if case.check.identifier in FIRST and str(case.setting) == "cp2" else pytest.mark.slow,
+            marks=()
+            if case.check.identifier in FIRST and str(case.setting) == "cp2"
+            else pytest.mark.nightly,
         )
         for engine in TARGETS
         for case in _wanted(engine)

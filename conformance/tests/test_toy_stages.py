@@ -21,7 +21,7 @@ TARGETS = {
     "dp2ep2": Target(spec=toy_ep.SPEC, profile=toy_ep.PROFILE),
 }
 FIRST = {"I7.logprobs", "I1.gradients"}
-"""What a quick session runs."""
+"""Checks of a daily run."""
 ON_FOUR_RANKS = {"I1.gradients", "I2.data-parallel", "I4.grad-norm", "I7.logprobs", "I16.few-sequences"}
 """Checks that see more on four ranks than on two."""
 
@@ -38,7 +38,7 @@ def _parameters() -> list[ParameterSet]:
         pytest.param(
             case,
             id=f"{case.check.identifier}-{layout}-{case.family}",
-            marks=() if case.check.identifier in FIRST and layout != "dp2pp2" else pytest.mark.slow,
+            marks=() if case.check.identifier in FIRST and layout != "dp2pp2" else pytest.mark.nightly,
         )
         for layout, target in TARGETS.items()
         for case in _wanted(layout, target)

@@ -28,7 +28,7 @@ pytest_plugins = ["pytester"]
 TARGET = Target(spec=SPEC, profile=PROFILE)
 TP2 = ParallelLayout(tp=2)
 FIRST = {"I7.logprobs", "I4.grad-norm"}
-"""What a quick session runs: outputs, gradients and the norm over shards."""
+"""Checks of a daily run: outputs, gradients and the norm over shards."""
 WITH_DATA_PARALLEL = {
     "I1.gradients",
     "I2.data-parallel",
@@ -70,7 +70,7 @@ def _parameters() -> list[ParameterSet]:
         pytest.param(
             case,
             id=f"{case.check.identifier}-{case.layout}-{case.family}",
-            marks=() if case in quick else pytest.mark.slow,
+            marks=() if case in quick else pytest.mark.nightly,
         )
         for case in wanted
     ]

@@ -147,11 +147,11 @@ time.sleep(300)
     ("body", "code"),
     [
         ("group = start()", 0),
-        ("group = start()\nsys.exit(3)", 3),
+        pytest.param("group = start()\nsys.exit(3)", 3, marks=pytest.mark.nightly),
         ("group = start()\nraise ValueError('of the script')", 1),
         ("import threading\ngroup = start()\nthreading.Thread(target=time.sleep, args=(0.5,)).start()", 0),
         ("pids = start().pids\nos._exit(len(support.survivors(pids)))", 0),  # collected: nobody holds it
-        ("with start() as group:\n    group.run(support.whoami)", 0),
+        pytest.param("with start() as group:\n    group.run(support.whoami)", 0, marks=pytest.mark.nightly),
     ],
     ids=["end", "exit", "error", "thread", "collected", "closed"],
 )
@@ -281,9 +281,9 @@ UNKNOWN = "GroupError the function or its arguments cannot be restored in the ra
     ("arguments", "stdin", "answer"),
     [
         (["guarded.py"], None, "['own', 'own']"),
-        (["-m", "guarded"], None, "['own', 'own']"),
+        pytest.param(["-m", "guarded"], None, "['own', 'own']", marks=pytest.mark.nightly),
         (["nested.py"], None, "['own', 'own']"),
-        (["-c", f"{HEADER}{BODY}body()"], None, UNKNOWN),
+        pytest.param(["-c", f"{HEADER}{BODY}body()"], None, UNKNOWN, marks=pytest.mark.nightly),
         (["-"], f"{HEADER}{BODY}body()", UNKNOWN),
     ],
     ids=["script", "module", "child process", "-c", "standard input"],

@@ -98,7 +98,7 @@ def test_ppo_goes_on_after_an_interruption_as_if_nothing_had_happened(
     assert support.curve(tmp_path / "out") == support.curve(ppo)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(ppo: Path, start: Path, tmp_path: Path) -> None:
     """``kill -9`` at drawn moments, also between the actor's part of a checkpoint and the critic's."""
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, save_every=1)

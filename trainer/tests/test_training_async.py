@@ -170,7 +170,7 @@ def test_an_interrupted_asynchronous_run_loses_no_prompt(
     check_history(trained, recipe.parent / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_asynchronous_run_goes_on(recipe: Path, tmp_path: Path) -> None:
     """``kill -9`` of the driver at three moments; each prompt's number is read off the files that it leaves."""
     log = tmp_path / "trained.jsonl"

@@ -83,7 +83,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         engine.initialize()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_conformance_suite_passes(tmp_path: Path) -> None:
     arguments = ["--engine=tiny", "--quick", "-p", "no:cacheprovider", "--pyargs", "core_rl_conformance"]
     result = subprocess.run(

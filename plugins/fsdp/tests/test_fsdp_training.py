@@ -49,7 +49,7 @@ def test_the_curve_is_that_of_the_reference(name: str, more: list[str], start: P
         assert own == pytest.approx(other, rel=1e-3, abs=1e-4), f"step {step}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(start: Path, tmp_path: Path) -> None:
     """On two data-parallel ranks, and two for the critic."""
     arithmetic.check_kills_change_nothing(start, "fsdp", tmp_path)

@@ -223,6 +223,7 @@ def losses(group: EngineGroup) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
+@pytest.mark.nightly
 def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
     """As close as runs whose weights began one unit in the last place apart, four times over."""
     group.initialize(config=support.fsdp_config(1))

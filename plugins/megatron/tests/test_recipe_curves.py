@@ -34,7 +34,7 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+@pytest.mark.parametrize("recipe", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_a_recipe_has_one_curve_on_all_engines(recipe: str, start: Path, tmp_path: Path) -> None:
     """PPO's critic is on the same engine as its actor, and moved with it."""
     base = run(start, recipe, "reference", tmp_path / "reference")
@@ -47,7 +47,7 @@ def test_a_recipe_has_one_curve_on_all_engines(recipe: str, start: Path, tmp_pat
         assert not spread.violations(curve), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(start: Path, tmp_path: Path) -> None:
     """On two tensor parallel ranks, and two for the critic."""
     support.check_kills_change_nothing(start, "megatron", tmp_path)
