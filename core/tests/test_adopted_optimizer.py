@@ -8,7 +8,7 @@ from pathlib import Path
 import engine_support as support
 import pytest
 import torch
-from adopting_support import MOMENTUM, AdoptingAdamBackend, AdoptingBackend, spec
+from adopting_support import MOMENTUM, AdoptingAdamBackend, AdoptingBackend, AdoptingZeroBackend, spec
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
@@ -62,14 +62,16 @@ def test_sgd_moves_by_its_momentum(group: EngineGroup) -> None:
         torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_adamw_takes_the_steps_of_the_reference() -> None:
+@pytest.mark.parametrize("backend", [AdoptingAdamBackend, AdoptingZeroBackend])
+def test_adamw_takes_the_steps_of_the_reference(backend: type[AdoptingBackend]) -> None:
     found = []
     reference = ReferenceConfig(model=ModelConfig(config=support.TINY), optimizer=OPTIMIZER)
-    for engine, settings in ((spec(AdoptingAdamBackend), config(2)), ("reference", reference)):
+    for engine, settings in ((spec(backend), config(2)), ("reference", reference)):
         with EngineGroup(engine, settings, timeout_s=120) as group:
             norms = [train(group, seed) for seed in range(3)]
             found.append((norms, group.named_tensors("exp_avg_sq")))
     (norms, moments), (expected_norms, expected) = found
+    assert moments.keys() == expected.keys()
     assert norms == pytest.approx(expected_norms, rel=1e-3)
     for name, value in moments.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-9, msg=name)
