@@ -16,6 +16,8 @@ from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.guards import require_kind
+from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.reference.config import ReferenceConfig
 
@@ -75,6 +77,11 @@ def test_adamw_takes_the_steps_of_the_reference(backend: type[AdoptingBackend]) 
     assert norms == pytest.approx(expected_norms, rel=1e-3)
     for name, value in moments.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-9, msg=name)
+
+
+def test_missing_moments_name_the_optimizers_state() -> None:
+    with pytest.raises(WeightsError, match="'exp_avg': the optimizer's `state` has no moments"):
+        require_kind(config(1), "exp_avg", ())
 
 
 @pytest.mark.parametrize("form", ["sharded", "portable"])
