@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class HFShardedState:
         self._layout = CheckpointLayout.of(model, {n: tuple(p.shape) for n, p in self._of("params")})
         regions = {name: local_part(parameter.detach()).region for name, parameter in self._named.items()}
         self._replicas = _replicas(regions, world)
-        stepped = () if optimizer is None else optimizer.state.keys()
+        stepped: Collection[Tensor] = () if optimizer is None else optimizer.state.keys()
         with_moments = {name: region for name, region in regions.items() if owned.get(name) in stepped}
         self._moment_replicas = _replicas(with_moments, world)
         kinds = () if optimizer is None else moment_kinds(optimizer)
