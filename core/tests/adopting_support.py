@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext
@@ -53,6 +56,32 @@ class AdoptingAdamBackend(AdoptingBackend):
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+
+
+class Zero(ZeroRedundancyOptimizer):
+    """Torch's ZeRO-1, with the state of this rank's optimizer instead of the wrapper's empty one."""
+
+    @property
+    def state(self) -> Any:
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """The wrapper keeps none."""
+
+
+class AdoptingZeroBackend(AdoptingBackend):
+    """Whole weights on every rank; each moment is on one rank."""
+
+    def build(self, context: BuildContext[TrainEngineConfig]) -> None:
+        model = build_model(context.config.model, seed=context.seed, attn_implementation="eager")
+        self.adopt(model, context, optimizer=self.make_optimizer(model))
+
+    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Zero(model.parameters(), torch.optim.AdamW, lr=1.0, weight_decay=0.0)
+
+    def reduce_grads(self) -> None:
+        HFBackend.reduce_grads(self)
 
 
 def spec(backend: type[AdoptingBackend]) -> EngineSpec:

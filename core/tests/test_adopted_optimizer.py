@@ -8,7 +8,7 @@ from pathlib import Path
 import engine_support as support
 import pytest
 import torch
-from adopting_support import MOMENTUM, AdoptingAdamBackend, AdoptingBackend, spec
+from adopting_support import MOMENTUM, AdoptingAdamBackend, AdoptingBackend, AdoptingZeroBackend, spec
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
@@ -16,6 +16,8 @@ from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.guards import require_kind
+from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.reference.config import ReferenceConfig
 
@@ -62,17 +64,24 @@ def test_sgd_moves_by_its_momentum(group: EngineGroup) -> None:
         torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_adamw_takes_the_steps_of_the_reference() -> None:
+@pytest.mark.parametrize("backend", [AdoptingAdamBackend, AdoptingZeroBackend])
+def test_adamw_takes_the_steps_of_the_reference(backend: type[AdoptingBackend]) -> None:
     found = []
     reference = ReferenceConfig(model=ModelConfig(config=support.TINY), optimizer=OPTIMIZER)
-    for engine, settings in ((spec(AdoptingAdamBackend), config(2)), ("reference", reference)):
+    for engine, settings in ((spec(backend), config(2)), ("reference", reference)):
         with EngineGroup(engine, settings, timeout_s=120) as group:
             norms = [train(group, seed) for seed in range(3)]
             found.append((norms, group.named_tensors("exp_avg_sq")))
     (norms, moments), (expected_norms, expected) = found
+    assert moments.keys() == expected.keys()
     assert norms == pytest.approx(expected_norms, rel=1e-3)
     for name, value in moments.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-9, msg=name)
+
+
+def test_missing_moments_name_the_optimizers_state() -> None:
+    with pytest.raises(WeightsError, match="'exp_avg': the optimizer's `state` has no moments"):
+        require_kind(config(1), "exp_avg", ())
 
 
 @pytest.mark.parametrize("form", ["sharded", "portable"])

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 MemoryPart = Literal["weights", "gradients", "optimizer"]
+"""Parts of a rank's memory; ``weights`` includes float32 master weights, ``optimizer`` is the moments."""
 
 
 @dataclass(frozen=True, kw_only=True)

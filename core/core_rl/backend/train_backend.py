@@ -47,7 +47,10 @@ class BuildContext(Generic[C]):
     timeout_s: float = 600.0
     """Seconds that ranks wait for each other."""
     check_model: Callable[[PretrainedConfig], None] = lambda model: None
-    """Raises `UnsupportedCapability` for a model that the engine does not declare, such as a mixture of experts."""
+    """Raises `UnsupportedCapability` for a model that the engine does not declare, such as a mixture of experts.
+
+    A backend may call it before it reads weights; the core calls it after `build` as well.
+    """
 
     @property
     def layout(self) -> ParallelLayout:

@@ -8,7 +8,10 @@ __all__ = ["Capability"]
 
 
 class Capability(StrEnum):
-    """Optional features of an engine. A feature that a spec does not list is *not supported*."""
+    """Optional features of an engine. A feature that a spec does not list is *not supported*.
+
+    The page "Write an engine" says what a backend does for each.
+    """
 
     # heads and outputs of a train engine
     VALUE_HEAD = "value_head"

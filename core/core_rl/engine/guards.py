@@ -149,7 +149,8 @@ def require_kind(config: TrainEngineConfig, kind: TensorKind, optimizer_kinds: S
         require_adapter(config, "the kind 'adapter'")
     known = ("params", "master", "grads", "buffers", "adapter", *optimizer_kinds)
     if kind not in known:
-        raise WeightsError(f"unknown kind {kind!r}; known kinds: {', '.join(known)}")
+        hint = ": the optimizer's `state` has no moments" if kind in MOMENTS and not optimizer_kinds else ""
+        raise WeightsError(f"unknown kind {kind!r}{hint}; known kinds: {', '.join(known)}")
 
 
 def require_adapter(config: EngineConfig, what: str) -> None:

@@ -48,7 +48,9 @@ class HFBackend(TrainBackend[C]):
         """Take a model whose parameters are final (sharded, on their device); collective.
 
         Without an ``optimizer``, AdamW is built over this rank's parts as plain tensors, whatever type the module's
-        parameters have. One that is given has the module's own parameters.
+        parameters have. One that is given has the module's own parameters, the weight decay that `decays` allows, and
+        the moments in its ``state``, perhaps of some parameters only (ZeRO-1). A wrapper of another optimizer returns
+        that one's ``state``. `step` sets the learning rate of its groups.
         """
         self.model, self.context = model, context
         # Tensors of a mapped file are not aligned, and kernels round by alignment: offloading would change results.

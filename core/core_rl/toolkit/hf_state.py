@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from core_rl.toolkit.optimizer import moment_kinds
 __all__ = ["HFShardedState", "fill"]
 
 Shape = tuple[int, ...]
+Region = tuple[slice, ...]
 VALUES = ("params", "master", "adapter")
 
 
@@ -27,7 +28,8 @@ class HFShardedState:
     """Parameters, gradients, moments and buffers of ``model`` and ``optimizer``, plain tensors or DTensors.
 
     ``owned`` gives the parameters that the optimizer has, by name: the module's own ones, or this rank's parts of them
-    in the same memory. Making one is collective: ranks that hold the same box number its replicas.
+    in the same memory. The constructor is collective: ranks with the same box number its replicas. ``optimizer`` has
+    its moments already; a rank may have those of some parameters only (ZeRO-1).
     """
 
     def __init__(
@@ -44,15 +46,16 @@ class HFShardedState:
         self._named = {checkpoint_name(name): p for name, p in model.named_parameters()}
         self._layout = CheckpointLayout.of(model, {n: tuple(p.shape) for n, p in self._of("params")})
         regions = {name: local_part(parameter.detach()).region for name, parameter in self._named.items()}
-        theirs = world.gather(regions)
-        self._replicas = {
-            name: sum(theirs[rank][name] == region for rank in range(world.rank))
-            for name, region in regions.items()
-        }
+        self._replicas = _replicas(regions, world)
+        stepped: Collection[Tensor] = () if optimizer is None else optimizer.state.keys()
+        with_moments = {name: region for name, region in regions.items() if owned.get(name) in stepped}
+        self._moment_replicas = _replicas(with_moments, world)
+        kinds = () if optimizer is None else moment_kinds(optimizer)
+        self._kinds = max(world.gather(kinds), key=len)
 
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
-        return () if self._optimizer is None else moment_kinds(self._optimizer)
+        return self._kinds
 
     def shapes(self, kind: str) -> dict[str, Shape]:
         if kind == "buffers":
@@ -65,10 +68,13 @@ class HFShardedState:
             for name, buffer in self._saved_buffers():
                 yield LocalSlice(name, (0,) * buffer.dim(), buffer, self._world.rank)
             return
+        replicas = self._moment_replicas if kind in self._kinds else self._replicas
         for name, parameter in self._of(kind):
+            if name not in replicas:
+                continue
             part = self._part(name, parameter, kind)
             for written, offsets, tensor in self._layout.local(name, part, tuple(parameter.shape)):
-                yield LocalSlice(_exported_name(kind, written), offsets, tensor, self._replicas[name])
+                yield LocalSlice(_exported_name(kind, written), offsets, tensor, replicas[name])
 
     def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of ``kind``; a tied one comes once."""
@@ -99,6 +105,12 @@ class HFShardedState:
         if isinstance(moment, DTensor):
             return local_part(moment)
         return LocalPart(moment, local_part(parameter.detach()).offsets)
+
+
+def _replicas(regions: Mapping[str, Region], world: Comm) -> dict[str, int]:
+    """The number of lower ranks with the same region of each tensor. Collective."""
+    lower = world.gather(regions)[: world.rank]
+    return {name: sum(theirs.get(name) == region for theirs in lower) for name, region in regions.items()}
 
 
 def _exported_name(kind: str, name: str) -> str:
