@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -64,11 +65,8 @@ class MegatronState:
         }
         """Float32 weights of half-precision parameters that no optimizer has."""
         own = {kind: {_key(*part) for part in self._parts(kind)} for kind in ("params", "master")}
-        theirs = world.gather(own)[: world.rank]
-        self._replicas = {
-            kind: {key: sum(key in keys[kind] for keys in theirs) for key in found}
-            for kind, found in own.items()
-        }
+        before = world.gather(own)[: world.rank]
+        self._replicas = {kind: Counter(key for keys in before for key in keys[kind]) for kind in own}
 
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
