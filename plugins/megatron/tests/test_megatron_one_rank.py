@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import megatron_support as support
@@ -84,3 +85,19 @@ def test_a_destroyed_engine_leaves_no_model_in_memory(config: TrainEngineConfig)
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_destroyed_engines_leave_no_threads_in_a_group_that_stays(tmp_path: Path) -> None:
+    """Megatron makes 17 process groups for an engine; those of all ranks may be another engine's or torchrun's."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        threads = []
+        for _ in range(2):
+            engine = load_engine("megatron", CONFIGS[0])
+            engine.initialize()
+            engine.destroy()
+            threads.append(len(list(Path("/proc/self/task").iterdir())))
+        assert threads[0] == threads[1]
+    finally:
+        torch.distributed.destroy_process_group()

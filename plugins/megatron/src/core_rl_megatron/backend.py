@@ -21,17 +21,11 @@ from core_rl.toolkit.build import build_model
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.meta_build import build_on_meta
-from core_rl_megatron import cpu_shim
+from core_rl_megatron import cpu_shim, parallel_state
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
 from core_rl_megatron.optimizer import ShardedOptimizer
-from core_rl_megatron.parallel_state import (
-    MegatronRngState,
-    check_megatron,
-    join_groups,
-    leave_groups,
-    rank_groups,
-)
+from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
 
@@ -52,11 +46,11 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
     # ---------------------------------------------------------------- building
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
-        check_megatron()
+        parallel_state.check_megatron()
         cpu_shim.install(world.device)
-        join_groups(config.layout, config.options.virtual_stages, world.timeout_s)
+        parallel_state.join_groups(world, config.layout, config.options.virtual_stages)
         self._in_groups = True
-        return rank_groups(world, config.layout)
+        return parallel_state.rank_groups(world, config.layout)
 
     def build(self, context: BuildContext[MegatronConfig]) -> None:
         config = context.config
@@ -91,7 +85,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
                 chunk.grad_accs.clear()
         if self._in_groups:
             self._in_groups = False
-            leave_groups()
+            parallel_state.leave_groups()
 
     # ------------------------------------------------------------------- state
 

@@ -9,8 +9,9 @@ setting, for the device.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, cast
 
@@ -141,19 +142,11 @@ def _replace_random_state() -> None:
     random = cast("Any", importlib.import_module("megatron.core.tensor_parallel.random"))
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    random.CudaRNGStatesTracker.fork = _fork
+    logging.getLogger(random.__name__).addFilter(_is_no_move_of_the_cpu_state)
 
 
-@contextmanager
-def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Draw from the state ``name`` of ``tracker`` inside the context."""
-    before = torch.get_rng_state()
-    torch.set_rng_state(tracker.states_[name])
-    try:
-        yield
-    finally:
-        tracker.states_[name] = torch.get_rng_state()
-        torch.set_rng_state(before)
+def _is_no_move_of_the_cpu_state(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _replace_splits() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer import TransformerConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,7 +27,6 @@ class StageModel:
     """Chunks with weights of 0, frozen or not, in their dtype and on their device."""
 
     hf_config: PretrainedConfig
-    config: TransformerConfig
     chunks: list[PackedGPT]
     boxes: dict[nn.Parameter, tuple[RowBox, ...]]
     """Boxes of checkpoint tensors in each parameter."""
@@ -56,14 +54,14 @@ def build_stage(
         nn.init.zeros_(parameter)  # rows that pad the vocabulary are never loaded
         if context.config.dtype == "bfloat16" and found[0].name != "score.weight":
             parameter.data = parameter.data.bfloat16()
-    return StageModel(model.config, config, chunks, boxes)
+    return StageModel(model.config, chunks, boxes)
 
 
 def wrap_chunks(model: StageModel, *, distributed: bool) -> list[Any]:
     """Megatron's DistributedDataParallel around each chunk, with float32 gradients. Collective."""
     plan = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     return [
-        DistributedDataParallel(model.config, plan, chunk, disable_bucketing=number > 0)
+        DistributedDataParallel(chunk.config, plan, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)
     ]
 

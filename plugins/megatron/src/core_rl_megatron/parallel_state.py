@@ -48,10 +48,12 @@ class _Present:
     """Megatron's groups of this process, and how many engines use them."""
 
     degrees: ClassVar[dict[str, int]] = {}
+    world: dist.ProcessGroup | None = None
+    """All ranks when the groups were made."""
     engines: int = 0
 
 
-def join_groups(layout: ParallelLayout, virtual_stages: int, timeout_s: float) -> None:
+def join_groups(world: Comm, layout: ParallelLayout, virtual_stages: int) -> None:
     """Create Megatron's process groups, or share those of another engine of this process. Collective.
 
     Megatron-Core keeps one set of groups in a process, so its engines have the same degrees; each calls
@@ -68,8 +70,8 @@ def join_groups(layout: ParallelLayout, virtual_stages: int, timeout_s: float) -
         )
     degrees = layout.model_dump(exclude={"sequence_parallel"}) | {"virtual_stages": virtual_stages}
     if not _Present.engines:
-        _initialize(layout, virtual_stages, timeout_s)
-        _Present.degrees = degrees
+        _initialize(layout, virtual_stages, world.timeout_s)
+        _Present.degrees, _Present.world = degrees, world.group
     elif _Present.degrees != degrees:
         present, wanted = (
             " ".join(f"{name}={value}" for name, value in of.items()) for of in (_Present.degrees, degrees)
@@ -85,8 +87,13 @@ def join_groups(layout: ParallelLayout, virtual_stages: int, timeout_s: float) -
 def leave_groups() -> None:
     """The inverse of `join_groups`: after the last engine Megatron has no groups, so that the next makes its own."""
     _Present.engines -= 1
-    if not _Present.engines:
-        mpu.destroy_model_parallel()
+    if _Present.engines:
+        return
+    if dist.is_initialized() and dist.group.WORLD is _Present.world:
+        # Megatron only forgets them, and each has threads that live as long as the group of all ranks.
+        for group in filter(None, mpu._global_process_group_list):
+            dist.destroy_process_group(group)
+    mpu.destroy_model_parallel()
 
 
 def _initialize(layout: ParallelLayout, virtual_stages: int, timeout_s: float) -> None:

@@ -42,17 +42,14 @@ class Schedule:
     """Runs the chunks of ``model``, of which ``wrapped`` accumulates the gradients."""
 
     def __init__(
-        self,
-        context: BuildContext[MegatronConfig],
-        model: StageModel,
-        wrapped: Sequence[nn.Module],
+        self, context: BuildContext[MegatronConfig], model: StageModel, wrapped: Sequence[nn.Module]
     ) -> None:
         self._layout = context.layout
         self._head = context.config.model.head
         self._model = model
         self._wrapped = list(wrapped)
         self._shards = model_shards(context.world, context.layout)
-        self._messages = StageMessages(mpu.get_pipeline_model_parallel_group(), model.config, context.device)
+        self._messages = StageMessages(model.chunks[0].config, context.device)
         self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
 
     def run(
@@ -154,8 +151,8 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]
     on gloo may never be: the neighbour may first have to hand over an activation.
     """
 
-    def __init__(self, group: Any, config: TransformerConfig, device: torch.device) -> None:
-        super().__init__(group, config)
+    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+        super().__init__(mpu.get_pipeline_model_parallel_group(), config)
         self._device = device
         self._under_way: list[tuple[Any, Tensor | None]] = []
         """Shapes that were sent, in memory that must stay until they are received."""

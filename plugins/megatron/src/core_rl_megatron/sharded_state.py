@@ -61,7 +61,7 @@ class MegatronState:
         self.frozen = {
             parameter: parameter.detach().float()
             for parameter in boxes
-            if parameter.dtype != torch.float32 and not self._is_trained(parameter)
+            if parameter.dtype != torch.float32 and not (optimizer and parameter.requires_grad)
         }
         """Float32 weights of half-precision parameters that no optimizer has."""
         own = {kind: {_key(*part) for part in self._parts(kind)} for kind in ("params", "master")}
@@ -98,14 +98,11 @@ class MegatronState:
         """This rank's elements of ``kind``."""
         if kind == "params":
             return FlatRange(parameter.detach().view(-1), 0)
-        if self._optimizer is not None and self._is_trained(parameter):
+        if self._optimizer is not None and parameter.requires_grad:
             return self._optimizer.flat(parameter, kind)
         if kind == "master":
             return FlatRange(self.frozen.get(parameter, parameter).detach().view(-1), 0)
         return None
-
-    def _is_trained(self, parameter: nn.Parameter) -> bool:
-        return self._optimizer is not None and parameter.requires_grad
 
 
 def _key(name: str, offsets: Shape, tensor: Tensor) -> Key:
