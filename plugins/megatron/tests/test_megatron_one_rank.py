@@ -25,6 +25,16 @@ CONFIGS = [
     support.config(),
     support.config(options={"distributed_optimizer": True}).model_copy(update={"dtype": "bfloat16"}),
 ]
+IDS = ["float32", "bfloat16-distributed-optimizer"]
+EXPERTS = support.config(
+    model={
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "tie_word_embeddings": False,
+    }
+)
 
 
 class _OutOfMemory(RuntimeError):
@@ -52,7 +62,7 @@ def results(engine: TrainEngine) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["float32", "bfloat16-distributed-optimizer"])
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> None:
     found = []
     for failing in (False, True):
@@ -70,7 +80,7 @@ def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["float32", "bfloat16-distributed-optimizer"])
+@pytest.mark.parametrize("config", [*CONFIGS, EXPERTS], ids=[*IDS, "experts"])
 def test_a_destroyed_engine_leaves_no_model_in_memory(config: TrainEngineConfig) -> None:
     """Also before Python's collector runs, which may be hundreds of engines later."""
     engine = load_engine("megatron", config)

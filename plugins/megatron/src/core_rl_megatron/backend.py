@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -83,6 +84,10 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
             if isinstance(chunk, DistributedDataParallel):
                 # Their hooks hold the wrapper, with its memory and groups: a cycle that may be collected much later.
                 chunk.grad_accs.clear()
+            for layer in chunk.modules():
+                if isinstance(layer, MoELayer):
+                    # It keeps gates with their graph, which leads to these hooks: the collector can't see that cycle.
+                    layer.token_dispatcher = None
         if self._in_groups:
             self._in_groups = False
             parallel_state.leave_groups()

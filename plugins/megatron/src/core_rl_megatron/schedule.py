@@ -71,13 +71,18 @@ class Schedule:
             pg_collection=self._groups,
         )
         self._messages.finish()
+        self._forget_routings()
 
     def abort(self) -> None:
         """Drop what a failed pass left: recorded routings with their graphs, and messages between stages."""
+        self._forget_routings()
+        self._messages.abandon()
+
+    def _forget_routings(self) -> None:
+        """Their graphs lead to the wrapper's hooks, and so to the model: a cycle that Python's collector can't see."""
         for chunk in self._model.chunks:
             for router in routers_of(chunk):
                 router.recorded = router.replay = None
-        self._messages.abandon()
 
     def _forward_step(
         self, step: MicroBatchStep, micro_batches: Iterator[SequenceBatch], chunk: nn.Module
