@@ -20,7 +20,6 @@ PACKAGES = [
     "plugins/sglang/src/core_rl_sglang",
 ]
 UPSTREAM = {
-    "_asdict": "public in spite of its name: collections.namedtuple",
     "_buffers": "torch: a buffer is replaced and stays one that no file has",
     "_cdata": "torch: the identity of a storage, which has no public one",
     "_disable_adapters": "peft: enable_adapters() also changes requires_grad, and may find gathered parameters of FSDP",
@@ -28,6 +27,7 @@ UPSTREAM = {
     "_fsdp_param_group": "torch: gradients that FSDP has not reduced when a pass raises",
     "_get_cuda_rng_state": "megatron: read on CPUs, where Megatron has only CUDA's",
     "_get_fsdp_state": "torch: the state of a module, to undo a pass that raised",
+    "_global_process_group_list": "megatron: groups that destroy_model_parallel() forgets without destroying them",
     "_init_weights": "transformers: draws a new head as transformers does",
     "_is_hf_initialized": "transformers: marks parameters that initialize_weights() leaves alone",
     "_is_root": "torch: None until the first pass, before which there is nothing to undo",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import megatron_support as support
@@ -24,6 +25,16 @@ CONFIGS = [
     support.config(),
     support.config(options={"distributed_optimizer": True}).model_copy(update={"dtype": "bfloat16"}),
 ]
+IDS = ["float32", "bfloat16-distributed-optimizer"]
+EXPERTS = support.config(
+    model={
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "tie_word_embeddings": False,
+    }
+)
 
 
 class _OutOfMemory(RuntimeError):
@@ -51,7 +62,7 @@ def results(engine: TrainEngine) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["float32", "bfloat16-distributed-optimizer"])
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> None:
     found = []
     for failing in (False, True):
@@ -69,7 +80,7 @@ def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["float32", "bfloat16-distributed-optimizer"])
+@pytest.mark.parametrize("config", [*CONFIGS, EXPERTS], ids=[*IDS, "experts"])
 def test_a_destroyed_engine_leaves_no_model_in_memory(config: TrainEngineConfig) -> None:
     """Also before Python's collector runs, which may be hundreds of engines later."""
     engine = load_engine("megatron", config)
@@ -84,3 +95,19 @@ def test_a_destroyed_engine_leaves_no_model_in_memory(config: TrainEngineConfig)
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_destroyed_engines_leave_no_threads_in_a_group_that_stays(tmp_path: Path) -> None:
+    """Megatron makes 17 process groups for an engine; those of all ranks may be another engine's or torchrun's."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        threads = []
+        for _ in range(2):
+            engine = load_engine("megatron", CONFIGS[0])
+            engine.initialize()
+            engine.destroy()
+            threads.append(len(list(Path("/proc/self/task").iterdir())))
+        assert threads[0] == threads[1]
+    finally:
+        torch.distributed.destroy_process_group()

@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from core_rl.errors import CheckpointMismatch, ConfigError, CoreRLError, LayoutError, UnsupportedCapability
 from core_rl_megatron.config import MegatronConfig
+from core_rl_megatron.parallel_state import check_megatron
 from core_rl_megatron.translation import family_of, transformer_config
-from core_rl_megatron.versions import check_megatron
 
 MOE = {
     "model_type": "qwen3_moe",

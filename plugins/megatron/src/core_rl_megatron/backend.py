@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -19,16 +20,15 @@ from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.meta_build import build_on_meta
-from core_rl_megatron import cpu_shim
+from core_rl_megatron import cpu_shim, parallel_state
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
 from core_rl_megatron.optimizer import ShardedOptimizer
-from core_rl_megatron.parallel_state import join_groups, leave_groups
-from core_rl_megatron.rng_state import MegatronRngState
+from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
-from core_rl_megatron.versions import check_megatron
 
 __all__ = ["MegatronBackend"]
 
@@ -47,11 +47,11 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
     # ---------------------------------------------------------------- building
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
-        check_megatron()
+        parallel_state.check_megatron()
         cpu_shim.install(world.device)
-        self._parallel = join_groups(world, config.layout, config.options.virtual_stages)
+        parallel_state.join_groups(world, config.layout, config.options.virtual_stages)
         self._in_groups = True
-        return self._parallel.groups
+        return parallel_state.rank_groups(world, config.layout)
 
     def build(self, context: BuildContext[MegatronConfig]) -> None:
         config = context.config
@@ -69,14 +69,14 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
                     self.wrapped, config.optimizer, half=half, distributed=spread
                 )
         self._state = MegatronState(tensors, self.model.boxes, self.optimizer, context.world)
-        self.schedule = Schedule(context, self.model, self.wrapped, self._parallel.shards)
-        on_all(context.world, lambda: self._fill(weights), "cannot read the weights", ConfigError)
+        self.schedule = Schedule(context, self.model, self.wrapped)
+        on_all(
+            context.world,
+            lambda: fill(self._state, "master", weights),
+            "cannot read the weights",
+            ConfigError,
+        )
         self.after_load(frozenset({"master"}))
-
-    @torch.no_grad()
-    def _fill(self, weights: TensorSource) -> None:
-        for part in self._state.local("master"):
-            part.tensor.copy_(weights.read(part.name, part.region))
 
     def teardown(self) -> None:
         """Leave Megatron's groups, which are global: the next engine of this process makes its own."""
@@ -84,9 +84,13 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
             if isinstance(chunk, DistributedDataParallel):
                 # Their hooks hold the wrapper, with its memory and groups: a cycle that may be collected much later.
                 chunk.grad_accs.clear()
+            for layer in chunk.modules():
+                if isinstance(layer, MoELayer):
+                    # It keeps gates with their graph, which leads to these hooks: the collector can't see that cycle.
+                    layer.token_dispatcher = None
         if self._in_groups:
             self._in_groups = False
-            leave_groups()
+            parallel_state.leave_groups()
 
     # ------------------------------------------------------------------- state
 
@@ -108,13 +112,11 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
 
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
         """This rank's weights with their float32 copies, buffers of gradients, or moments."""
-        optimizer = self.optimizer
         if part == "weights":
             yield from (parameter.detach() for parameter in self.model.boxes)
             yield from self._state.frozen.values()
-            yield from optimizer.mains() if optimizer else ()
-        elif optimizer is not None:
-            yield from optimizer.grad_buffers() if part == "gradients" else optimizer.moments()
+        if self.optimizer is not None:
+            yield from self.optimizer.memory(part)
 
     def rng_state(self) -> Mapping[str, Tensor]:
         """The states of Megatron's tracker."""
@@ -163,10 +165,11 @@ def _planned(
     model = unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="sdpa")
     context.check_model(model.config)
     layout = CheckpointLayout.of(model)
+    tensors = CheckpointTensors.of(model, layout)
     if unloaded is not None:
-        return model, CheckpointTensors.of(model, layout), unloaded.source
+        return model, tensors, unloaded.source
     weights = (item for name, p in model.named_parameters() for item in layout.cut(name, p.detach()))
-    return model, CheckpointTensors.of(model, layout), TensorDict(dict(weights))
+    return model, tensors, TensorDict(dict(weights))
 
 
 def _check_router_aux(config: MegatronConfig) -> None:

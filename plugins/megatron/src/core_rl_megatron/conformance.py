@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import MOE, Profile, Setting
 
@@ -10,6 +12,10 @@ __all__ = ["PROFILE"]
 LINEAR = ("qwen3", "llama", "qwen2")
 SPREAD = {"options": {"distributed_optimizer": True}}
 TP_SP = ParallelLayout(tp=2, sequence_parallel=True)
+
+linear = partial(Setting, families=LINEAR)
+pipelined = partial(Setting, families=LINEAR, layer_multiple=2)
+experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
 PROFILE = Profile(
     layouts=(
@@ -22,43 +28,23 @@ PROFILE = Profile(
     ),
     settings=(
         # Megatron asks for sequence parallelism where a mixture of experts meets tensor parallelism.
-        Setting(layout=ParallelLayout(tp=2), families=LINEAR),
-        Setting(layout=ParallelLayout(tp=2, pp=2), families=LINEAR, layer_multiple=2),
-        Setting(layout=ParallelLayout(pp=2), families=LINEAR, layer_multiple=2),
-        Setting(
+        linear(layout=ParallelLayout(tp=2)),
+        pipelined(layout=ParallelLayout(tp=2, pp=2)),
+        pipelined(layout=ParallelLayout(pp=2)),
+        pipelined(
             name="interleaved",
             layout=ParallelLayout(pp=2),
             options={"options": {"virtual_stages": 2}},
-            families=LINEAR,
             layer_multiple=4,
         ),
-        Setting(layout=ParallelLayout(dp=2, pp=2), families=LINEAR, layer_multiple=2),
-        Setting(layout=ParallelLayout(pp=2, cp=2), families=LINEAR, layer_multiple=2),
-        Setting(layout=ParallelLayout(dp=2, ep=2), families=(MOE,), expert_multiple=2),
-        Setting(
-            layout=ParallelLayout(tp=2, ep=2, sequence_parallel=True), families=(MOE,), expert_multiple=2
-        ),
+        pipelined(layout=ParallelLayout(dp=2, pp=2)),
+        pipelined(layout=ParallelLayout(pp=2, cp=2)),
+        experts(layout=ParallelLayout(dp=2, ep=2)),
+        experts(layout=ParallelLayout(tp=2, ep=2, sequence_parallel=True)),
         Setting(name="distributed-optimizer", layout=ParallelLayout(dp=2), options=SPREAD),
-        Setting(
-            name="distributed-optimizer",
-            layout=ParallelLayout(dp=2, pp=2),
-            options=SPREAD,
-            families=LINEAR,
-            layer_multiple=2,
-        ),
-        Setting(
-            name="distributed-optimizer",
-            layout=ParallelLayout(dp=2, ep=2),
-            options=SPREAD,
-            families=(MOE,),
-            expert_multiple=2,
-        ),
-        Setting(
-            name="recompute",
-            layout=ParallelLayout(tp=2),
-            options={"options": {"recompute": "full"}},
-            families=LINEAR,
-        ),
+        pipelined(name="distributed-optimizer", layout=ParallelLayout(dp=2, pp=2), options=SPREAD),
+        experts(name="distributed-optimizer", layout=ParallelLayout(dp=2, ep=2), options=SPREAD),
+        linear(name="recompute", layout=ParallelLayout(tp=2), options={"options": {"recompute": "full"}}),
     ),
     dtypes=("float32", "bfloat16"),
     families=(*LINEAR, MOE),

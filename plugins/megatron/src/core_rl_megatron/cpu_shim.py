@@ -9,8 +9,9 @@ setting, for the device.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, cast
 
@@ -58,8 +59,8 @@ def install(device: torch.device) -> None:
         return
     for name in SITES:
         module = importlib.import_module(f"megatron.core.{name}")
-        if not isinstance(module.__dict__["torch"], _TorchOnCPU):
-            module.__dict__["torch"] = _TorchOnCPU(torch)
+        if module.__dict__["torch"] is torch:
+            module.__dict__["torch"] = _torch_on_cpu()
     _replace_random_state()
     _replace_splits()
 
@@ -69,67 +70,47 @@ def building() -> AbstractContextManager[object]:
     return nullcontext() if torch.cuda.is_available() else _CPUForCUDA()
 
 
-class _TorchOnCPU(ModuleType):
-    """The module `torch`, but for ``torch.cuda`` and for factories with ``device="cuda"``."""
+class _Changed(ModuleType):
+    """A module with other values for some of its names."""
 
-    def __init__(self, real: ModuleType) -> None:
-        super().__init__(real.__name__)
-        self.__dict__.update({name: _on_cpu(getattr(real, name)) for name in FACTORIES})
-        self.__dict__["cuda"] = _CudaOnCPU(torch.cuda)
-        self.__dict__["_real"] = real
+    def __init__(self, module: ModuleType, names: Mapping[str, Any]) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(names, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_real"], name)
+        return getattr(self.__dict__["_module"], name)
 
 
-class _CudaOnCPU(ModuleType):
-    """The module `torch.cuda`, but for what means "this rank's device"."""
-
-    def __init__(self, real: ModuleType) -> None:
-        super().__init__(real.__name__)
-        self.__dict__.update(
-            current_device=lambda: CPU,
-            synchronize=lambda *_: None,
-            get_rng_state=lambda *_, **__: torch.get_rng_state(),
-            manual_seed=torch.manual_seed,
-            Stream=_Stream,
-            current_stream=_Stream,
-            stream=lambda _: nullcontext(),
-        )
-        self.__dict__["_real"] = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_real"], name)
+def _torch_on_cpu() -> ModuleType:
+    """The module `torch`, but for factories with ``device="cuda"`` and for what means "this rank's device"."""
+    cuda = {
+        "current_device": lambda: CPU,
+        "synchronize": torch.cpu.synchronize,
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "manual_seed": torch.manual_seed,
+        "Stream": _Stream,
+        "current_stream": torch.cpu.current_stream,
+        "stream": torch.cpu.stream,
+    }
+    factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+    return _Changed(torch, {"cuda": _Changed(torch.cuda, cuda), **factories})
 
 
-class _Stream:
-    """The one stream of a device that does everything in order; its events have always happened."""
+class _Stream(torch.cpu.Stream):
+    """A stream of the CPU with an event to wait for, which torch's own lacks."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return hash(_Stream)
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def record_event(self) -> _Stream:
-        return self
-
-    def synchronize(self) -> None: ...
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        return torch.cpu.Event()
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, **kwargs: Any) -> Tensor:
-        return factory(*args, **_without_cuda(kwargs))
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
 
     return made
-
-
-def _without_cuda(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    device = kwargs.get("device")
-    named = device is not None and torch.device(device).type == "cuda"
-    return {**kwargs, "device": CPU} if named else dict(kwargs)
 
 
 class _CPUForCUDA(TorchFunctionMode):
@@ -161,19 +142,11 @@ def _replace_random_state() -> None:
     random = cast("Any", importlib.import_module("megatron.core.tensor_parallel.random"))
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    random.CudaRNGStatesTracker.fork = _fork
+    logging.getLogger(random.__name__).addFilter(_is_no_move_of_the_cpu_state)
 
 
-@contextmanager
-def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Draw from the state ``name`` of ``tracker`` inside the context."""
-    before = torch.get_rng_state()
-    torch.set_rng_state(tracker.states_[name])
-    try:
-        yield
-    finally:
-        tracker.states_[name] = torch.get_rng_state()
-        torch.set_rng_state(before)
+def _is_no_move_of_the_cpu_state(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _replace_splits() -> None:

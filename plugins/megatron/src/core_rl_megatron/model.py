@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer import TransformerConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -17,7 +15,7 @@ from core_rl.distributed.agreement import on_all
 from core_rl.errors import ConfigError
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.experts import mark_experts
-from core_rl_megatron.modules import PackedGPT, build_chunk, padding_token
+from core_rl_megatron.modules import PackedGPT, build_chunk
 from core_rl_megatron.naming import RowBox, boxes_of
 from core_rl_megatron.translation import transformer_config
 
@@ -29,7 +27,6 @@ class StageModel:
     """Chunks with weights of 0, frozen or not, in their dtype and on their device."""
 
     hf_config: PretrainedConfig
-    config: TransformerConfig
     chunks: list[PackedGPT]
     boxes: dict[nn.Parameter, tuple[RowBox, ...]]
     """Boxes of checkpoint tensors in each parameter."""
@@ -42,18 +39,10 @@ def build_stage(
 
     Raises on all ranks what `transformer_config` raises, and `ConfigError` where a part of a fused parameter is frozen.
     """
-    config = transformer_config(context.config, model.config)
+    config, virtual = transformer_config(context.config, model.config), context.config.options.virtual_stages
     chunks = [
-        build_chunk(
-            config,
-            model.config,
-            context.config.model.head,
-            first=first,
-            last=last,
-            virtual_stage=stage,
-            padding_id=padding_token(model),
-        ).to(context.device)
-        for first, last, stage in _stages(context.config.options.virtual_stages)
+        build_chunk(config, model, context.config.model.head, stage).to(context.device)
+        for stage in (range(virtual) if virtual > 1 else (None,))
     ]
     ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     boxes = {parameter: found for chunk in chunks for parameter, found in boxes_of(chunk, *ranks)}
@@ -65,23 +54,16 @@ def build_stage(
         nn.init.zeros_(parameter)  # rows that pad the vocabulary are never loaded
         if context.config.dtype == "bfloat16" and found[0].name != "score.weight":
             parameter.data = parameter.data.bfloat16()
-    return StageModel(model.config, config, chunks, boxes)
+    return StageModel(model.config, chunks, boxes)
 
 
 def wrap_chunks(model: StageModel, *, distributed: bool) -> list[Any]:
     """Megatron's DistributedDataParallel around each chunk, with float32 gradients. Collective."""
     plan = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     return [
-        DistributedDataParallel(model.config, plan, chunk, disable_bucketing=number > 0)
+        DistributedDataParallel(chunk.config, plan, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)
     ]
-
-
-def _stages(virtual: int) -> Iterator[tuple[bool, bool, int | None]]:
-    """For each chunk here, whether it is the first or the last of the model, and its number."""
-    for stage in range(virtual) if virtual > 1 else (None,):
-        here = {"ignore_virtual": False, "vp_stage": stage}
-        yield mpu.is_pipeline_first_stage(**here), mpu.is_pipeline_last_stage(**here), stage
 
 
 def _freeze(boxes: dict[nn.Parameter, tuple[RowBox, ...]], trained: frozenset[str]) -> None:

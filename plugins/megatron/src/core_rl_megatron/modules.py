@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import PreTrainedModel
 
 from core_rl.config.engine import Head
 from core_rl.distributed.comm import Comm
@@ -26,11 +25,10 @@ from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl_megatron.experts import PackedRouter
 
-__all__ = ["PackedGPT", "build_chunk", "padding_token"]
+__all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
 
-
-FIXED_ROPE = ("linear", "llama3")
-"""Kinds of scaled rotary frequencies that depend neither on the length of the sequence nor scale the scores."""
+FIXED_ROPE = ("default", "linear", "llama3")
+"""Kinds of rotary frequencies that neither depend on the length of the sequence nor scale the scores."""
 
 
 @dataclass
@@ -94,7 +92,9 @@ class PackedCoreAttention(nn.Module):
         """``[T, 1, heads, D]`` to ``[T, 1, heads * D]``."""
         assert packed_seq_params.segments is not None  # `PackedGPT` passes them
         dropout = self._dropout if self.training else 0.0
-        with self._random_state(dropout):
+        # Heads differ over tensor parallel ranks; with sequence parallelism the block has forked already.
+        forked = dropout > 0 and not self._spread_tokens
+        with get_cuda_rng_tracker().fork() if forked else nullcontext():
             out, _ = packed_attention(
                 self,
                 query.permute(1, 2, 0, 3),
@@ -106,13 +106,6 @@ class PackedCoreAttention(nn.Module):
                 dropout=dropout,
             )
         return out[0].reshape(len(query), 1, -1)
-
-    def _random_state(self, dropout: float) -> AbstractContextManager[Any]:
-        """Heads differ over tensor parallel ranks; with sequence parallelism the block has forked already."""
-        forked: AbstractContextManager[Any] = (
-            get_cuda_rng_tracker().fork() if dropout and not self._spread_tokens else nullcontext()
-        )
-        return forked
 
 
 class ScalarHead(nn.Module):
@@ -134,24 +127,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """Without the rows that make the vocabulary divide evenly."""
     padding_id: int | None
     """The token that the model looks up without a gradient, where it has one."""
-
-    def set_frequencies(self, model: PretrainedConfig) -> None:
-        """Take the rotary frequencies of the transformers model, with whatever scaling its config asks for."""
-        kind = model.rope_parameters["rope_type"]
-        if kind == "default":
-            size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-            steps = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-            frequencies, scaling = 1.0 / model.rope_parameters["rope_theta"] ** steps, 1.0
-        elif kind in FIXED_ROPE:
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](model, torch.device("cpu"))
-        else:
-            scaling = None
-        if scaling != 1.0:
-            raise UnsupportedCapability(
-                f"rope_type={kind!r} is not known to the engine 'megatron', which knows 'default', "
-                f"{', '.join(map(repr, FIXED_ROPE))}; use the engine 'fsdp'"
-            )
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, tokens: TokenSlice, context: Comm) -> Tensor:
         """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) of this stage."""
@@ -181,79 +156,69 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             ids = ids.chunk(self.config.tensor_model_parallel_size)[mpu.get_tensor_model_parallel_rank()]
         return torch.where((ids == self.padding_id)[:, None, None], hidden.detach(), hidden)
 
-    def head_weight(self, start: int) -> Tensor:
-        """This rank's rows of the language-model head, from row ``start`` of the vocabulary on, without padding."""
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the language-model head, ``[V / tp, H]``, without padding."""
         weight: Tensor = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        return weight[: self.true_vocab_size - start]
+        return weight[: self.true_vocab_size - mpu.get_tensor_model_parallel_rank() * len(weight)]
 
 
 def build_chunk(
-    config: TransformerConfig,
-    model: PretrainedConfig,
-    head: Head,
-    *,
-    first: bool,
-    last: bool,
-    virtual_stage: int | None,
-    padding_id: int | None,
+    config: TransformerConfig, model: PreTrainedModel, head: Head, virtual_stage: int | None
 ) -> PackedGPT:
-    """The layers of one (virtual) stage, uninitialised, in float32."""
-    rows = -(-model.vocab_size // config.tensor_model_parallel_size)
+    """The layers of ``model`` that one (virtual) stage has, uninitialised, in float32.
+
+    Raises `UnsupportedCapability` for rotary frequencies other than `FIXED_ROPE`.
+    """
+    last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
+    size = model.config.vocab_size
     chunk = PackedGPT(
         config=config,
         transformer_layer_spec=_block_spec(config, virtual_stage),
-        vocab_size=rows * config.tensor_model_parallel_size,
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=first,
+        vocab_size=size + -size % config.tensor_model_parallel_size,
+        max_sequence_length=model.config.max_position_embeddings,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
         post_process=last,
-        share_embeddings_and_output_weights=head == "lm" and bool(model.tie_word_embeddings),
+        share_embeddings_and_output_weights=head == "lm" and bool(model.config.tie_word_embeddings),
         position_embedding_type="none",
         vp_stage=virtual_stage,
     )
     if last and head != "lm":
-        chunk.output_layer = ScalarHead(model.hidden_size)
-    chunk.true_vocab_size, chunk.padding_id = model.vocab_size, padding_id
-    chunk.set_frequencies(model)
+        chunk.output_layer = ScalarHead(model.config.hidden_size)
+    chunk.true_vocab_size = size
+    chunk.padding_id = cast("nn.Embedding", model.get_input_embeddings()).padding_idx
+    chunk.register_buffer("inverse_frequencies", _rotary_frequencies(model), persistent=False)
     return chunk
 
 
 def _block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers, with the attention and the norms of this module."""
-    dense, sparse = _layer_spec(config, None), _layer_spec(config, config.num_moe_experts)
-    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
-    offset = _layer_offset(config, virtual_stage)
-    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    layers = [sparse if pattern[offset + layer] else dense for layer in range(count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _layer_offset(config: TransformerConfig, virtual_stage: int | None) -> int:
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    return int(get_transformer_layer_offset(config, vp_stage=virtual_stage))
-
-
-def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    spec = copy.deepcopy(
-        get_gpt_layer_local_spec(
-            num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
-        )
+    """Megatron's local layers, with the attention, the norms and the router of this package."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=virtual_stage
     )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedCoreAttention
-    if experts:
-        layer.mlp.submodules.router = PackedRouter
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return spec
+    block.layer_norm = RMSNorm
+    for layer in (spec.submodules for spec in block.layer_specs):
+        attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if isinstance(mlp, MoESubmodules):
+            mlp.router = PackedRouter
+    return block
 
 
-def padding_token(model: PreTrainedModel) -> int | None:
-    """The token that the Hugging Face ``model`` looks up without a gradient, where it has one."""
-    embedding = model.get_input_embeddings()
-    return embedding.padding_idx if isinstance(embedding, nn.Embedding) else None
+def _rotary_frequencies(model: PreTrainedModel) -> Tensor:
+    """The rotary frequencies of ``model``, float32 ``[D / 2]``, with whatever scaling its config asks for."""
+    kind = model.config.rope_parameters["rope_type"]
+    if kind not in FIXED_ROPE:
+        raise UnsupportedCapability(
+            f"rope_type={kind!r} is not known to the engine 'megatron', which knows "
+            f"{', '.join(map(repr, FIXED_ROPE))}; use the engine 'fsdp'"
+        )
+    rotary: Any = model.base_model.rotary_emb
+    frequencies: Tensor = type(rotary)(model.config).inv_freq  # those of the model may have no memory
+    return frequencies

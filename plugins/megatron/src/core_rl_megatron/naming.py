@@ -9,14 +9,15 @@ mbridge has the same names; to use it would require vision models and ``einops``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from core_rl.errors import EngineContractError
-from core_rl_megatron.modules import PackedGPT
+from core_rl_megatron.modules import PackedGPT, ScalarHead
 
 __all__ = ["FlatRange", "RowBox", "boxes_of"]
 
@@ -59,118 +60,80 @@ class RowBox:
             at += count
 
 
-DIRECT = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
+NAMES: dict[str, tuple[str, int | None]] = {
+    "embedding.word_embeddings": ("model.embed_tokens", 0),
+    "decoder.final_layernorm": ("model.norm", None),
+    "output_layer": ("lm_head", 0),
+    "score": ("score", None),
+    "input_layernorm": ("input_layernorm", None),
+    "pre_mlp_layernorm": ("post_attention_layernorm", None),
+    "self_attention.linear_proj": ("self_attn.o_proj", 1),
+    "self_attention.q_layernorm": ("self_attn.q_norm", None),
+    "self_attention.k_layernorm": ("self_attn.k_norm", None),
+    "router": ("gate", None),
+    "linear_fc2": ("down_proj", 1),
 }
-IN_LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-}
-ROWWISE_IN_LAYER = {
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
+"""By Megatron's module, inside of a layer or an MLP: transformers' module, and the dimension that tensor parallel ranks
+divide. The fused modules are in `_parts`."""
+IN_LAYER = re.compile(
+    r"decoder\.layers\.(?P<layer>\d+)\.(?P<mlp>mlp\.)?(experts\.local_experts\.(?P<expert>\d+)\.)?(?P<module>.+)"
+)
 
 
 def boxes_of(
     chunk: PackedGPT, tensor_rank: int, expert_rank: int
 ) -> Iterator[tuple[nn.Parameter, tuple[RowBox, ...]]]:
     """All parameters of ``chunk``, each once, and their boxes; rows that pad the vocabulary are in none."""
-    namer = _Namer(chunk, tensor_rank, expert_rank)
     for name, parameter in chunk.named_parameters():
-        yield parameter, tuple(namer.boxes(name, parameter))
+        path, _, kind = name.rpartition(".")
+        prefix, module, rank = _located(chunk, path, tensor_rank, expert_rank)
+        columns, start, found = [0] * (parameter.dim() - 1), 0, []
+        if NAMES.get(module, ("", None))[1] == 1:
+            columns = [rank * parameter.shape[1]]
+        for part, rows, first in _parts(chunk, module, len(parameter), rank):
+            found.append(RowBox(f"{prefix}{part}.{kind}", start, start + rows, (first, *columns)))
+            start += rows
+        yield parameter, tuple(found)
 
 
-class _Namer:
-    """Names the boxes of one chunk's parameters."""
+def _located(chunk: PackedGPT, path: str, tensor_rank: int, expert_rank: int) -> tuple[str, str, int]:
+    """The prefix of a module in the checkpoint, Megatron's name after that, and the number of this rank's part."""
+    if path == "output_layer" and isinstance(chunk.output_layer, ScalarHead):
+        return "", "score", tensor_rank
+    if path == "output_layer" and chunk.share_embeddings_and_output_weights:
+        # The copy of the embedding that the last stage has of its own.
+        return "", "embedding.word_embeddings", tensor_rank
+    found = IN_LAYER.fullmatch(path)
+    if found is None:
+        return "", path, tensor_rank
+    prefix = f"model.layers.{chunk.decoder.layers[int(found['layer'])].layer_number - 1}.{found['mlp'] or ''}"
+    if found["expert"] is None:
+        return prefix, found["module"], tensor_rank
+    experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+    # An expert is whole on its rank.
+    return f"{prefix}experts.{expert_rank * experts + int(found['expert'])}.", found["module"], 0
 
-    def __init__(self, chunk: PackedGPT, tensor_rank: int, expert_rank: int) -> None:
-        self._chunk = chunk
-        self._config: TransformerConfig = chunk.config
-        self._rank = tensor_rank
-        self._expert_rank = expert_rank
 
-    def boxes(self, name: str, parameter: nn.Parameter) -> Iterator[RowBox]:
-        if name in DIRECT:
-            yield (
-                self._vocabulary(DIRECT[name], parameter)
-                if "embed" in name
-                else self._whole(DIRECT[name], parameter)
-            )
-        elif name == "output_layer.weight":
-            yield from self._head(parameter)
-        elif name.startswith("decoder.layers."):
-            _, _, number, rest = name.split(".", 3)
-            layer = self._chunk.decoder.layers[int(number)].layer_number - 1
-            yield from self._layer(f"model.layers.{layer}", rest, parameter)
-        else:
-            raise EngineContractError(f"Megatron's parameter {name!r} has no name in transformers")
+def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tuple[str, int, int]]:
+    """Modules of the checkpoint in the parameter of a ``module``, in order: name, number of rows, and the first row."""
+    if module == "self_attention.linear_qkv":
+        return _query_key_value(chunk.config, rank)
+    if module == "linear_fc1":
+        half = rows // 2
+        return [("gate_proj", half, rank * half), ("up_proj", half, rank * half)]
+    if module not in NAMES:
+        raise EngineContractError(f"Megatron's parameters of {module!r} have no name in transformers")
+    name, divided = NAMES[module]
+    if divided != 0:
+        return [(name, rows, 0)]
+    return [(name, min(rows, chunk.true_vocab_size - rank * rows), rank * rows)]
 
-    def _head(self, parameter: nn.Parameter) -> Iterator[RowBox]:
-        if len(parameter) == 1:
-            yield self._whole("score.weight", parameter)
-        elif self._chunk.share_embeddings_and_output_weights:
-            # The copy of the embedding that the last stage has of its own.
-            yield self._vocabulary("model.embed_tokens.weight", parameter)
-        else:
-            yield self._vocabulary("lm_head.weight", parameter)
 
-    def _layer(self, prefix: str, rest: str, parameter: nn.Parameter) -> Iterator[RowBox]:
-        if rest in IN_LAYER:
-            yield self._whole(f"{prefix}.{IN_LAYER[rest]}", parameter)
-        elif rest in ROWWISE_IN_LAYER:
-            yield self._columns(f"{prefix}.{ROWWISE_IN_LAYER[rest]}", parameter)
-        elif rest.startswith("self_attention.linear_qkv."):
-            yield from self._query_key_value(f"{prefix}.self_attn", rest.rpartition(".")[2], parameter)
-        elif rest == "mlp.linear_fc1.weight":
-            yield from self._gate_and_up(f"{prefix}.mlp", parameter, self._rank)
-        elif rest.startswith("mlp.experts.local_experts."):
-            number, _, kind = rest.removeprefix("mlp.experts.local_experts.").partition(".")
-            here = (self._config.num_moe_experts or 0) // self._config.expert_model_parallel_size
-            expert = f"{prefix}.mlp.experts.{self._expert_rank * here + int(number)}"
-            if kind == "linear_fc1.weight":
-                yield from self._gate_and_up(expert, parameter, 0)
-            else:
-                yield self._whole(f"{expert}.down_proj.weight", parameter)
-        else:
-            raise EngineContractError(
-                f"Megatron's parameter {rest!r} of {prefix!r} has no name in transformers"
-            )
-
-    def _whole(self, name: str, parameter: nn.Parameter) -> RowBox:
-        return RowBox(name, 0, len(parameter), (0,) * parameter.dim())
-
-    def _columns(self, name: str, parameter: nn.Parameter) -> RowBox:
-        """A matrix that sums over tensor parallel ranks: each has some of its columns."""
-        return RowBox(name, 0, len(parameter), (0, self._rank * parameter.shape[1]))
-
-    def _vocabulary(self, name: str, parameter: nn.Parameter) -> RowBox:
-        """Rows of the vocabulary, without those that pad it."""
-        first = self._rank * len(parameter)
-        return RowBox(name, 0, min(len(parameter), self._chunk.true_vocab_size - first), (first, 0))
-
-    def _query_key_value(self, prefix: str, kind: str, parameter: nn.Parameter) -> Iterator[RowBox]:
-        size, all_groups = self._config.kv_channels, self._config.num_query_groups
-        assert size is not None and all_groups is not None  # `transformer_config` sets both
-        groups = all_groups // self._config.tensor_model_parallel_size
-        queries = self._config.num_attention_heads // all_groups * size
-        bounds = {
-            "q": (0, queries),
-            "k": (queries, queries + size),
-            "v": (queries + size, queries + 2 * size),
-        }
-        for letter, (start, stop) in bounds.items():
-            for group in range(groups):
-                first = group * (queries + 2 * size)
-                offset = (self._rank * groups + group) * (stop - start)
-                offsets = (offset, *[0] * (parameter.dim() - 1))
-                yield RowBox(f"{prefix}.{letter}_proj.{kind}", first + start, first + stop, offsets)
-
-    def _gate_and_up(self, prefix: str, parameter: nn.Parameter, rank: int) -> Iterator[RowBox]:
-        half = len(parameter) // 2
-        yield RowBox(f"{prefix}.gate_proj.weight", 0, half, (rank * half, 0))
-        yield RowBox(f"{prefix}.up_proj.weight", half, 2 * half, (rank * half, 0))
+def _query_key_value(config: TransformerConfig, rank: int) -> Iterator[tuple[str, int, int]]:
+    size, all_groups = config.kv_channels, config.num_query_groups
+    assert size is not None and all_groups is not None  # `transformer_config` sets both
+    groups = all_groups // config.tensor_model_parallel_size
+    queries = config.num_attention_heads // all_groups * size
+    for group in range(rank * groups, (rank + 1) * groups):
+        for letter, rows in (("q", queries), ("k", size), ("v", size)):
+            yield f"self_attn.{letter}_proj", rows, group * rows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
+from core_rl.backend.protocols import MemoryPart
 from core_rl.backend.schedule import decays
 from core_rl.config.engine import OptimizerConfig
 from core_rl.toolkit.optimizer import create_moments, set_step_count
@@ -26,13 +28,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, eq=False)
 class _Owned:
-    """This rank's optimizer state of one parameter."""
+    """Optimizer state of all or a range of one parameter's elements, which this rank updates."""
 
-    optimizer: torch.optim.Optimizer
+    parameter: nn.Parameter
     main: Tensor
-    """Float32: the parameter itself, a copy, or elements ``start .. stop - 1`` of either."""
+    """Float32 weights: the parameter itself, a copy, or a range of either."""
     start: int
-    stop: int
+    """The first element's number in the parameter."""
+    moments: Mapping[str, Tensor]
+
+    def values(self, kind: str) -> Tensor:
+        """The elements of ``kind``, float32 and flat, in live memory."""
+        if kind == "master":
+            return self.main.detach().view(-1)
+        if kind == "grads":
+            whole: Tensor = getattr(self.parameter, "main_grad")  # noqa: B009  Megatron adds the attribute
+            return whole.view(-1)[self.start : self.start + self.main.numel()]
+        return self.moments[kind].view(-1)
 
 
 class ShardedOptimizer:
@@ -54,25 +66,15 @@ class ShardedOptimizer:
         parts = self._optimizer.chained_optimizers if chained else [self._optimizer]
         self._parts = [part for part in parts if not part.is_stub_optimizer]
         """Dense parameters, and those of experts."""
-        self._owned: dict[nn.Parameter, _Owned] = {}
         for part in self._parts:
-            owned = _ranges(part) if isinstance(part, DistributedOptimizer) else _whole(part)
-            self._owned.update(owned)
             create_moments(part.optimizer)
+        self._owned = {owned.parameter: owned for part in self._parts for owned in _owned_by(part)}
         self._updates = 0
 
     def flat(self, parameter: nn.Parameter, kind: str) -> FlatRange | None:
         """This rank's elements of ``kind``, float32; None where it has none. No collective."""
         owned = self._owned.get(parameter)
-        if owned is None:
-            return None
-        if kind == "grads":
-            values = _main_grad(parameter)[owned.start : owned.stop]
-        elif kind == "master":
-            values = owned.main.detach().view(-1)
-        else:
-            values = owned.optimizer.state[owned.main][kind].view(-1)
-        return FlatRange(values, owned.start)
+        return None if owned is None else FlatRange(owned.values(kind), owned.start)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -82,7 +84,7 @@ class ShardedOptimizer:
 
     def step(self, scale: float, lr: float, count: int) -> None:
         """Multiply the gradients by ``scale`` and make update number ``count``. Collective."""
-        grads = [_main_grad(parameter)[owned.start : owned.stop] for parameter, owned in self._owned.items()]
+        grads = [owned.values("grads") for owned in self._owned.values()]
         if scale != 1.0 and grads:  # a stage may be frozen as a whole
             torch._foreach_mul_(grads, scale)
         for part in self._parts:
@@ -101,23 +103,20 @@ class ShardedOptimizer:
         """Copy the float32 weights to the parameters of the model, over all data parallel ranks. Collective."""
         for parameter, owned in self._owned.items():
             if owned.main is not parameter:
-                parameter.view(-1)[owned.start : owned.stop].copy_(owned.main.view(-1))
+                values = owned.values("master")
+                parameter.view(-1)[owned.start : owned.start + len(values)].copy_(values)
         for chunk in self._chunks:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync()
 
-    def mains(self) -> Iterator[Tensor]:
-        """The float32 weights."""
-        return (owned.main.detach() for owned in self._owned.values())
-
-    def grad_buffers(self) -> Iterator[Tensor]:
-        """The memory of all gradients."""
-        for chunk in self._chunks:
-            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-
-    def moments(self) -> Iterator[Tensor]:
-        """All moments."""
-        return (owned.optimizer.state[owned.main][kind] for owned in self._owned.values() for kind in MOMENTS)
+    def memory(self, part: MemoryPart) -> Iterator[Tensor]:
+        """The float32 weights, the buffers of all gradients, or the moments."""
+        if part == "gradients":
+            for chunk in self._chunks:
+                yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+            return
+        for owned in self._owned.values():
+            yield from (owned.values(kind) for kind in (("master",) if part == "weights" else MOMENTS))
 
 
 def _build(chunks: Sequence[Any], config: OptimizerConfig, *, half: bool, distributed: bool) -> Any:
@@ -140,36 +139,18 @@ def _build(chunks: Sequence[Any], config: OptimizerConfig, *, half: bool, distri
     )
 
 
-def _main_grad(parameter: nn.Parameter) -> Tensor:
-    """The float32 gradient, flat; Megatron adds the attribute."""
-    grad: Tensor = getattr(parameter, "main_grad")  # noqa: B009  unknown to nn.Parameter
-    return grad.view(-1)
-
-
-def _whole(part: Any) -> Iterator[tuple[nn.Parameter, _Owned]]:
-    """Parameters of an optimizer that has all of each."""
-    copies = {
-        id(main): model
-        for models, mains in zip(
-            getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()), strict=True
-        )
-        for model, main in zip(models, mains, strict=True)
-    }
-    for group in part.optimizer.param_groups:
-        for main in group["params"]:
-            yield copies.get(id(main), main), _Owned(part.optimizer, main, 0, main.numel())
-
-
-def _ranges(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, _Owned]]:
-    """Parameters of which this rank has a range."""
+def _owned_by(part: Any) -> Iterator[_Owned]:
+    """Parameters of one of Megatron's optimizers, which has all of each or, if it is the distributed one, a range."""
+    state = part.optimizer.state
+    if not isinstance(part, DistributedOptimizer):
+        copied = {model.main_param: model for model in chain(*getattr(part, "float16_groups", ()))}
+        for main in chain(*(group["params"] for group in part.optimizer.param_groups)):
+            yield _Owned(copied.get(main, main), main, 0, state[main])
+        return
     # Not by `model_param_group_index_map`: it miscounts where a group has parameters of two dtypes.
-    pairs = (
-        (part.model_fp32_groups, part.shard_fp32_groups),
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-    )
-    for models, mains in pairs:
-        for model_group, main_group in zip(models, mains, strict=True):
-            for model, main in zip(model_group, main_group, strict=True):
-                buffer, dtype, bucket = part.model_param_gbuf_map[model]
-                found = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][model]["param"]
-                yield model, _Owned(part.optimizer, main, found.start, found.end)
+    models = chain(*part.model_fp32_groups, *part.model_float16_groups)
+    mains = chain(*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups)
+    for model, main in zip(models, mains, strict=True):
+        buffer, dtype, bucket = part.model_param_gbuf_map[model]
+        owned = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][model]["param"]
+        yield _Owned(model, main, owned.start, state[main])

@@ -1,4 +1,7 @@
-"""`Schedule`: Megatron's pipeline schedules over packed micro-batches, with the core's step on the last stage."""
+"""`Schedule`: Megatron's pipeline schedules over packed micro-batches, with the core's step on the last stage.
+
+`StageMessages` sends the shapes of activations between stages.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from core_rl.backend.steps import MicroBatchStep
@@ -16,33 +23,34 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.errors import BatchError, UnsupportedCapability
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
-from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
+from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.routers import Routing, own_routing
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.experts import PackedRouter, routers_of, whole_outputs
 from core_rl_megatron.model import StageModel
-from core_rl_megatron.pipeline import schedule_groups
+from core_rl_megatron.parallel_state import model_shards
 
 __all__ = ["Schedule"]
+
+GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
+"""Process groups that a schedule takes."""
+DIMENSIONS = 3
+"""Of activations: ``[L, 1, H]``."""
 
 
 class Schedule:
     """Runs the chunks of ``model``, of which ``wrapped`` accumulates the gradients."""
 
     def __init__(
-        self,
-        context: BuildContext[MegatronConfig],
-        model: StageModel,
-        wrapped: Sequence[nn.Module],
-        shards: ModelShards,
+        self, context: BuildContext[MegatronConfig], model: StageModel, wrapped: Sequence[nn.Module]
     ) -> None:
         self._layout = context.layout
         self._head = context.config.model.head
         self._model = model
         self._wrapped = list(wrapped)
-        self._shards = shards
-        pipelined = context.layout.pp > 1
-        self._pipeline = schedule_groups(model.config, context.device) if pipelined else None
+        self._shards = model_shards(context.world, context.layout)
+        self._messages = StageMessages(model.chunks[0].config, context.device)
+        self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
 
     def run(
         self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, *, forward_only: bool
@@ -50,7 +58,6 @@ class Schedule:
         """One pass; see `TrainBackend.run`."""
         self._check_routing(micro_batches, step)
         schedule = get_forward_backward_func()
-        pipeline: dict[str, Any] = {} if self._pipeline is None else {**self._pipeline}
         schedule(
             forward_step_func=partial(self._forward_step, step),
             data_iterator=[iter(micro_batches) for _ in self._wrapped],
@@ -60,18 +67,22 @@ class Schedule:
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
-            **pipeline,
+            p2p_communicator=self._messages,
+            pg_collection=self._groups,
         )
-        if self._pipeline is not None:
-            self._pipeline["p2p_communicator"].finish()
+        self._messages.finish()
+        self._forget_routings()
 
     def abort(self) -> None:
         """Drop what a failed pass left: recorded routings with their graphs, and messages between stages."""
+        self._forget_routings()
+        self._messages.abandon()
+
+    def _forget_routings(self) -> None:
+        """Their graphs lead to the wrapper's hooks, and so to the model: a cycle that Python's collector can't see."""
         for chunk in self._model.chunks:
             for router in routers_of(chunk):
                 router.recorded = router.replay = None
-        if self._pipeline is not None:
-            self._pipeline["p2p_communicator"].abandon()
 
     def _forward_step(
         self, step: MicroBatchStep, micro_batches: Iterator[SequenceBatch], chunk: nn.Module
@@ -129,10 +140,62 @@ class Schedule:
         return loss, torch.tensor(1, dtype=torch.int), {}
 
     def _outputs(self, step: MicroBatchStep, states: PackedStates) -> dict[str, Tensor]:
-        last, size = self._model.chunks[-1], self._model.hf_config.vocab_size
+        last = self._model.chunks[-1]
         if self._head != "lm":
             return scalar_outputs(states, last.output_layer, self._head)
-        vocabulary = self._shards.vocabulary(size)
-        weight = last.head_weight(0 if vocabulary is None else vocabulary.start)
-        head = LanguageModelHead(vocab_size=size)
+        head, weight = LanguageModelHead(vocab_size=last.true_vocab_size), last.head_weight()
         return head.outputs(states, weight, None, step.outputs, step.temperature, step.trained_only)
+
+
+class StageMessages(P2PCommunicator):  # type: ignore[misc]
+    """Exchanges the shapes of activations in the order in which Megatron exchanges the activations.
+
+    Megatron sends shapes to both neighbours in one batch (p2p_communication.py: ``_communicate_shapes``).
+    In an interleaved pipeline of two stages these are one and the same rank, which then takes the shape of
+    an activation for that of a gradient. And it waits until the shapes that it sends are received, which
+    on gloo may never be: the neighbour may first have to hand over an activation.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+        super().__init__(mpu.get_pipeline_model_parallel_group(), config)
+        self._device = device
+        self._under_way: list[tuple[Any, Tensor | None]] = []
+        """Shapes that were sent, in memory that must stay until they are received."""
+
+    def finish(self) -> None:
+        """Return when everything that was sent has been received."""
+        for request, _ in self._under_way:
+            request.wait()
+        self._under_way.clear()
+
+    def abandon(self) -> None:
+        """Forget what was sent, after a failed pass."""
+        self._under_way.clear()
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int], list[int]]:
+        # A shape that is not received stays 0, as Megatron's own does.
+        from_prev, from_next = torch.zeros((2, DIMENSIONS), dtype=torch.int64, device=self._device)
+        to_prev, to_next = self._shape(tensor_send_prev), self._shape(tensor_send_next)
+        requests = _p2p_ops(
+            tensor_send_prev=to_prev,
+            tensor_recv_prev=from_prev if recv_prev else None,
+            tensor_send_next=to_next,
+            tensor_recv_next=from_next if recv_next else None,
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
+        )
+        sent = {"send_prev": to_prev, "send_next": to_next}
+        self._under_way += [(requests.pop(name), shape) for name, shape in sent.items() if name in requests]
+        for request in requests.values():
+            request.wait()
+        return from_prev.tolist(), from_next.tolist()
+
+    def _shape(self, value: Tensor | None) -> Tensor | None:
+        return None if value is None else torch.tensor(value.shape, dtype=torch.int64, device=self._device)

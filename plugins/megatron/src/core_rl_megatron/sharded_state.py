@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -60,15 +61,12 @@ class MegatronState:
         self.frozen = {
             parameter: parameter.detach().float()
             for parameter in boxes
-            if parameter.dtype != torch.float32 and not self._is_trained(parameter)
+            if parameter.dtype != torch.float32 and not (optimizer and parameter.requires_grad)
         }
         """Float32 weights of half-precision parameters that no optimizer has."""
         own = {kind: {_key(*part) for part in self._parts(kind)} for kind in ("params", "master")}
-        theirs = world.gather(own)[: world.rank]
-        self._replicas = {
-            kind: {key: sum(key in keys[kind] for keys in theirs) for key in found}
-            for kind, found in own.items()
-        }
+        before = world.gather(own)[: world.rank]
+        self._replicas = {kind: Counter(key for keys in before for key in keys[kind]) for kind in own}
 
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
@@ -100,14 +98,11 @@ class MegatronState:
         """This rank's elements of ``kind``."""
         if kind == "params":
             return FlatRange(parameter.detach().view(-1), 0)
-        if self._optimizer is not None and self._is_trained(parameter):
+        if self._optimizer is not None and parameter.requires_grad:
             return self._optimizer.flat(parameter, kind)
         if kind == "master":
             return FlatRange(self.frozen.get(parameter, parameter).detach().view(-1), 0)
         return None
-
-    def _is_trained(self, parameter: nn.Parameter) -> bool:
-        return self._optimizer is not None and parameter.requires_grad
 
 
 def _key(name: str, offsets: Shape, tensor: Tensor) -> Key:

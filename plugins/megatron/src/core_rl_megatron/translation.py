@@ -37,6 +37,13 @@ FAMILIES = {
 """By ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
 
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
 def family_of(model: PretrainedConfig) -> Family:
     """The family of ``model``; `UnsupportedCapability` for one that has no mapping, or for a variant of one."""
     family = FAMILIES.get(model.model_type)
@@ -63,27 +70,16 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
         yield f"partial_rotary_factor={rope['partial_rotary_factor']}; the mapping turns all of each head"
 
 
-def check_layout(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> None:
-    """Raise `LayoutError` with every number that ``layout`` does not divide; ``stages`` counts virtual ones too."""
-    raise_all(
-        LayoutError, f"layout {layout} of this {model.model_type!r} model", _misfits(model, layout, stages)
-    )
-    check_heads(model.num_attention_heads // layout.tp, layout.cp)
-
-
 def _misfits(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> Iterator[str]:
+    """Every number of ``model`` that ``layout`` does not divide; ``stages`` counts virtual ones too."""
     layers = model.num_hidden_layers
     if layers < stages:
         yield f"pp * options.virtual_stages = {stages} stages for num_hidden_layers={layers}; lower pp"
     elif layers % stages:
         yield f"pp * options.virtual_stages = {stages} does not divide num_hidden_layers={layers}; change pp"
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(model, name) % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={getattr(model, name)}; change tp, or use cp"
-    for name in ("intermediate_size", "moe_intermediate_size"):
-        size = getattr(model, name, None)
-        if size is not None and name == "intermediate_size" and size % layout.tp:
-            yield f"tp={layout.tp} does not divide {name}={size}; change tp, or use cp"
     rows = -(-model.vocab_size // layout.tp)
     if rows * (layout.tp - 1) >= model.vocab_size:
         yield f"tp={layout.tp} leaves ranks without a row of vocab_size={model.vocab_size}; lower tp"
@@ -101,9 +97,10 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
     the layout divides something unevenly.
     """
     family, layout, options = family_of(model), config.layout, config.options
-    check_layout(model, layout, layout.pp * options.virtual_stages)
+    misfits = _misfits(model, layout, layout.pp * options.virtual_stages)
+    raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", misfits)
+    check_heads(model.num_attention_heads // layout.tp, layout.cp)
     half = config.dtype == "bfloat16"
-    dtype = torch.bfloat16 if half else torch.float32
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
@@ -122,7 +119,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         activation_func=F.silu,
         bf16=half,
         params_dtype=torch.float32,  # weights are set in float32 and cast after that
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.bfloat16 if half else torch.float32,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=options.virtual_stages if options.virtual_stages > 1 else None,
@@ -141,17 +138,9 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
-        **_recompute(options.recompute),
+        **RECOMPUTE[options.recompute],
         **(_experts(model) if family.experts else {}),
     )
-
-
-def _recompute(choice: str) -> dict[str, Any]:
-    if choice == "none":
-        return {}
-    if choice == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _experts(model: PretrainedConfig) -> dict[str, Any]:
