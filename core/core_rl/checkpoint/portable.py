@@ -16,7 +16,7 @@ from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import CheckpointError
-from core_rl.state.snapshot import copy_shards
+from core_rl.state.slices import copy_shards
 
 __all__ = ["load_portable", "save_portable", "tensors_later"]
 

@@ -16,7 +16,7 @@ from core_rl.checkpoint.contents import Contents, publish_save
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.distributed.agreement import on_all
-from core_rl.state.snapshot import Shard, copy_shards
+from core_rl.state.slices import Shard, copy_shards
 
 __all__ = ["load_sharded", "save_sharded"]
 

@@ -1,18 +1,19 @@
-"""Placement of the slices of all ranks, and the check that they tile each tensor once."""
+"""Placement of the slices of all ranks, the check that they tile each tensor once, and copies of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from core_rl.backend.sharded_state import LocalSlice, ShardedState
+from core_rl.backend.tensors import LocalSlice, ShardedState
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError, raise_all
 
-__all__ = ["Box", "Placements", "gather_placements"]
+__all__ = ["Box", "Placements", "Shard", "copy_shards", "gather_placements"]
 
 Shape = tuple[int, ...]
 
@@ -98,3 +99,47 @@ def _untiled(name: str, whole: Shape, boxes: Sequence[Box]) -> Iterator[str]:
 def _overlap(one: Box, other: Box) -> bool:
     bounds = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     return all(a < d + e and d < a + b for a, b, d, e in bounds)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangular piece of a tensor that the ranks hold together."""
+
+    name: str
+    tensor: Tensor
+    """The piece itself; it may have no elements."""
+    global_shape: tuple[int, ...]
+    """The shape of the whole."""
+    offsets: tuple[int, ...]
+    """Start of the piece, one offset for each dimension."""
+
+    def problem(self) -> str | None:
+        """Why the piece does not lie in the whole, if so."""
+        shape = tuple(self.tensor.shape)
+        fits = len(shape) == len(self.global_shape) == len(self.offsets) and all(
+            offset >= 0 and offset + size <= whole
+            for offset, size, whole in zip(self.offsets, shape, self.global_shape, strict=True)
+        )
+        if fits:
+            return None
+        return f"{self.name!r}: a piece of {list(shape)} at {list(self.offsets)} is not in {list(self.global_shape)}"
+
+
+def copy_shards(rank: int, shards: Iterable[Shard]) -> list[Shard]:
+    """True copies in host memory of all pieces of this rank.
+
+    Raises `EngineContractError` for a piece that does not lie in its tensor.
+    """
+    copies, problems = [], []
+    for shard in shards:
+        if (problem := shard.problem()) is not None:
+            problems.append(problem)
+        elif not problems:
+            copies.append(replace(shard, tensor=_unshared(shard.tensor)))
+    raise_all(EngineContractError, f"the shards of rank {rank}", problems)
+    return copies
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, contiguous, in memory that no other shard shares: safetensors refuses views."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

@@ -16,14 +16,13 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.packed import PackedModel
-from core_rl.toolkit.ulysses import check_heads
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import Meshes

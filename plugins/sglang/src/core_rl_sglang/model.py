@@ -14,7 +14,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import read_config
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
-from core_rl.toolkit.digest import digest_of_directory
+from core_rl.toolkit.meta_build import digest_of_directory
 from core_rl_sglang.adapters import AdapterForm
 
 __all__ = ["ServedModel"]
