@@ -57,15 +57,12 @@ class ShardedState(Protocol):
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
         """The kinds of the optimizer's moments, such as ``("exp_avg", "exp_avg_sq")``; empty without an optimizer."""
-        ...
 
     def shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
         """Names and full shapes of ``kind``, in the same order on all ranks. No collective."""
-        ...
 
     def local(self, kind: str) -> Iterator[LocalSlice]:
         """This rank's slices of ``kind``, in any order. No collective."""
-        ...
 
 
 NamedTensors = Iterator[tuple[str, Tensor | None]]
@@ -78,15 +75,12 @@ class TensorSource(Protocol):
 
     def names(self) -> list[str]:
         """All names."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The full shape of ``name``."""
-        ...
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
-        ...
 
 
 class TensorDict:

@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta, TensorKind
 from core_rl.backend.protocols import SupportsOwnExport
 from core_rl.checkpoint.background import BackgroundSave, Later, Write
 from core_rl.checkpoint.contents import Contents, load_parts, publish_save

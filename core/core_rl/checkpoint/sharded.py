@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta
 from core_rl.backend.protocols import SupportsOpaqueState, SupportsOwnCheckpoint, SupportsRngState
 from core_rl.backend.tensors import MappedSource
 from core_rl.checkpoint.background import BackgroundSave, Later

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from core_rl.backend.meta import StatePart, SyncMethod, TensorKind
-from core_rl.backend.progress import Pending
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
 from core_rl.errors import (
@@ -50,12 +50,7 @@ SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
 
 def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
     """Raise `UnsupportedCapability` or `LayoutError` for what ``config`` asks and ``spec`` does not declare."""
-    missing = config.layout.needed_capabilities() - spec.capabilities
-    if missing:
-        raise LayoutError(
-            f"layout {config.layout} needs {', '.join(sorted(missing))}, which the engine {spec.name!r} does not "
-            "declare; set these degrees to 1 or choose another engine"
-        )
+    check_layout(spec, config.layout)
     wanted: list[Capability] = []
     if config.model.head in HEAD_CAPABILITY:
         wanted.append(HEAD_CAPABILITY[config.model.head])
@@ -69,6 +64,16 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         wanted.append(Capability.OFFLOAD)
     for capability in wanted:
         require_capability(spec, capability, f"a config with {capability.value}")
+
+
+def check_layout(spec: EngineSpec, layout: ParallelLayout) -> None:
+    """Raise `LayoutError` for degrees that ``spec`` does not declare."""
+    missing = layout.needed_capabilities() - spec.capabilities
+    if missing:
+        raise LayoutError(
+            f"layout {layout} needs {', '.join(sorted(missing))}, which the engine {spec.name!r} does not "
+            "declare; set these degrees to 1 or choose another engine"
+        )
 
 
 def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig) -> None:
@@ -120,24 +125,13 @@ def require_optimizer(config: TrainEngineConfig) -> OptimizerConfig:
     return config.optimizer
 
 
-def require_trainable(
-    config: TrainEngineConfig, mode: str | None, pending: Pending, adapter_off: bool = False
-) -> None:
+def require_trainable(config: TrainEngineConfig, mode: str | None, adapter_off: bool) -> None:
     """Raise `EngineStateError` where gradients may not accumulate."""
     require_optimizer(config)
     require_adapter_on(adapter_off, "forward_backward()")
     if mode == "eval":
         raise EngineStateError(
             "forward_backward() inside eval_mode(); leave the context, or pass forward_only=True"
-        )
-    if pending.failed:
-        raise EngineStateError(
-            "forward_backward() after a pass that raised: the gradients are of a part of the batch; call "
-            "optimizer_zero_grad() first"
-        )
-    if pending.reduced:
-        raise EngineStateError(
-            "the gradients were already reduced by an export; call optimizer_step() or optimizer_zero_grad() first"
         )
 
 

@@ -15,37 +15,21 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.engine.guards import require_adapter, require_capability
+from core_rl.engine.guards import check_layout, require_adapter, require_capability
 from core_rl.errors import (
     BatchError,
     ConfigError,
     EngineContractError,
     EngineStateError,
-    LayoutError,
     RolloutError,
     raise_all,
 )
 from core_rl.registry.spec import EngineSpec
 
-__all__ = [
-    "check_batch",
-    "check_config",
-    "check_request",
-    "check_response",
-    "check_scores",
-    "check_sync",
-    "check_top",
-]
-
 
 def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
     """Raise `LayoutError`, `UnsupportedCapability` or `ConfigError` for what the engine does not declare."""
-    missing = config.layout.needed_capabilities() - spec.capabilities
-    if missing:
-        raise LayoutError(
-            f"layout {config.layout} needs {sorted(missing)}, which the engine {spec.name!r} does not declare; "
-            "set these degrees to 1 or choose another engine"
-        )
+    check_layout(spec, config.layout)
     if config.dtype == "bfloat16":
         require_capability(spec, Capability.BFLOAT16, "dtype = 'bfloat16'")
     if config.device == "cuda":

@@ -126,4 +126,4 @@ def load_engine(spec: EngineSpec | str, config: Any, components: Any = None) -> 
     backend: Any = load_backend(spec)
     if spec.kind == "train":
         return TrainEngine(spec, config, backend(), components)
-    return InferenceEngine(spec, config, backend(), components or InferenceComponents())
+    return InferenceEngine(spec, config, backend(), components)

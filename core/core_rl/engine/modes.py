@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from core_rl.backend.meta import StatePart
-from core_rl.backend.progress import Pending
 from core_rl.backend.protocols import MemoryPart, SupportsLora, SupportsOffload, SupportsOwnOffload
 from core_rl.config.capability import Capability
 from core_rl.engine import guards
-from core_rl.engine.runtime import Runtime
+from core_rl.engine.runtime import Pending, Runtime
 from core_rl.errors import EngineStateError
 from core_rl.state.host_copies import HostCopies
 

@@ -175,7 +175,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as buckets:
             # Requests use the old weights until all of the new ones have arrived.
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-            self._on_worker(self._install_tensors, tensors, meta.version)
+            self._on_worker(self._install_weights, tensors, meta.version)
 
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
         lora = self.config.model.lora
@@ -193,20 +193,18 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
         written = {checkpoint_name(name): value for name, value in self._model.named_parameters()}
         own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
-        expected = {name: tuple(value.shape) for name, value in own.items()}
-        check_source(TensorDict(factors), expected, "the adapter that was sent")
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(factors[name])
-        self._served_version = version
+        self._install(own, factors, version, "the adapter that was sent")
 
-    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        own = dict(self._model.named_parameters())
-        expected = {name: tuple(value.shape) for name, value in own.items()}
-        check_source(TensorDict(tensors), expected, "the weights that were sent")
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(tensors[name])
+    def _install_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self._install(dict(self._model.named_parameters()), tensors, version, "the weights that were sent")
+
+    @torch.no_grad()
+    def _install(
+        self, own: Mapping[str, Tensor], sent: Mapping[str, Tensor], version: int, subject: str
+    ) -> None:
+        check_source(TensorDict(sent), {name: tuple(value.shape) for name, value in own.items()}, subject)
+        for name, value in own.items():
+            value.copy_(sent[name])
         self._served_version = version
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
