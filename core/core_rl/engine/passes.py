@@ -142,13 +142,11 @@ class Passes:
         """Refuse the next optimizer step after an error inside the context, and all calls where a peer is lost."""
         try:
             yield
-        except CoreRLError:
-            self.runtime.pending.failed |= training
-            raise
         except BaseException as error:
-            # Errors that ranks agree on are of ours; any other is of this rank alone, as a collective's timeout.
             self.runtime.pending.failed |= training
-            self._fail(error)
+            # Errors that ranks agree on are of ours; any other is of this rank alone, as a collective's timeout.
+            if not isinstance(error, CoreRLError):
+                self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 
@@ -31,18 +30,15 @@ class Status:
     def require(self, needed: str, method: str) -> None:
         """Raise `EngineStateError` unless the engine is in the state that ``method`` needs."""
         if self.name == "failed":
-            self._raise_failed(method)
+            raise EngineStateError(
+                f"{method} on an engine that has failed: {type(self.failure).__name__}: {self.failure}. Its ranks are "
+                "not in step any more; destroy() it and build another"
+            ) from self.failure
         require_state(self.name, needed, method)
 
     def fail(self, error: BaseException) -> None:
         """Record the error after which the engine cannot be used."""
         self.name, self.failure = "failed", error
-
-    def _raise_failed(self, method: str) -> NoReturn:
-        raise EngineStateError(
-            f"{method} on an engine that has failed: {type(self.failure).__name__}: {self.failure}. Its ranks are not "
-            "in step any more; destroy() it and build another"
-        ) from self.failure
 
 
 @dataclass

@@ -70,12 +70,16 @@ def _misfit(part: LocalSlice, whole: Shape | None) -> Iterator[str]:
     if whole is None:
         yield f"{part.name!r} is not in shapes()"
         return
-    inside = len(part.shape) == len(whole) == len(part.offsets) and all(
-        offset >= 0 and offset + size <= limit
-        for offset, size, limit in zip(part.offsets, part.shape, whole, strict=True)
-    )
-    if not inside:
+    if not _lies_inside(part.shape, part.offsets, whole):
         yield f"{part.name!r}: {list(part.shape)} at {list(part.offsets)} is not inside {list(whole)}"
+
+
+def _lies_inside(shape: Shape, offsets: Shape, whole: Shape) -> bool:
+    """Whether a box of ``shape`` at ``offsets`` lies inside a tensor of the shape ``whole``."""
+    return len(shape) == len(whole) == len(offsets) and all(
+        offset >= 0 and offset + size <= limit
+        for offset, size, limit in zip(offsets, shape, whole, strict=True)
+    )
 
 
 def _untiled(name: str, whole: Shape, boxes: Sequence[Box]) -> Iterator[str]:
@@ -116,11 +120,7 @@ class Shard:
     def problem(self) -> str | None:
         """Why the piece does not lie in the whole, if so."""
         shape = tuple(self.tensor.shape)
-        fits = len(shape) == len(self.global_shape) == len(self.offsets) and all(
-            offset >= 0 and offset + size <= whole
-            for offset, size, whole in zip(self.offsets, shape, self.global_shape, strict=True)
-        )
-        if fits:
+        if _lies_inside(shape, self.offsets, self.global_shape):
             return None
         return f"{self.name!r}: a piece of {list(shape)} at {list(self.offsets)} is not in {list(self.global_shape)}"
 

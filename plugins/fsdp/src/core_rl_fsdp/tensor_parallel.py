@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_region, reduce_scatter
 from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["apply_tensor_parallel", "check_tensor_parallel"]
@@ -173,17 +174,17 @@ def _shard_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelSha
 
 def _columns(module: nn.Linear, hidden: Tensor) -> Tensor:
     bias: object = module.bias
-    return F.linear(hidden, _own(module.weight), _own(bias) if isinstance(bias, Tensor) else None)
+    return F.linear(hidden, own_part(module.weight), own_part(bias) if isinstance(bias, Tensor) else None)
 
 
 def _rows(module: nn.Linear, shards: ModelShards, hidden: Tensor) -> Tensor:
     bias: object = module.bias
-    output = _left(F.linear(hidden, _own(module.weight)), shards)
+    output = _left(F.linear(hidden, own_part(module.weight)), shards)
     return output + bias if isinstance(bias, Tensor) else output
 
 
 def _embed(module: nn.Embedding, shards: ModelShards, ids: Tensor) -> Tensor:
-    weight = _own(module.weight)
+    weight = own_part(module.weight)
     vocabulary = shards.vocabulary(module.num_embeddings)
     assert vocabulary is not None  # the embedding is cut
     index, here = vocabulary.locate(ids, len(weight))
@@ -204,11 +205,6 @@ def _left(value: Tensor, shards: ModelShards) -> Tensor:
     if shards.sequence_parallel:
         return reduce_scatter(value, shards.tensor, 1)
     return reduce_from_region(value, shards.tensor)
-
-
-def _own(parameter: Tensor) -> Tensor:
-    """This rank's part, with its graph."""
-    return cast("DTensor", parameter).to_local()
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
