@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import StatePart, SyncMethod, TensorKind
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
@@ -21,6 +22,7 @@ from core_rl.errors import (
     LossError,
     UnsupportedCapability,
     WeightsError,
+    raise_all,
 )
 from core_rl.registry.spec import EngineSpec
 
@@ -249,21 +251,18 @@ def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfi
 
 
 def check_batch(batch: SequenceBatch, model: PretrainedConfig) -> None:
-    """Raise `BatchError` for a token id or a length that the model cannot take."""
-    if not batch.num_tokens:
-        return
-    text = model.get_text_config()
-    highest = int(batch.input_ids.max())
-    if highest >= text.vocab_size:
-        position = int(batch.input_ids.argmax())
-        sequence = int((batch.cu_seqlens <= position).sum()) - 1
-        raise BatchError(
-            f"sequence {sequence} holds the token id {highest} at position "
-            f"{position - int(batch.cu_seqlens[sequence])}; the vocabulary has {text.vocab_size} entries"
-        )
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and batch.max_length > limit:
-        sequence = batch.lengths.index(batch.max_length)
-        raise BatchError(
-            f"sequence {sequence} has {batch.max_length} tokens; the model takes {limit} (max_position_embeddings)"
-        )
+    """Raise one `BatchError` that lists token ids and lengths that the model cannot take."""
+    raise_all(BatchError, model.model_type, batch_violations(batch, ModelLimits.of(model)))
+
+
+def batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterator[str]:
+    """Token ids and lengths beyond ``limits``."""
+    for index, ids in enumerate(batch.input_ids.split(batch.lengths)):
+        highest, position = (int(found) for found in ids.max(dim=0))
+        if highest >= limits.vocab_size:
+            yield (
+                f"sequence {index} holds the token id {highest} at position {position}; "
+                f"the vocabulary has {limits.vocab_size} entries"
+            )
+        if limits.context_length is not None and len(ids) > limits.context_length:
+            yield f"sequence {index} has {len(ids)} tokens; the model takes {limits.context_length}"

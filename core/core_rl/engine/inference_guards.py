@@ -15,7 +15,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.engine.guards import check_layout, require_adapter, require_capability
+from core_rl.engine.guards import batch_violations, check_layout, require_adapter, require_capability
 from core_rl.errors import (
     BatchError,
     ConfigError,
@@ -121,21 +121,8 @@ def _response_violations(
 
 def check_batch(batch: SequenceBatch, limits: ModelLimits) -> None:
     """Raise `BatchError` for an empty batch, and for sequences that the model cannot take."""
-    raise_all(BatchError, "score", _batch_violations(batch, limits))
-
-
-def _batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterable[str]:
-    if not batch.num_sequences:
-        yield "the batch is empty"
-        return
-    for index, ids in enumerate(batch.input_ids.split(batch.lengths)):
-        if int(ids.max()) >= limits.vocab_size:
-            yield (
-                f"sequence {index} holds the token id {int(ids.max())}; "
-                f"the vocabulary has {limits.vocab_size} entries"
-            )
-        if limits.context_length is not None and len(ids) > limits.context_length:
-            yield f"sequence {index} has {len(ids)} tokens; the context has {limits.context_length}"
+    violations = batch_violations(batch, limits) if batch.num_sequences else ["the batch is empty"]
+    raise_all(BatchError, "score", violations)
 
 
 def check_scores(name: str, values: object, shape: Sequence[int], batch: SequenceBatch) -> Tensor:

@@ -71,10 +71,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         model = self._load(self.config.model)
         self._eos_token_ids = _token_ids(model)
         self._adopt(model)
-        text = model.config.get_text_config()
-        return ModelLimits(
-            vocab_size=text.vocab_size, context_length=getattr(text, "max_position_embeddings", None)
-        )
+        return ModelLimits.of(model.config)
 
     def _load(self, model: ModelConfig) -> PreTrainedModel:
         return build_model(model, seed=self.config.seed, attn_implementation="eager")
