@@ -172,7 +172,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as buckets:
             # Requests use the old weights until all of the new ones have arrived.
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-            self._on_worker(self._install_weights, tensors, meta.version)
+            self._on_worker(self._install_tensors, tensors, meta.version)
 
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
         lora = self.config.model.lora
@@ -192,7 +192,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
         self._install(own, factors, version, "the adapter that was sent")
 
-    def _install_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._install(dict(self._model.named_parameters()), tensors, version, "the weights that were sent")
 
     @torch.no_grad()
