@@ -27,8 +27,8 @@ from common.measure import Side, interleave, is_first, report
 from common.processes import each_rank, join_group
 
 from core_rl.distributed.process_group import RankAddress
+from core_rl.toolkit.parallel_context import VocabularyShard
 from core_rl.toolkit.token_logprobs import token_logprobs
-from core_rl.toolkit.vocabulary import VocabularyShard
 
 LogProbs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, StatePart
 from core_rl.backend.metrics import Metric
-from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import LocalSlice
 from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta
 from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.directory import read_state
 from core_rl.checkpoint.portable import save_portable
@@ -188,7 +187,7 @@ def test_weights_are_saved_alone(start: Start, tmp_path: Path, name: CheckpointF
 
 def next_draws(engine: TrainEngine) -> Tensor:
     """The state that the engine draws its next numbers from."""
-    with engine._runtime.rng.own():
+    with engine._parts.runtime.rng.own():
         return torch.get_rng_state()
 
 
@@ -197,7 +196,7 @@ def test_random_state_is_loaded_with_the_optimizer_only(start: Start, tmp_path: 
     engine = start()
     saved, outside = next_draws(engine), torch.get_rng_state()
     engine.save(meta)
-    with engine._runtime.rng.own():
+    with engine._parts.runtime.rng.own():
         torch.rand(3)
     later = next_draws(engine)
     engine.load(replace(meta, with_optimizer=False))
@@ -354,7 +353,7 @@ def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> N
     meta = SaveLoadMeta(path=str(tmp_path / "a"))
     engine = start()
     engine.save(meta)
-    engine._runtime.spec = replace(SPEC, name="other")
+    engine._parts.runtime.spec = replace(SPEC, name="other")
     with pytest.raises(
         CheckpointMismatch, match=r"engine 'reference', and this is 'other'; save with format='por"
     ):
@@ -363,7 +362,7 @@ def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> N
 
 def test_undeclared_formats_are_refused(start: Start, tmp_path: Path) -> None:
     engine = start()
-    engine._runtime.spec = replace(SPEC, capabilities=frozenset())
+    engine._parts.runtime.spec = replace(SPEC, capabilities=frozenset())
     for name in STATEFUL:
         meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
         for call in (engine.save, engine.load):

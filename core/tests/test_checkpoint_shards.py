@@ -23,7 +23,7 @@ from core_rl.errors import (
     EngineContractError,
     WeightsError,
 )
-from core_rl.state.snapshot import Shard
+from core_rl.state.slices import Shard
 
 
 def cut(tensor: Tensor, bounds: list[list[int]], name: str = "w") -> Iterator[Shard]:

@@ -24,8 +24,7 @@ from core_rl.errors import BatchError, ConfigError, CoreRLError, LossError, Unsu
 from core_rl.reference import SPEC
 from core_rl.reference.config import ReferenceConfig
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
-from core_rl.toolkit.build import build_model
-from core_rl.toolkit.experts import ExpertsKernel
+from core_rl.toolkit.build import ExpertsKernel, build_model
 from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.routers import Routing, balance_loss
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_support import on_ranks
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import LocalSlice
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError
 from core_rl.state.gather import Gather

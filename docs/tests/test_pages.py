@@ -43,7 +43,6 @@ PUBLIC_MODULES = [
     "core_rl.backend.inference_backend",
     "core_rl.backend.inference_protocols",
     "core_rl.backend.protocols",
-    "core_rl.backend.sharded_state",
     "core_rl.backend.tensors",
     "core_rl.backend.train_backend",
     "core_rl.errors",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.metrics import merge_metrics, results
+from core_rl.backend.metrics import merge_metrics
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.outputs import ModelOutput, OutputName
@@ -93,7 +93,7 @@ class BigramEngine:
             total, values = loss.total(self.run(part, loss.temperature).masked(part.loss_mask), part)
             (total / weight).backward()
             metrics.append(values)
-        return results(merge_metrics(metrics))
+        return {name: metric.result() for name, metric in merge_metrics(metrics).items()}
 
     def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         self.batches.append(batch)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.metrics import results
 from core_rl.config.base import parse_config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -392,7 +391,7 @@ class TableCritic:
         (gradient,) = torch.autograd.grad(total / loss.weight(batch), self.table)
         with torch.no_grad():
             self.table -= self.lr * gradient
-        return results(metrics)
+        return {name: metric.result() for name, metric in metrics.items()}
 
     def forward(
         self,

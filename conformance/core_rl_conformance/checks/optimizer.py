@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind, WeightUpdateMeta
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta, TensorKind, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.data.micro_batch import MicroBatchSpec

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta, TensorKind
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.capability import Capability

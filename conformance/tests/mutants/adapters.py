@@ -17,7 +17,7 @@ from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
-from core_rl.state.snapshot import Shard
+from core_rl.state.slices import Shard
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.lora import ADAPTER_PREFIX
 from mutants.bases import OwnCheckpoint, OwnExport, Replicated, TrainContext

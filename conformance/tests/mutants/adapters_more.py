@@ -11,8 +11,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import StatePart, WeightUpdateMeta
 from core_rl.backend.protocols import LowRank
-from core_rl.backend.sharded_state import LocalSlice
-from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
 from mutants.adapters import AdaptedReference
 from mutants.bases import OwnExport, OwnNorm, OwnOffload
 from mutants.unchanged import unchanged

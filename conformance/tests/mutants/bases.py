@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from core_rl.backend.meta import StatePart
-from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
+from core_rl.backend.tensors import LocalSlice, MappedSource, NamedTensors, TensorSource
 from core_rl.backend.train_backend import BuildContext
 from core_rl.checkpoint.shards import ShardFiles, write_shards
 from core_rl.config.engine import TrainEngineConfig
@@ -19,9 +18,9 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.modes import MEMORY
 from core_rl.reference.train import ReferenceBackend
-from core_rl.state.grad_norm import global_grad_norm
 from core_rl.state.host_copies import HostCopies
-from core_rl.state.snapshot import Shard
+from core_rl.state.reductions import global_grad_norm
+from core_rl.state.slices import Shard
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model

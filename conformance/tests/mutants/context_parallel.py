@@ -13,8 +13,8 @@ from toy_cp.engine import ContextParallelBackend
 from toy_cp.shard import TokenShard, UlyssesShard, attention
 from toy_cp.ulysses import UlyssesBackend
 
-from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import LocalSlice
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from mutants.bases import OwnNorm

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from toy_ep.engine import ExpertParallelBackend
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import LocalSlice
 from core_rl_conformance.profile import MOE
 from mutants.bases import OwnNorm
 from mutants.zoo import DP2EP2, Mutant

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from toy_pp.engine import PipelineBackend, Way
 
-from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import LocalSlice
 from core_rl.data.batch import SequenceBatch
 from mutants.bases import OwnNorm
 from mutants.zoo import PP2, Mutant

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import LocalSlice
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec

@@ -15,9 +15,9 @@ from toy_tp.engine import BEFORE_COLUMN, TensorParallelBackend, partial_gradient
 from toy_tp.vocabulary import Vocabulary
 from transformers import PreTrainedModel
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import LocalSlice
 from core_rl.distributed.comm import Comm
-from core_rl.state.grad_norm import global_grad_norm
+from core_rl.state.reductions import global_grad_norm
 from mutants.bases import OwnNorm
 from mutants.zoo import TP2, TP2SP, Mutant
 

@@ -13,7 +13,7 @@ from toy_tp.collectives import enter
 from toy_tp.engine import TensorParallelBackend
 
 from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
-from core_rl.state.snapshot import Shard
+from core_rl.state.slices import Shard
 from mutants.bases import OwnCheckpoint, OwnExport, TrainContext
 from mutants.unchanged import unchanged
 from mutants.zoo import TP2, Mutant

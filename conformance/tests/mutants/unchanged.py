@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import LocalSlice
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.request_gate import DEFAULT_COMPONENTS
 from core_rl.engine.train import TrainEngine
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.config import ReferenceRolloutConfig
@@ -134,7 +133,7 @@ def make_engine(spec: EngineSpec, config: Any) -> Any:
     backend = load_class(spec, "factory", base)
     if spec.kind == "train":
         return TrainEngine(spec, config, backend(), getattr(backend, "components", None))
-    return InferenceEngine(spec, config, backend(), getattr(backend, "components", DEFAULT_COMPONENTS))
+    return InferenceEngine(spec, config, backend(), getattr(backend, "components", None))
 
 
 def run_check(

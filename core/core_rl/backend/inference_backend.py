@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
 from core_rl.backend.meta import FinetuneSpec, Scheduling
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.requests import LLMRequest, LLMResponse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["InferenceBackend", "InferenceContext", "ModelLimits", "TopLogprobs"]
 
@@ -34,6 +37,14 @@ class ModelLimits:
     """Token ids are below this."""
     context_length: int | None = None
     """The most tokens of prompt and response together; None for no limit."""
+
+    @staticmethod
+    def of(config: PretrainedConfig) -> ModelLimits:
+        """The limits of a model of transformers."""
+        text = config.get_text_config()
+        return ModelLimits(
+            vocab_size=text.vocab_size, context_length=getattr(text, "max_position_embeddings", None)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

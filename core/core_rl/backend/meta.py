@@ -10,6 +10,7 @@ from core_rl.errors import ConfigError
 
 __all__ = [
     "CheckpointFormat",
+    "EngineProgress",
     "FinetuneSpec",
     "SaveLoadMeta",
     "Scheduling",
@@ -102,3 +103,15 @@ class Scheduling:
     gpu: int = 0
     memory_mib: int = 1024
     env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineProgress:
+    """Counters of one engine; part of every checkpoint."""
+
+    lr_steps: int = 0
+    """Calls of ``lr_scheduler_step()``: the learning rate is a pure function of it."""
+    updates: int = 0
+    """Successful optimizer steps: Adam's own count."""
+    version: int = 0
+    """The version that the driver gave to the weights."""

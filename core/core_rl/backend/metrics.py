@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,15 +61,13 @@ class Metric:
                 f"a metric is a {self.reduction} in one micro-batch and a {other.reduction} in another"
             )
         left, right = float(self.value), float(other.value)
-        match self.reduction:
-            case "mean":
-                return Metric("mean", left + right, float(self.count) + float(other.count))
-            case "sum":
-                return Metric("sum", left + right)
-            case "max":
-                return Metric("max", _nan_wins(max, left, right))
-            case "min":
-                return Metric("min", _nan_wins(min, left, right))
+        if self.reduction == "mean":
+            return Metric("mean", left + right, float(self.count) + float(other.count))
+        if self.reduction == "sum":
+            return Metric("sum", left + right)
+        nan = next(filter(math.isnan, (left, right)), None)
+        pick = max if self.reduction == "max" else min
+        return Metric(self.reduction, pick(left, right) if nan is None else nan)
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -88,14 +86,3 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 def _detached(value: float | Tensor) -> float | Tensor:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _nan_wins(pick: object, left: float, right: float) -> float:
-    if math.isnan(left) or math.isnan(right):
-        return math.nan
-    return max(left, right) if pick is max else min(left, right)
-
-
-def results(metrics: Mapping[str, Metric], names: Sequence[str] | None = None) -> dict[str, float]:
-    """Plain numbers of ``metrics``."""
-    return {name: metrics[name].result() for name in (names or metrics)}

@@ -68,15 +68,12 @@ class SupportsLora(Protocol):
 
     def low_rank(self) -> Mapping[str, LowRank]:
         """The product for each adapted weight, by its checkpoint name; the same on all ranks, no collective."""
-        ...
 
     def adapter_config(self) -> dict[str, Any]:
         """The ``adapter_config.json`` of ``peft``, as JSON values."""
-        ...
 
     def set_adapter(self, enabled: bool) -> None:
         """Turn the adapter on or off in forward passes."""
-        ...
 
 
 @runtime_checkable
@@ -85,7 +82,6 @@ class SupportsOffload(Protocol):
 
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
         """Tensors whose storages hold ``part`` on this rank; each storage belongs to one part. No collective."""
-        ...
 
 
 @runtime_checkable
@@ -94,11 +90,9 @@ class SupportsRngState(Protocol):
 
     def rng_state(self) -> Mapping[str, Tensor]:
         """This rank's states as uint8 tensors."""
-        ...
 
     def load_rng_state(self, states: Mapping[str, Tensor]) -> None:
         """Set them."""
-        ...
 
 
 @runtime_checkable
@@ -107,11 +101,9 @@ class SupportsOpaqueState(Protocol):
 
     def opaque_state(self) -> Mapping[str, Tensor]:
         """This rank's state by name."""
-        ...
 
     def load_opaque_state(self, state: Mapping[str, Tensor]) -> None:
         """Set it."""
-        ...
 
 
 @runtime_checkable
@@ -120,7 +112,6 @@ class SupportsOwnGradNorm(Protocol):
 
     def grad_norm(self) -> float:
         """The 2-norm of all reduced gradients; the same number on every rank. Collective."""
-        ...
 
 
 @runtime_checkable
@@ -129,11 +120,9 @@ class SupportsOwnExport(Protocol):
 
     def export_tensors(self, kind: str) -> NamedTensors:
         """Stream the tensors of ``kind`` in full. Collective."""
-        ...
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         """Set the tensors of ``kind``; names and shapes are checked already. Collective."""
-        ...
 
 
 @runtime_checkable
@@ -142,11 +131,9 @@ class SupportsOwnCheckpoint(Protocol):
 
     def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
         """Write this rank's weights, and its moments where asked."""
-        ...
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         """Read what `save_sharded` wrote, perhaps at another layout; without the optimizer, weights alone."""
-        ...
 
 
 @runtime_checkable
@@ -155,11 +142,9 @@ class SupportsOwnOffload(Protocol):
 
     def offload(self, part: StatePart) -> None:
         """Copy weights with gradients, or optimizer state, to host memory, and free their storage."""
-        ...
 
     def onload(self, part: StatePart) -> None:
         """The inverse of `offload`, bit for bit."""
-        ...
 
 
 TRAIN_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = {

@@ -30,17 +30,14 @@ class MicroBatchStep(Protocol):
     @property
     def outputs(self) -> tuple[OutputName, ...]:
         """Names of the outputs that the `ModelOutput` must have."""
-        ...
 
     @property
     def temperature(self) -> float:
         """Temperature of log-probs, entropy and logits."""
-        ...
 
     @property
     def trained_only(self) -> bool:
         """Whether token outputs count only where ``loss_mask`` is true, so that the head may skip the rest."""
-        ...
 
     def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor: ...
 

@@ -1,15 +1,70 @@
-"""Named tensors: any parameter-shaped quantity under its Hugging Face name and in its full shape."""
+"""Tensors of a model under their Hugging Face names: a rank's slices of them, and streams and sources of full ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from core_rl.errors import WeightsError, raise_all
 
-__all__ = ["MappedSource", "NamedTensors", "TensorDict", "TensorSource", "check_shapes", "check_source"]
+__all__ = [
+    "LocalSlice",
+    "MappedSource",
+    "NamedTensors",
+    "ShardedState",
+    "TensorDict",
+    "TensorSource",
+    "check_shapes",
+    "check_source",
+]
+
+
+@dataclass(frozen=True)
+class LocalSlice:
+    """One box of one checkpoint tensor: this rank's part, or one of several."""
+
+    name: str
+    """As `save_pretrained` writes it."""
+    offsets: tuple[int, ...]
+    """The first element of the box, one number for each dimension."""
+    tensor: Tensor
+    """A writable view of live memory, in the shape of the box."""
+    replica: int = 0
+    """0 on exactly one of the ranks that hold this box, and above 0 on all others."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the box."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The box as slices of the full tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+
+
+class ShardedState(Protocol):
+    """Names, shapes and local slices of every kind of tensor; see `core_rl.backend.meta.TensorKind`.
+
+    Names and shapes are those of the checkpoint that `save_pretrained` writes; a tied weight appears once. A backend
+    that holds several checkpoint tensors in one parameter, or a flat range of one, splits it into boxes. Slices with
+    ``replica`` 0 tile each tensor exactly once over all ranks. Different kinds of a tensor may be on different ranks.
+    A kind that the model or the engine lacks, such as ``adapter``, is empty.
+    """
+
+    @property
+    def optimizer_kinds(self) -> tuple[str, ...]:
+        """The kinds of the optimizer's moments, such as ``("exp_avg", "exp_avg_sq")``; empty without an optimizer."""
+
+    def shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
+        """Names and full shapes of ``kind``, in the same order on all ranks. No collective."""
+
+    def local(self, kind: str) -> Iterator[LocalSlice]:
+        """This rank's slices of ``kind``, in any order. No collective."""
+
 
 NamedTensors = Iterator[tuple[str, Tensor | None]]
 """A collective stream: every rank iterates to the end, and only the writer receives a tensor, which is valid
@@ -21,15 +76,12 @@ class TensorSource(Protocol):
 
     def names(self) -> list[str]:
         """All names."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The full shape of ``name``."""
-        ...
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
-        ...
 
 
 class TensorDict:

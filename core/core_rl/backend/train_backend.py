@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 
 from core_rl.backend.meta import Scheduling
-from core_rl.backend.sharded_state import ShardedState
 from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import ShardedState
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta, TensorKind
 from core_rl.backend.tensors import TensorSource, check_source
 from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta
 from core_rl.checkpoint.adapters import load_adapter, save_adapter
 from core_rl.checkpoint.background import BackgroundSave
 from core_rl.checkpoint.contents import Contents

@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta, TensorKind
 from core_rl.backend.protocols import SupportsOwnExport
 from core_rl.checkpoint.background import BackgroundSave, Later, Write
 from core_rl.checkpoint.contents import Contents, load_parts, publish_save
@@ -16,7 +15,7 @@ from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import CheckpointError
-from core_rl.state.snapshot import copy_shards
+from core_rl.state.slices import copy_shards
 
 __all__ = ["load_portable", "save_portable", "tensors_later"]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta
 from core_rl.backend.protocols import SupportsOpaqueState, SupportsOwnCheckpoint, SupportsRngState
 from core_rl.backend.tensors import MappedSource
 from core_rl.checkpoint.background import BackgroundSave, Later
@@ -16,7 +15,7 @@ from core_rl.checkpoint.contents import Contents, publish_save
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.distributed.agreement import on_all
-from core_rl.state.snapshot import Shard, copy_shards
+from core_rl.state.slices import Shard, copy_shards
 
 __all__ = ["load_sharded", "save_sharded"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, WeightsError
-from core_rl.state.snapshot import Shard, copy_shards
+from core_rl.state.slices import Shard, copy_shards
 
 __all__ = ["ShardFiles", "write_copies", "write_shards"]
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import StatePart, SyncMethod, TensorKind
-from core_rl.backend.progress import Pending
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
 from core_rl.errors import (
@@ -21,6 +22,7 @@ from core_rl.errors import (
     LossError,
     UnsupportedCapability,
     WeightsError,
+    raise_all,
 )
 from core_rl.registry.spec import EngineSpec
 
@@ -50,12 +52,7 @@ SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
 
 def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
     """Raise `UnsupportedCapability` or `LayoutError` for what ``config`` asks and ``spec`` does not declare."""
-    missing = config.layout.needed_capabilities() - spec.capabilities
-    if missing:
-        raise LayoutError(
-            f"layout {config.layout} needs {', '.join(sorted(missing))}, which the engine {spec.name!r} does not "
-            "declare; set these degrees to 1 or choose another engine"
-        )
+    check_layout(spec, config.layout)
     wanted: list[Capability] = []
     if config.model.head in HEAD_CAPABILITY:
         wanted.append(HEAD_CAPABILITY[config.model.head])
@@ -69,6 +66,16 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         wanted.append(Capability.OFFLOAD)
     for capability in wanted:
         require_capability(spec, capability, f"a config with {capability.value}")
+
+
+def check_layout(spec: EngineSpec, layout: ParallelLayout) -> None:
+    """Raise `LayoutError` for degrees that ``spec`` does not declare."""
+    missing = layout.needed_capabilities() - spec.capabilities
+    if missing:
+        raise LayoutError(
+            f"layout {layout} needs {', '.join(sorted(missing))}, which the engine {spec.name!r} does not "
+            "declare; set these degrees to 1 or choose another engine"
+        )
 
 
 def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig) -> None:
@@ -120,24 +127,13 @@ def require_optimizer(config: TrainEngineConfig) -> OptimizerConfig:
     return config.optimizer
 
 
-def require_trainable(
-    config: TrainEngineConfig, mode: str | None, pending: Pending, adapter_off: bool = False
-) -> None:
+def require_trainable(config: TrainEngineConfig, mode: str | None, adapter_off: bool) -> None:
     """Raise `EngineStateError` where gradients may not accumulate."""
     require_optimizer(config)
     require_adapter_on(adapter_off, "forward_backward()")
     if mode == "eval":
         raise EngineStateError(
             "forward_backward() inside eval_mode(); leave the context, or pass forward_only=True"
-        )
-    if pending.failed:
-        raise EngineStateError(
-            "forward_backward() after a pass that raised: the gradients are of a part of the batch; call "
-            "optimizer_zero_grad() first"
-        )
-    if pending.reduced:
-        raise EngineStateError(
-            "the gradients were already reduced by an export; call optimizer_step() or optimizer_zero_grad() first"
         )
 
 
@@ -256,21 +252,18 @@ def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfi
 
 
 def check_batch(batch: SequenceBatch, model: PretrainedConfig) -> None:
-    """Raise `BatchError` for a token id or a length that the model cannot take."""
-    if not batch.num_tokens:
-        return
-    text = model.get_text_config()
-    highest = int(batch.input_ids.max())
-    if highest >= text.vocab_size:
-        position = int(batch.input_ids.argmax())
-        sequence = int((batch.cu_seqlens <= position).sum()) - 1
-        raise BatchError(
-            f"sequence {sequence} holds the token id {highest} at position "
-            f"{position - int(batch.cu_seqlens[sequence])}; the vocabulary has {text.vocab_size} entries"
-        )
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and batch.max_length > limit:
-        sequence = batch.lengths.index(batch.max_length)
-        raise BatchError(
-            f"sequence {sequence} has {batch.max_length} tokens; the model takes {limit} (max_position_embeddings)"
-        )
+    """Raise one `BatchError` that lists token ids and lengths that the model cannot take."""
+    raise_all(BatchError, model.model_type, batch_violations(batch, ModelLimits.of(model)))
+
+
+def batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterator[str]:
+    """Token ids and lengths beyond ``limits``."""
+    for index, ids in enumerate(batch.input_ids.split(batch.lengths)):
+        highest, position = (int(found) for found in ids.max(dim=0))
+        if highest >= limits.vocab_size:
+            yield (
+                f"sequence {index} holds the token id {highest} at position {position}; "
+                f"the vocabulary has {limits.vocab_size} entries"
+            )
+        if limits.context_length is not None and len(ids) > limits.context_length:
+            yield f"sequence {index} has {len(ids)} tokens; the model takes {limits.context_length}"

@@ -21,7 +21,7 @@ from core_rl.config.hub import with_local_model
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
-from core_rl.engine.request_gate import DEFAULT_COMPONENTS, InferenceComponents
+from core_rl.engine.request_gate import InferenceComponents
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.executor import WorkflowExecutor
@@ -44,15 +44,16 @@ class InferenceEngine:
         spec: EngineSpec,
         config: InferenceEngineConfig,
         backend: InferenceBackend[Any],
-        components: InferenceComponents = DEFAULT_COMPONENTS,
+        components: InferenceComponents | None = None,
     ) -> None:
         inference_guards.check_config(spec, config)
         self.spec = spec
         self.config = config
         self._backend = backend
         self._context = InferenceContext(name=spec.name, config=config)
-        self._require_capability = components.require_capability
-        self._gate = components.gate()
+        chosen = components or InferenceComponents()
+        self._require_capability = chosen.require_capability
+        self._gate = chosen.gate()
         self._state = "new"
         self._lock = threading.Lock()
         self._version = 0

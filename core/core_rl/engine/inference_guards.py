@@ -15,37 +15,21 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.engine.guards import require_adapter, require_capability
+from core_rl.engine.guards import batch_violations, check_layout, require_adapter, require_capability
 from core_rl.errors import (
     BatchError,
     ConfigError,
     EngineContractError,
     EngineStateError,
-    LayoutError,
     RolloutError,
     raise_all,
 )
 from core_rl.registry.spec import EngineSpec
 
-__all__ = [
-    "check_batch",
-    "check_config",
-    "check_request",
-    "check_response",
-    "check_scores",
-    "check_sync",
-    "check_top",
-]
-
 
 def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
     """Raise `LayoutError`, `UnsupportedCapability` or `ConfigError` for what the engine does not declare."""
-    missing = config.layout.needed_capabilities() - spec.capabilities
-    if missing:
-        raise LayoutError(
-            f"layout {config.layout} needs {sorted(missing)}, which the engine {spec.name!r} does not declare; "
-            "set these degrees to 1 or choose another engine"
-        )
+    check_layout(spec, config.layout)
     if config.dtype == "bfloat16":
         require_capability(spec, Capability.BFLOAT16, "dtype = 'bfloat16'")
     if config.device == "cuda":
@@ -137,21 +121,8 @@ def _response_violations(
 
 def check_batch(batch: SequenceBatch, limits: ModelLimits) -> None:
     """Raise `BatchError` for an empty batch, and for sequences that the model cannot take."""
-    raise_all(BatchError, "score", _batch_violations(batch, limits))
-
-
-def _batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterable[str]:
-    if not batch.num_sequences:
-        yield "the batch is empty"
-        return
-    for index, ids in enumerate(batch.input_ids.split(batch.lengths)):
-        if int(ids.max()) >= limits.vocab_size:
-            yield (
-                f"sequence {index} holds the token id {int(ids.max())}; "
-                f"the vocabulary has {limits.vocab_size} entries"
-            )
-        if limits.context_length is not None and len(ids) > limits.context_length:
-            yield f"sequence {index} has {len(ids)} tokens; the context has {limits.context_length}"
+    violations = batch_violations(batch, limits) if batch.num_sequences else ["the batch is empty"]
+    raise_all(BatchError, "score", violations)
 
 
 def check_scores(name: str, values: object, shape: Sequence[int], batch: SequenceBatch) -> Tensor:

@@ -12,9 +12,7 @@ from core_rl.backend.protocols import TRAIN_PROTOCOLS
 from core_rl.backend.train_backend import AnyTrainBackend, TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
-from core_rl.engine.components import TrainComponents
 from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.request_gate import InferenceComponents
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineBroken, EngineContractError, raise_all
 from core_rl.registry.discovery import MIGRATION_PAGE
@@ -25,7 +23,6 @@ __all__ = ["check_backend", "load_backend", "load_engine"]
 
 TOOLKIT = "core_rl.toolkit."
 Backend = AnyTrainBackend | InferenceBackend[Any]
-Components = TrainComponents | InferenceComponents
 
 
 def load_backend(spec: EngineSpec) -> type[Backend]:
@@ -105,25 +102,18 @@ def _defined_outside_toolkit(backend: type[Any], name: str) -> bool:
 
 
 @overload
-def load_engine(
-    spec: EngineSpec | str, config: InferenceEngineConfig, components: Components | None = None
-) -> InferenceEngine: ...
+def load_engine(spec: EngineSpec | str, config: InferenceEngineConfig) -> InferenceEngine: ...
 @overload
-def load_engine(
-    spec: EngineSpec | str, config: TrainEngineConfig, components: Components | None = None
-) -> TrainEngine: ...
+def load_engine(spec: EngineSpec | str, config: TrainEngineConfig) -> TrainEngine: ...
 @overload
-def load_engine(
-    spec: EngineSpec | str, config: EngineConfig, components: Components | None = None
-) -> TrainEngine | InferenceEngine: ...
-def load_engine(spec: EngineSpec | str, config: Any, components: Any = None) -> TrainEngine | InferenceEngine:
+def load_engine(spec: EngineSpec | str, config: EngineConfig) -> TrainEngine | InferenceEngine: ...
+def load_engine(spec: EngineSpec | str, config: Any) -> TrainEngine | InferenceEngine:
     """Make the engine of ``spec``, or of the engine with this name, for ``config``; not initialized yet.
 
-    Only the suite's own tests pass ``components``. Raises as `load_backend` does, and what the engine raises for a
-    config that it does not declare.
+    Raises as `load_backend` does, and what the engine raises for a config that it does not declare.
     """
     spec = get_spec(spec) if isinstance(spec, str) else spec
     backend: Any = load_backend(spec)
     if spec.kind == "train":
-        return TrainEngine(spec, config, backend(), components)
-    return InferenceEngine(spec, config, backend(), components or InferenceComponents())
+        return TrainEngine(spec, config, backend())
+    return InferenceEngine(spec, config, backend())

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from core_rl.backend.meta import StatePart
-from core_rl.backend.progress import Pending
 from core_rl.backend.protocols import MemoryPart, SupportsLora, SupportsOffload, SupportsOwnOffload
 from core_rl.config.capability import Capability
 from core_rl.engine import guards
-from core_rl.engine.runtime import Runtime
+from core_rl.engine.runtime import Pending, Runtime
 from core_rl.errors import EngineStateError
 from core_rl.state.host_copies import HostCopies
 
@@ -81,14 +80,26 @@ class Modes:
 
     def offload(self, parts: frozenset[StatePart]) -> None:
         """Copy ``parts`` to host memory and free their storage."""
+        backend = self.runtime.backend
         for part in sorted(parts - self.offloaded):
-            self._offload(part)
+            if isinstance(backend, SupportsOwnOffload):
+                backend.offload(part)
+            else:
+                assert isinstance(backend, SupportsOffload)  # declared, so implemented
+                copies = self._copies[part] = HostCopies()
+                backend.synchronize()
+                for memory in MEMORY[part]:
+                    copies.take(backend.memory(memory))
             self.offloaded |= {part}
 
     def onload(self, parts: frozenset[StatePart]) -> None:
         """Bring ``parts`` back, bit for bit."""
+        backend = self.runtime.backend
         for part in sorted(parts & self.offloaded):
-            self._onload(part)
+            if isinstance(backend, SupportsOwnOffload):
+                backend.onload(part)
+            else:
+                self._copies.pop(part).give_back()
             self.offloaded -= {part}
         if self._zero_on_return and "model" not in self.offloaded:
             self.zero_grad()
@@ -99,24 +110,6 @@ class Modes:
         if not self._zero_on_return:
             self.runtime.backend.zero_grad()
         self.runtime.pending = Pending()
-
-    def _offload(self, part: StatePart) -> None:
-        backend = self.runtime.backend
-        if isinstance(backend, SupportsOwnOffload):
-            backend.offload(part)
-            return
-        assert isinstance(backend, SupportsOffload)  # declared, so implemented
-        copies = self._copies[part] = HostCopies()
-        backend.synchronize()
-        for memory in MEMORY[part]:
-            copies.take(backend.memory(memory))
-
-    def _onload(self, part: StatePart) -> None:
-        backend = self.runtime.backend
-        if isinstance(backend, SupportsOwnOffload):
-            backend.onload(part)
-        else:
-            self._copies.pop(part).give_back()
 
 
 def parts_of(model: bool, optimizer: bool) -> frozenset[StatePart]:

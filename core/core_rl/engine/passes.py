@@ -49,12 +49,11 @@ class Passes:
         run, training = self.runtime, mode != "forward"
         guards.check_outputs(run.spec, run.config, loss.outputs)
         if training:
-            guards.require_trainable(run.config, self.modes.mode, run.pending, self.modes.adapter_off)
+            guards.require_trainable(run.config, self.modes.mode, self.modes.adapter_off)
+            run.pending.require_open()
         with self.modes.inside("train" if training else "eval"):
             micro_batches = self.cut(batch, mb_spec)
-            weights = agree(
-                run.groups.data_parallel, lambda: sum(map(loss.weight, micro_batches.real())), "weight_fn"
-            )
+            weights = self._weights(loss, micro_batches)
             scale = self.loss_scale(loss, weights, total_weight)
             step = LossStep(micro_batches, loss, scale, self._aux_scale(batch, total_weight, total_tokens))
             with self._marking_failure(training):
@@ -106,6 +105,16 @@ class Passes:
         plan = plan_micro_batches(batch, mb_spec, -(-count // multiple) * multiple)
         return MicroBatches(batch, plan, run.device)
 
+    def _weights(self, loss: LossSpec, micro_batches: MicroBatches) -> list[float]:
+        """The weight of each data-parallel rank's sequences; an error of ``weight_fn`` is raised on all ranks."""
+        world, group = self.runtime.world, self.runtime.groups.data_parallel
+
+        def own() -> tuple[int, float]:
+            return group.rank, sum(map(loss.weight, micro_batches.real()))
+
+        found = dict(agree(world, own, "weight_fn", foreign=LossError))
+        return [found[rank] for rank in range(group.size)]
+
     def _run(self, micro_batches: MicroBatches, step: LossStep | CollectStep, mode: PassMode) -> None:
         """Run the backend. When it raises in a world of several ranks, the engine has failed."""
         run = self.runtime
@@ -133,13 +142,11 @@ class Passes:
         """Refuse the next optimizer step after an error inside the context, and all calls where a peer is lost."""
         try:
             yield
-        except CoreRLError:
-            self.runtime.pending.failed |= training
-            raise
         except BaseException as error:
-            # Errors that ranks agree on are of ours; any other is of this rank alone, as a collective's timeout.
             self.runtime.pending.failed |= training
-            self._fail(error)
+            # Errors that ranks agree on are of ours; any other is of this rank alone, as a collective's timeout.
+            if not isinstance(error, CoreRLError):
+                self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:

@@ -14,7 +14,7 @@ from core_rl.engine.guards import require_capability
 from core_rl.errors import EngineStateError
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["DEFAULT_COMPONENTS", "InferenceComponents", "RequestGate"]
+__all__ = ["InferenceComponents", "RequestGate"]
 
 
 class RequestGate:
@@ -93,6 +93,3 @@ class InferenceComponents:
 
     gate: Callable[[], RequestGate] = RequestGate
     require_capability: Callable[[EngineSpec, Capability, str], None] = require_capability
-
-
-DEFAULT_COMPONENTS = InferenceComponents()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
-from core_rl.backend.progress import EngineProgress
-from core_rl.backend.schedule import schedule_length
+from core_rl.backend.meta import (
+    EngineProgress,
+    FinetuneSpec,
+    SaveLoadMeta,
+    Scheduling,
+    TensorKind,
+    WeightUpdateMeta,
+)
 from core_rl.backend.steps import PostHook
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.backend.train_backend import AnyTrainBackend, BuildContext, PassMode
+from core_rl.backend.train_backend import AnyTrainBackend, PassMode
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.hub import with_local_model
@@ -29,17 +33,13 @@ from core_rl.distributed.agreement import first_on_each_machine
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import Membership, RankAddress, join, pick_device
 from core_rl.engine import guards
-from core_rl.engine.components import TrainComponents
-from core_rl.engine.modes import Modes, parts_of
-from core_rl.engine.passes import Passes
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.components import Parts, TrainComponents
+from core_rl.engine.modes import parts_of
 from core_rl.engine.post_hook import AggregateFn
-from core_rl.engine.runtime import Runtime, Status
-from core_rl.engine.updates import Updates
+from core_rl.engine.runtime import Status
+from core_rl.engine.updates import schedule_length
 from core_rl.errors import ConfigError, EngineContractError
 from core_rl.registry.spec import EngineSpec
-from core_rl.seeds import derive_seed
-from core_rl.state.rng_state import RngState
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -97,76 +97,43 @@ class TrainEngine:
         guards.check_device(self.spec, self.device)
         if addr is not None:
             self.layout.check_world(addr.world_size)
-        schedule_steps = self._schedule_steps(ft_spec)
+        schedule_steps = None
+        if self.config.optimizer is not None:
+            total = ft_spec.total_train_steps if ft_spec else None
+            schedule_steps = schedule_length(self.config.optimizer, total)
         self._membership: Membership = join(addr, self.device)
         with ExitStack() as undo:
             undo.callback(self._membership.leave)
             self.layout.check_world(self._membership.world.size)
-            self._fetch_model(self._membership.world)
+            self._fetch_model()
             undo.callback(self._abandon)
-            self._build(schedule_steps)
+            self._parts: Parts = self._components.build(
+                self.spec,
+                self.config,
+                self.backend,
+                self._status,
+                self._membership,
+                self.device,
+                schedule_steps,
+            )
             self._start()
             undo.pop_all()
 
-    def _fetch_model(self, world: Comm) -> None:
+    def _fetch_model(self) -> None:
         """Download a model that is named by a Hub id, once on each machine."""
         if self.config.model.path is not None:
             self.config = first_on_each_machine(
-                world, lambda first: with_local_model(self.config, local_files_only=not first), "the model"
+                self._membership.world,
+                lambda first: with_local_model(self.config, local_files_only=not first),
+                "the model",
             )
 
-    def _build(self, schedule_steps: int | None) -> None:
-        world, address = self._membership.world, self._membership.address
-        groups = self.backend.groups(world, self.config)
-        # Ranks that see the same sequences draw the same numbers: replicas stay equal.
-        rng = RngState(derive_seed(self.config.seed, groups.data_parallel.rank), self.device)
-        context = BuildContext(
-            config=self.config,
-            world=world,
-            groups=groups,
-            device=self.device,
-            timeout_s=address.timeout_s,
-            # Not a closure over this engine: a cycle would keep its process groups, and their threads, alive.
-            check_model=partial(guards.check_experts, self.spec, self.config.model),
-        )
-        with rng.own():
-            self.backend.build(context)
-        writes = groups.is_output_rank and groups.data_parallel.rank == 0
-        tensors = self._components.tensors(
-            self.backend,
-            world,
-            world.gather(writes).index(True),
-            half=self.config.dtype == "bfloat16",
-            lora=self.config.model.lora is not None,
-        )
-        self._runtime = Runtime(
-            spec=self.spec,
-            config=self.config,
-            backend=self.backend,
-            status=self._status,
-            world=world,
-            groups=groups,
-            device=self.device,
-            timeout_s=address.timeout_s,
-            rng=rng,
-            schedule_steps=schedule_steps,
-            tensors=tensors,
-        )
-
     def _start(self) -> None:
-        run, made = self._runtime, self._components
-        guards.check_experts(self.spec, self.config.model, self.backend.hf_config())
-        run.tensors.check()
-        self.backend.set_training(False)
-        self._modes: Modes = made.modes(run)
-        self._passes: Passes = made.passes(run, self._modes)
-        self._updates: Updates = made.updates(run, self._modes)
-        self._persistence: Persistence = made.persistence(run, self._modes, self._updates)
         self._status.name = "ready"
         lora = self.config.model.lora
         if lora is not None and lora.path is not None:
             self.load(SaveLoadMeta(path=lora.path, format="adapter"))
-        self._modes.offload(parts_of(self.config.offload_params, self.config.offload_optimizer))
+        self._parts.modes.offload(parts_of(self.config.offload_params, self.config.offload_optimizer))
 
     def _abandon(self) -> None:
         self._status.name = "new"
@@ -182,15 +149,15 @@ class TrainEngine:
             return
         try:
             if before == "ready":
-                self._persistence.wait_for_saves()
+                self._parts.persistence.wait_for_saves()
         finally:
             self.backend.teardown()
             self._membership.leave()
 
-    def _schedule_steps(self, ft_spec: FinetuneSpec | None) -> int | None:
-        if self.config.optimizer is None:
-            return None
-        return schedule_length(self.config.optimizer, ft_spec.total_train_steps if ft_spec else None)
+    def _ready(self, method: str) -> Parts:
+        """The parts of an engine that is ready; raises `EngineStateError` for any other."""
+        self._status.require("ready", method)
+        return self._parts
 
     # ------------------------------------------------------------------ ranks
 
@@ -202,48 +169,42 @@ class TrainEngine:
     @property
     def world(self) -> Comm:
         """All ranks of this engine."""
-        return self._runtime.world
+        return self._parts.runtime.world
 
     @property
     def data_parallel_rank(self) -> int:
         """This rank's number among those that see other sequences."""
-        return self._runtime.groups.data_parallel.rank
+        return self._parts.runtime.groups.data_parallel.rank
 
     @property
     def data_parallel_size(self) -> int:
         """The number of parts that a batch is split into."""
-        return self._runtime.groups.data_parallel.size
+        return self._parts.runtime.groups.data_parallel.size
 
     @property
     def data_parallel_group(self) -> Comm:
         """The ranks with the same part of the model that see other sequences."""
-        return self._runtime.groups.data_parallel
+        return self._parts.runtime.groups.data_parallel
 
     @property
     def is_output_rank(self) -> bool:
         """Whether outputs appear on this rank: one rank of each model-parallel group."""
-        return self._runtime.groups.is_output_rank
+        return self._parts.runtime.groups.is_output_rank
 
     @property
     def is_writer(self) -> bool:
         """Whether this rank writes what exists once, and receives exported tensors."""
-        return self._runtime.is_writer
+        return self._parts.runtime.is_writer
 
     # ----------------------------------------------------------------- modes
 
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
+    def train_mode(self) -> AbstractContextManager[None]:
         """Training mode (dropout on) inside the context; offloaded weights are on the device there."""
-        self._status.require("ready", "train_mode()")
-        with self._modes.inside("train"):
-            yield
+        return self._ready("train_mode()").modes.inside("train")
 
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
+    def eval_mode(self) -> AbstractContextManager[None]:
         """Evaluation mode (dropout off) inside the context; offloaded weights are on the device there."""
-        self._status.require("ready", "eval_mode()")
-        with self._modes.inside("eval"):
-            yield
+        return self._ready("eval_mode()").modes.inside("eval")
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -263,7 +224,7 @@ class TrainEngine:
         guards.require_capability(self.spec, Capability.LORA, "disable_adapter()")
         self._status.require("ready", "disable_adapter()")
         guards.require_adapter(self.config, "disable_adapter()")
-        return self._modes.switch_adapter(on)
+        return self._parts.modes.switch_adapter(on)
 
     def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True) -> None:
         """Weights and gradients (``model``) and moments (``optimizer``): back to the engine's device, or to the host.
@@ -275,12 +236,11 @@ class TrainEngine:
         self._status.require("ready", "to()")
         if target.type not in ("cpu", self.device.type):
             raise ConfigError(f"to({str(device)!r}): this engine runs on {self.device}; name that, or 'cpu'")
-        self._modes.move(parts_of(model, optimizer), "to()", away=target.type != self.device.type)
+        self._parts.modes.move(parts_of(model, optimizer), "to()", away=target.type != self.device.type)
 
     def onload(self) -> None:
         """Bring everything back to the engine's device. No collective."""
-        self._status.require("ready", "onload()")
-        self._modes.move(parts_of(True, True), "onload()", away=False)
+        self._ready("onload()").modes.move(parts_of(True, True), "onload()", away=False)
 
     def offload(self) -> None:
         """Keep everything in host memory until `onload`; modes and calls that need it bring it back meanwhile.
@@ -288,8 +248,7 @@ class TrainEngine:
         Offloaded tensors are not on the device, also where that is the CPU: reading them raises
         `EngineStateError`. No collective.
         """
-        self._status.require("ready", "offload()")
-        self._modes.move(parts_of(True, True), "offload()", away=True)
+        self._ready("offload()").modes.move(parts_of(True, True), "offload()", away=True)
 
     # ----------------------------------------------------------------- passes
 
@@ -300,11 +259,11 @@ class TrainEngine:
         ``update_successful`` (0 when the step was skipped: nothing to count, or a non-finite loss or
         gradient on any rank). Does not advance the learning rate.
         """
-        self._status.require("ready", "train_batch()")
-        with self._modes.inside("train"):
-            self._modes.zero_grad()
-            metrics = self._passes.forward_backward(batch, loss, mb_spec, "last")
-            return metrics | self._updates.optimizer_step()
+        parts = self._ready("train_batch()")
+        with parts.modes.inside("train"):
+            parts.modes.zero_grad()
+            metrics = parts.passes.forward_backward(batch, loss, mb_spec, "last")
+            return metrics | parts.updates.optimizer_step()
 
     def forward_backward(
         self,
@@ -326,7 +285,7 @@ class TrainEngine:
         """
         self._status.require("ready", "forward_backward()")
         mode: PassMode = "forward" if forward_only else "accumulate"
-        return self._passes.forward_backward(batch, loss, mb_spec, mode, total_weight, total_tokens)
+        return self._parts.passes.forward_backward(batch, loss, mb_spec, mode, total_weight, total_tokens)
 
     def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         """The loss and its metrics without gradients, dropout off."""
@@ -350,28 +309,24 @@ class TrainEngine:
         sequences and joined by ``aggregate_fn(list of one tensor for each sequence)``, by default
         ``torch.cat``.
         """
-        self._status.require("ready", "forward()")
-        return self._passes.forward(
+        return self._ready("forward()").passes.forward(
             batch, mb_spec, outputs, temperature, output_seqlens, post_hook, aggregate_fn
         )
 
     def optimizer_zero_grad(self) -> None:
         """Drop what has accumulated."""
-        self._status.require("ready", "optimizer_zero_grad()")
-        self._modes.zero_grad()
+        self._ready("optimizer_zero_grad()").modes.zero_grad()
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update the weights and drop the gradients; or skip, if anything is not finite or nothing counted.
 
         A skipped step leaves weights and moments untouched and reports ``update_successful`` 0.
         """
-        self._status.require("ready", "optimizer_step()")
-        return self._updates.optimizer_step()
+        return self._ready("optimizer_step()").updates.optimizer_step()
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one and return the learning rate of the next step. No collective."""
-        self._status.require("ready", "lr_scheduler_step()")
-        return self._updates.lr_scheduler_step()
+        return self._ready("lr_scheduler_step()").updates.lr_scheduler_step()
 
     def shard_data(self, batch: SequenceBatch) -> SequenceBatch:
         """This rank's part of a batch that every rank holds in full. No collective."""
@@ -396,17 +351,15 @@ class TrainEngine:
         into them. ``adapter`` is the adapter (and a value or reward head) under the names of ``peft``
         in float32; ``master`` has the base weights and the adapter separately.
         """
-        self._status.require("ready", "named_tensors()")
-        return self._persistence.named_tensors(kind)
+        return self._ready("named_tensors()").persistence.named_tensors(kind)
 
     def tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
         """Names and full shapes of the tensors that `named_tensors` streams. No collective."""
-        return self._runtime.tensors.shapes(kind)
+        return self._parts.runtime.tensors.shapes(kind)
 
     def load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
         """Set parameters, moments or buffers; `WeightsError` lists every name or shape that is off."""
-        self._status.require("ready", "load_named_tensors()")
-        self._persistence.load_named_tensors(kind, source)
+        self._ready("load_named_tensors()").persistence.load_named_tensors(kind, source)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched.
@@ -417,8 +370,7 @@ class TrainEngine:
         `wait_for_saves` waits for that, and so do the next ``save``, ``load`` and ``destroy``; whichever
         comes first raises what went wrong.
         """
-        self._status.require("ready", "save()")
-        self._persistence.save(meta)
+        self._ready("save()").persistence.save(meta)
 
     def wait_for_saves(self) -> None:
         """Return when no save is in progress in the background.
@@ -426,13 +378,11 @@ class TrainEngine:
         Raises one `CheckpointError` on all ranks if one failed on any of them; the checkpoint that was there
         before is untouched.
         """
-        self._status.require("ready", "wait_for_saves()")
-        self._persistence.wait_for_saves()
+        self._ready("wait_for_saves()").persistence.wait_for_saves()
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a checkpoint; a damaged or foreign one is refused before anything changes."""
-        self._status.require("ready", "load()")
-        self._persistence.load(meta)
+        self._ready("load()").persistence.load(meta)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights to inference engines, which take them by ``update_weights(meta)``.
@@ -441,27 +391,26 @@ class TrainEngine:
         them. By ``disk`` this comes first. By any other method the two run at one time: call ``update_weights``
         first, which returns at once, and this returns when the weights are installed. `sync_weights` does both.
         """
-        self._status.require("ready", "upload_weights()")
-        self._persistence.upload_weights(meta)
+        self._ready("upload_weights()").persistence.upload_weights(meta)
 
     # --------------------------------------------------------------- progress
 
     @property
     def progress(self) -> EngineProgress:
         """Scheduler steps, updates and version."""
-        return self._runtime.progress
+        return self._parts.runtime.progress
 
     def restore_progress(self, progress: EngineProgress) -> None:
         """Continue from ``progress``, as a checkpoint does. No collective."""
-        self._runtime.progress = replace(progress)
+        self._parts.runtime.progress = replace(progress)
 
     def set_version(self, version: int) -> None:
         """Record the version that the driver gave to the weights. No collective."""
-        self._updates.set_version(version)
+        self._parts.updates.set_version(version)
 
     def get_version(self) -> int:
         """The version that the driver gave to the weights. No collective."""
-        return self._runtime.progress.version
+        return self._parts.runtime.progress.version
 
     def get_scheduling_config(self) -> Scheduling:
         """Resources that one rank needs. No collective."""

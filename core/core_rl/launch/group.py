@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
 from core_rl.backend.steps import PostHook
 from core_rl.backend.tensors import TensorSource
 from core_rl.data.batch import SequenceBatch

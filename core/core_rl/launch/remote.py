@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import FinetuneSpec, TensorKind
-from core_rl.backend.progress import EngineProgress
+from core_rl.backend.meta import EngineProgress, FinetuneSpec, TensorKind
 from core_rl.backend.steps import PostHook
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch

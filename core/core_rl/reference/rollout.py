@@ -31,7 +31,7 @@ from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.reference.config import ReferenceRolloutConfig
 from core_rl.reference.sampling import Completion, generate
 from core_rl.seeds import derive_seed
-from core_rl.state.digest import digest_of_parts
+from core_rl.state.reductions import digest_of_parts
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
@@ -71,10 +71,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         model = self._load(self.config.model)
         self._eos_token_ids = _token_ids(model)
         self._adopt(model)
-        text = model.config.get_text_config()
-        return ModelLimits(
-            vocab_size=text.vocab_size, context_length=getattr(text, "max_position_embeddings", None)
-        )
+        return ModelLimits.of(model.config)
 
     def _load(self, model: ModelConfig) -> PreTrainedModel:
         return build_model(model, seed=self.config.seed, attn_implementation="eager")
@@ -193,20 +190,18 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
         written = {checkpoint_name(name): value for name, value in self._model.named_parameters()}
         own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
-        expected = {name: tuple(value.shape) for name, value in own.items()}
-        check_source(TensorDict(factors), expected, "the adapter that was sent")
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(factors[name])
-        self._served_version = version
+        self._install(own, factors, version, "the adapter that was sent")
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        own = dict(self._model.named_parameters())
-        expected = {name: tuple(value.shape) for name, value in own.items()}
-        check_source(TensorDict(tensors), expected, "the weights that were sent")
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(tensors[name])
+        self._install(dict(self._model.named_parameters()), tensors, version, "the weights that were sent")
+
+    @torch.no_grad()
+    def _install(
+        self, own: Mapping[str, Tensor], sent: Mapping[str, Tensor], version: int, subject: str
+    ) -> None:
+        check_source(TensorDict(sent), {name: tuple(value.shape) for name, value in own.items()}, subject)
+        for name, value in own.items():
+            value.copy_(sent[name])
         self._served_version = version
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import LocalSlice
 from core_rl.distributed.comm import Comm
 from core_rl.state.slices import Box, Placements
 

@@ -1,18 +1,19 @@
-"""Placement of the slices of all ranks, and the check that they tile each tensor once."""
+"""Placement of the slices of all ranks, the check that they tile each tensor once, and copies of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from core_rl.backend.sharded_state import LocalSlice, ShardedState
+from core_rl.backend.tensors import LocalSlice, ShardedState
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError, raise_all
 
-__all__ = ["Box", "Placements", "gather_placements"]
+__all__ = ["Box", "Placements", "Shard", "copy_shards", "gather_placements"]
 
 Shape = tuple[int, ...]
 
@@ -69,12 +70,16 @@ def _misfit(part: LocalSlice, whole: Shape | None) -> Iterator[str]:
     if whole is None:
         yield f"{part.name!r} is not in shapes()"
         return
-    inside = len(part.shape) == len(whole) == len(part.offsets) and all(
-        offset >= 0 and offset + size <= limit
-        for offset, size, limit in zip(part.offsets, part.shape, whole, strict=True)
-    )
-    if not inside:
+    if not _lies_inside(part.shape, part.offsets, whole):
         yield f"{part.name!r}: {list(part.shape)} at {list(part.offsets)} is not inside {list(whole)}"
+
+
+def _lies_inside(shape: Shape, offsets: Shape, whole: Shape) -> bool:
+    """Whether a box of ``shape`` at ``offsets`` lies inside a tensor of the shape ``whole``."""
+    return len(shape) == len(whole) == len(offsets) and all(
+        offset >= 0 and offset + size <= limit
+        for offset, size, limit in zip(offsets, shape, whole, strict=True)
+    )
 
 
 def _untiled(name: str, whole: Shape, boxes: Sequence[Box]) -> Iterator[str]:
@@ -98,3 +103,43 @@ def _untiled(name: str, whole: Shape, boxes: Sequence[Box]) -> Iterator[str]:
 def _overlap(one: Box, other: Box) -> bool:
     bounds = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     return all(a < d + e and d < a + b for a, b, d, e in bounds)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangular piece of a tensor that the ranks hold together."""
+
+    name: str
+    tensor: Tensor
+    """The piece itself; it may have no elements."""
+    global_shape: tuple[int, ...]
+    """The shape of the whole."""
+    offsets: tuple[int, ...]
+    """Start of the piece, one offset for each dimension."""
+
+    def problem(self) -> str | None:
+        """Why the piece does not lie in the whole, if so."""
+        shape = tuple(self.tensor.shape)
+        if _lies_inside(shape, self.offsets, self.global_shape):
+            return None
+        return f"{self.name!r}: a piece of {list(shape)} at {list(self.offsets)} is not in {list(self.global_shape)}"
+
+
+def copy_shards(rank: int, shards: Iterable[Shard]) -> list[Shard]:
+    """True copies in host memory of all pieces of this rank.
+
+    Raises `EngineContractError` for a piece that does not lie in its tensor.
+    """
+    copies, problems = [], []
+    for shard in shards:
+        if (problem := shard.problem()) is not None:
+            problems.append(problem)
+        elif not problems:
+            copies.append(replace(shard, tensor=_unshared(shard.tensor)))
+    raise_all(EngineContractError, f"the shards of rank {rank}", problems)
+    return copies
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, contiguous, in memory that no other shard shares: safetensors refuses views."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

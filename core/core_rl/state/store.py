@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.protocols import LowRank, SupportsLora, SupportsOwnExport, SupportsOwnGradNorm
-from core_rl.backend.sharded_state import LocalSlice
-from core_rl.backend.tensors import NamedTensors, TensorSource
+from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
 from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import WeightsError
-from core_rl.state.digest import digest_of_parts
 from core_rl.state.gather import Gather
-from core_rl.state.grad_norm import global_grad_norm
-from core_rl.state.slices import Placements, gather_placements
-from core_rl.state.snapshot import Shard
+from core_rl.state.reductions import digest_of_parts, global_grad_norm
+from core_rl.state.slices import Placements, Shard, gather_placements
 
 __all__ = ["TensorStore", "is_float32_head"]
 

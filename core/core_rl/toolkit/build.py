@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,10 +24,10 @@ from transformers.utils import logging as hf_logging
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
-from core_rl.toolkit.experts import ExpertsKernel, use_experts_kernel
 from core_rl.toolkit.lora import add_adapter
 
 __all__ = [
+    "ExpertsKernel",
     "build_model",
     "finished",
     "freeze",
@@ -34,6 +35,7 @@ __all__ = [
     "model_family",
     "read_config",
     "require_fitting",
+    "use_experts_kernel",
 ]
 
 
@@ -180,3 +182,34 @@ def require_fitting(model: ModelConfig, missing: Sequence[str], misshapen: Seque
 def _listed(report: dict[str, object], key: str) -> list[str]:
     found = report.get(key) or ()
     return sorted(str(name) for name in found) if isinstance(found, (list, set, tuple)) else []
+
+
+ExpertsKernel = Literal["eager", "grouped"]
+"""``eager`` is transformers' loop over experts, ``grouped`` one grouped matrix product for all of them."""
+
+ALIGNMENT = 8
+"""Row lengths that grouped products take are multiples of 16 bytes: 8 numbers in half precision."""
+
+
+def use_experts_kernel(model: PreTrainedModel, kernel: ExpertsKernel) -> None:
+    """Compute the experts of ``model``, if it has any, by ``kernel``; sizes that no grouped product takes are eager.
+
+    Both are differentiable in float32 and bfloat16, on the CPU and on CUDA. Both give an expert
+    without tokens a gradient of zero, so that every rank has the same gradients to reduce.
+    """
+    experts = list(_experts(model))
+    if not experts:
+        return
+    aligned = all(
+        size % ALIGNMENT == 0
+        for module in experts
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3
+        for size in parameter.shape[1:]
+    )
+    model.set_experts_implementation("grouped_mm" if kernel == "grouped" and aligned else "eager")
+
+
+def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that transformers' ``use_experts_implementation`` marks."""
+    return (module for module in model.modules() if hasattr(module, "is_concatenated"))

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from core_rl.errors import UnsupportedCapability
 
-__all__ = ["LocalPart", "local_part"]
+__all__ = ["LocalPart", "local_part", "own_part"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ def local_part(tensor: Tensor) -> LocalPart:
         if dim is not None:
             bounds[dim] = _chunk(bounds[dim], mesh.size(axis), mesh.get_local_rank(axis))
     return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, with its graph."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _is_strided(placement: Placement) -> bool:

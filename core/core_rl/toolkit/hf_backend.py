@@ -17,13 +17,14 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext, C, PassMode, TrainBackend
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import Comm
 from core_rl.state.host_copies import own_memory
 from core_rl.toolkit.dtensor import local_part
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, enable_adapter, low_rank_products
 from core_rl.toolkit.optimizer import build_adamw, create_moments, set_step_count
 
-__all__ = ["HFBackend"]
+__all__ = ["HFBackend", "add_up"]
 
 
 class HFBackend(TrainBackend[C]):
@@ -102,10 +103,7 @@ class HFBackend(TrainBackend[C]):
         """Sum over data-parallel ranks, each of which has all of a gradient."""
         group = self.context.groups.data_parallel
         for bucket in self._grad_buckets() if group.size > 1 else ():
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat, group=group.group)
-            for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-                grad.copy_(total.view_as(grad))
+            add_up(bucket, group)
 
     def local_grads(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and this rank's parts of the gradients that exist."""
@@ -175,6 +173,14 @@ class HFBackend(TrainBackend[C]):
                 yield from (
                     local_part(v).tensor for k, v in state.items() if k != "step" and isinstance(v, Tensor)
                 )
+
+
+def add_up(tensors: Sequence[Tensor], comm: Comm) -> None:
+    """Replace each tensor by its sum over the ranks of ``comm``, with one collective; all are of one dtype."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=comm.group)
+    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))
 
 
 def _owned(parameter: nn.Parameter) -> nn.Parameter:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from core_rl.backend.sharded_state import LocalSlice, ShardedState
-from core_rl.backend.tensors import TensorSource
+from core_rl.backend.tensors import LocalSlice, ShardedState, TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart, local_part

@@ -13,18 +13,26 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from core_rl.backend.tensors import TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
-from core_rl.toolkit.build import finished, is_new_head, model_family, read_config, require_fitting
+from core_rl.state.reductions import digest_of_parts
+from core_rl.toolkit.build import (
+    ExpertsKernel,
+    finished,
+    is_new_head,
+    model_family,
+    read_config,
+    require_fitting,
+)
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
-from core_rl.toolkit.experts import ExpertsKernel
 from core_rl.toolkit.lora import checkpoint_name, fresh_adapter
 
-__all__ = ["Unloaded", "build_on_meta"]
+__all__ = ["Unloaded", "build_on_meta", "digest_of_directory"]
 
 COMPARED_BYTES = 16 * 2**20
 """Two tensors are compared in pieces of about this size, in bytes."""
@@ -214,3 +222,12 @@ class _ModelFiles:
         if name not in self._drawn:
             return self._files.read(self._places[name], slices)
         return self._drawn[name] if slices is None else self._drawn[name][slices]
+
+
+def digest_of_directory(directory: Path, config: PretrainedConfig) -> str:
+    """The digest of the weights in ``directory`` of a model with ``config``, as an engine with these weights has it."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    layout, files = CheckpointLayout.of(model), TensorFiles(directory, "model")
+    names = (name for parameter, _ in model.named_parameters() for name in layout.names(parameter))
+    return digest_of_parts(Comm(), ((name, files.read(name)) for name in names))

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from core_rl.backend.schedule import decays
 from core_rl.config.engine import OptimizerConfig
 
-__all__ = ["build_adamw", "create_moments", "moment_kinds", "set_step_count"]
+__all__ = ["build_adamw", "create_moments", "decays", "moment_kinds", "set_step_count"]
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -32,6 +31,11 @@ def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> 
     )
     create_moments(optimizer)
     return optimizer
+
+
+def decays(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of this full (Hugging Face) shape decays: matrices do, norms and biases don't."""
+    return len(shape) >= 2
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from core_rl.config.engine import Head
@@ -14,6 +13,7 @@ from core_rl.data.outputs import OutputName
 from core_rl.distributed.collectives import gather
 from core_rl.errors import ConfigError
 from core_rl.toolkit.attention import Segments
+from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
 from core_rl.toolkit.parallel_context import WHOLE, ModelShards
 from core_rl.toolkit.routers import Routers, Routing, own_routing
@@ -90,9 +90,4 @@ class PackedModel(nn.Module):
                 f"{type(self.model).__name__} has no output embeddings, so it gives no log-probs"
             )
         bias = getattr(head, "bias", None)
-        return _own(head.weight), None if bias is None else _own(bias)
-
-
-def _own(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, with its graph."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return own_part(head.weight), None if bias is None else own_part(bias)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_rl.toolkit.vocabulary import VocabularyShard
+from core_rl.toolkit.parallel_context import VocabularyShard
 
 __all__ = ["HeadMap", "chunk_rows", "token_logits", "token_logprobs"]
 

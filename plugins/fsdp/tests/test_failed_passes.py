@@ -9,10 +9,12 @@ from unittest import mock
 import fsdp_support as support
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
@@ -57,6 +59,24 @@ def test_a_loss_that_raises_on_one_of_two_ranks(group: EngineGroup) -> None:
     with pytest.raises(EngineStateError, match="after a pass that raised"):
         group.optimizer_step()
     group.optimizer_zero_grad()
+    found = gradients(group)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def raising_on_rank_1(data: SequenceBatch) -> float:
+    """A weight that one rank alone cannot compute."""
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("the weight divides by zero")
+    return float(data.loss_mask.sum())
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(tp=2)], ids=["dp2", "tp2"])
+def test_a_weight_fn_that_raises_on_one_of_two_ranks(group: EngineGroup, layout: ParallelLayout) -> None:
+    group.initialize(config=support.fsdp_config(layout))
+    expected = gradients(group)
+    raising = LossSpec(fn=support.loss, weight_fn=raising_on_rank_1, outputs=LOSS.outputs)
+    with pytest.raises(LossError, match="weight_fn: rank 1: ZeroDivisionError: the weight divides by zero"):
+        group.forward_backward(support.make_batch(0), raising, BUDGET)
     found = gradients(group)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import check_source
+from core_rl.backend.tensors import LocalSlice, check_source
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig, TrainEngineConfig

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -16,14 +15,13 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_backend import HFBackend
+from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.packed import PackedModel
-from core_rl.toolkit.ulysses import check_heads
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import Meshes
@@ -106,10 +104,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
         grads = [grad for name, grad in self.local_grads() if name in self._partial]
         if grads:
-            total = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(total, group=self._meshes.shards.tensor.group)
-            for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+            add_up(grads, self._meshes.shards.tensor)
 
     def abort(self) -> None:
         reset_pass(self._root)

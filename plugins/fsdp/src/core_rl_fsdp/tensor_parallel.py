@@ -1,4 +1,4 @@
-"""Tensor parallelism by a plan of `ParallelStyle`s, made from the plan that transformers gives its models.
+"""Tensor parallelism by the plan that transformers gives its models.
 
 Weights become `DTensor`s; modules compute with this rank's part of them as a plain tensor, so sizes
 need not divide. There is one collective at each end of a pair of matrices (arXiv:1909.08053). With
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 
 from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_region, reduce_scatter
 from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["apply_tensor_parallel", "check_tensor_parallel"]
@@ -63,16 +63,17 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, shards: Mode
     part: they are to be added up over the ranks of ``mesh``.
     """
     split = _split(model)
-    styles: dict[str, ParallelStyle] = {}
+    trunk = model.base_model
     for name in split[COLUMN]:
         # With an adapter, B cuts as the weight does, after an A that all ranks have.
-        styles |= dict.fromkeys(_linear_parts(model, name, "lora_B"), _Columns())
+        for part in _linear_parts(model, name, "lora_B"):
+            _cut_columns(trunk.get_submodule(part), mesh)
     for name in split[ROW]:
         # A cuts as the weight does, and B works on the sum.
-        styles |= dict.fromkeys(_linear_parts(model, name, "lora_A"), _Rows(shards))
+        for part in _linear_parts(model, name, "lora_A"):
+            _cut_rows(trunk.get_submodule(part), mesh, shards)
     for name in {name.rpartition(".")[0] for name in split[COLUMN]}:
-        styles[name] = _Entrance(shards)
-    parallelize_module(model.base_model, mesh, styles)
+        trunk.get_submodule(name).register_forward_pre_hook(partial(_enter, shards), with_kwargs=True)
     _shard_vocabulary(model, mesh, shards)
     return frozenset(_partial(model, split, shards))
 
@@ -126,55 +127,33 @@ def _partial(model: PreTrainedModel, split: Mapping[str, list[str]], shards: Mod
             yield name
 
 
-class _Columns(ParallelStyle):
+def _cut_columns(module: nn.Module, mesh: DeviceMesh) -> None:
     """``x -> x @ own rows of the weight``: this rank's output features."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, "weight", device_mesh, 0)
-        _distribute(module, "bias", device_mesh, 0)
-        _compute_by(module, partial(_columns, cast("nn.Linear", module)))
-        return module
+    _distribute(module, "weight", mesh, 0)
+    _distribute(module, "bias", mesh, 0)
+    _compute_by(module, partial(_columns, cast("nn.Linear", module)))
 
 
-class _Rows(ParallelStyle):
+def _cut_rows(module: nn.Module, mesh: DeviceMesh, shards: ModelShards) -> None:
     """``own input features -> the sum over ranks``, and the bias once."""
-
-    def __init__(self, shards: ModelShards) -> None:
-        super().__init__()
-        self._shards = shards
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, "weight", device_mesh, 1)
-        _compute_by(module, partial(_rows, cast("nn.Linear", module), self._shards))
-        return module
+    _distribute(module, "weight", mesh, 1)
+    _compute_by(module, partial(_rows, cast("nn.Linear", module), shards))
 
 
-class _Entrance(ParallelStyle):
+def _enter(
+    shards: ModelShards, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hidden states on their way into the matrices of one module."""
+    if args:
+        return (_entered(args[0], shards), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": _entered(kwargs["hidden_states"], shards)}
 
-    def __init__(self, shards: ModelShards) -> None:
-        super().__init__()
-        self._shards = shards
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        return module
-
-    def _enter(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (self._entered(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._entered(kwargs["hidden_states"])}
-
-    def _entered(self, hidden: Tensor) -> Tensor:
-        """``[1, T, H]``, all tokens of this context parallel rank."""
-        if self._shards.sequence_parallel:
-            return gather(hidden, self._shards.tensor, 1, partial=True)
-        return copy_to_region(hidden, self._shards.tensor)
+def _entered(hidden: Tensor, shards: ModelShards) -> Tensor:
+    """``[1, T, H]``, all tokens of this context parallel rank."""
+    if shards.sequence_parallel:
+        return gather(hidden, shards.tensor, 1, partial=True)
+    return copy_to_region(hidden, shards.tensor)
 
 
 def _shard_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelShards) -> None:
@@ -195,17 +174,17 @@ def _shard_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelSha
 
 def _columns(module: nn.Linear, hidden: Tensor) -> Tensor:
     bias: object = module.bias
-    return F.linear(hidden, _own(module.weight), _own(bias) if isinstance(bias, Tensor) else None)
+    return F.linear(hidden, own_part(module.weight), own_part(bias) if isinstance(bias, Tensor) else None)
 
 
 def _rows(module: nn.Linear, shards: ModelShards, hidden: Tensor) -> Tensor:
     bias: object = module.bias
-    output = _left(F.linear(hidden, _own(module.weight)), shards)
+    output = _left(F.linear(hidden, own_part(module.weight)), shards)
     return output + bias if isinstance(bias, Tensor) else output
 
 
 def _embed(module: nn.Embedding, shards: ModelShards, ids: Tensor) -> Tensor:
-    weight = _own(module.weight)
+    weight = own_part(module.weight)
     vocabulary = shards.vocabulary(module.num_embeddings)
     assert vocabulary is not None  # the embedding is cut
     index, here = vocabulary.locate(ids, len(weight))
@@ -226,11 +205,6 @@ def _left(value: Tensor, shards: ModelShards) -> Tensor:
     if shards.sequence_parallel:
         return reduce_scatter(value, shards.tensor, 1)
     return reduce_from_region(value, shards.tensor)
-
-
-def _own(parameter: Tensor) -> Tensor:
-    """This rank's part, with its graph."""
-    return cast("DTensor", parameter).to_local()
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:

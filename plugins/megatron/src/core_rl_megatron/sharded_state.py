@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import LocalSlice
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl_megatron.naming import FlatRange, RowBox

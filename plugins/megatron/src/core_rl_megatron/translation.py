@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
-from core_rl.toolkit.ulysses import check_heads
+from core_rl.toolkit.attention import check_heads
 from core_rl_megatron.config import MegatronConfig
 
 __all__ = ["Family", "family_of", "transformer_config"]

@@ -14,7 +14,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import read_config
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
-from core_rl.toolkit.digest import digest_of_directory
+from core_rl.toolkit.meta_build import digest_of_directory
 from core_rl_sglang.adapters import AdapterForm
 
 __all__ = ["ServedModel"]
@@ -45,15 +45,11 @@ class ServedModel:
                 "the engine 'sglang' serves a model directory; set model.path instead of model.config"
             )
         config = read_config(model)
-        text = config.get_text_config()
-        limits = ModelLimits(
-            vocab_size=text.vocab_size, context_length=getattr(text, "max_position_embeddings", None)
-        )
         path = Path(model.path).expanduser().resolve()
         shapes, lora = _shapes(config), model.lora
         return ServedModel(
             path=path,
-            limits=limits,
+            limits=ModelLimits.of(config),
             eos=_eos(config, path),
             shapes=shapes,
             config=config,

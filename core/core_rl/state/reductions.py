@@ -1,17 +1,20 @@
-"""The global gradient norm, over all shards, each counted once."""
+"""Sums over the shards of all ranks: the gradient norm, and a digest of weights."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.sharded_state import LocalSlice
+from core_rl.backend.tensors import LocalSlice
 from core_rl.distributed.comm import Comm
 
-__all__ = ["CHUNK", "global_grad_norm"]
+__all__ = ["CHUNK", "digest_of_parts", "global_grad_norm"]
 
 CHUNK = 2**20
 """Elements upcast at once: the float64 copy of a shard stays at 8 MiB."""
@@ -35,3 +38,20 @@ def _square_sum(grads: list[Tensor]) -> Tensor:
             upcast = piece.double()
             total += torch.dot(upcast, upcast)
     return total
+
+
+def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of float tensors, of which the ranks hold ``parts``, each element on one of them; collective.
+
+    It is made from the sum of each tensor's bits as integers, so nothing is gathered. It tells trained
+    weights from others; a permutation within a tensor keeps it.
+    """
+    own = {name: int(_bits(part).sum(dtype=torch.int64)) for name, part in parts}
+    totals: Counter[str] = Counter()
+    for sums in world.gather(own):
+        totals.update(sums)
+    return hashlib.sha256(json.dumps(sorted(totals.items())).encode()).hexdigest()[:32]
+
+
+def _bits(part: Tensor) -> Tensor:
+    return part.detach().float().contiguous().view(torch.int32)
