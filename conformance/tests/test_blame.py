@@ -74,9 +74,9 @@ def test_engines_may_be_as_far_apart_as_both_may_be_off(
 @pytest.mark.parametrize(
     ("own", "partner", "said"),
     [
-        (3.0, 0.5, "within its tolerance: the loss by 5.0e-01 (allowed 1.0e+00); mend 'reference'"),
-        (float("nan"), 0.0, "mend 'reference'"),
-        (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); mend both"),
+        (3.0, 0.5, "within its tolerance: the loss by 5.0e-01 (allowed 1.0e+00); fix 'reference'"),
+        (float("nan"), 0.0, "fix 'reference'"),
+        (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); fix both"),
     ],
 )
 def test_an_engine_that_is_off_fails(subject: EngineUnderTest, own: float, partner: float, said: str) -> None:
@@ -159,7 +159,7 @@ def test_a_session_fails_the_side_that_is_off_only(pytester: pytest.Pytester) ->
     result.assert_outcomes(failed=1, skipped=1)
     result.stdout.fnmatch_lines(
         [
-            "*'reference' is within its tolerance: entropy by *; mend 'entropy-in-bits'*",
+            "*'reference' is within its tolerance: entropy by *; fix 'entropy-in-bits'*",
             "engine entropy-in-bits: 0 passed, 1 failed, *",
             "engine reference: 0 passed, 0 failed, 0 not supported, 0 waived, 1 not run",
             "*the partner 'entropy-in-bits' is off the oracle: entropy by *",

@@ -6,7 +6,6 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.procedures.adapters import load, outputs_of, start
@@ -35,7 +34,7 @@ def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
     group = start(subject, adapter, seed=5)
     group.load(SaveLoadMeta(path=path, format="adapter"))
     found = {"score.weight": group.named_tensors("master")["score.weight"]}
-    subject.verify(same_named("the head after a load of its adapter", found, trained))
-    subject.verify(same_named("the adapter after a load", group.named_tensors("adapter"), held))
+    subject.verify_same("the head after a load of its adapter", found, trained)
+    subject.verify_same("the adapter after a load", group.named_tensors("adapter"), held)
     found = outputs_of(group, data, ("values",))
-    subject.verify(same_named("values after a load of the adapter", found, values))
+    subject.verify_same("values after a load of the adapter", found, values)

@@ -13,6 +13,7 @@ from core_rl_conformance.procedures.moving import (
     start,
     state,
     train,
+    verify_report,
     verify_state,
 )
 from core_rl_conformance.procedures.training import optimizer_config
@@ -56,10 +57,5 @@ def _verify_step(
     subject: EngineUnderTest, group: EngineGroup, step: int, expected: dict[str, float], which: str
 ) -> None:
     (found,) = train(group, subject, [step])
-    other = [name for name in expected if found.get(name) != expected[name]]
-    subject.require(
-        not other,
-        f"step {step} of the {which} of two engines in the same processes reports "
-        f"{', '.join(f'{name} {found.get(name)!r}' for name in other)}; alone it reports "
-        f"{', '.join(f'{name} {expected[name]!r}' for name in other)}",
-    )
+    what = f"step {step} of the {which} of two engines in the same processes"
+    verify_report(subject, what, found, expected, "alone it reports")

@@ -40,6 +40,7 @@ from core_rl_conformance.procedures.moving import (
     verify_file,
     verify_goes_on,
 )
+from core_rl_conformance.procedures.outputs import verify_form
 from core_rl_conformance.trajectory import ExpectedTraining
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -72,7 +73,7 @@ def _outputs(side: EngineUnderTest) -> dict[str, list[Tensor]]:
     data = side.data()
     output = side.start(side.model()).forward(data.batch(), BUDGET, OUTPUTS)
     for name in OUTPUTS:
-        side.verify_form(output, name, data)
+        verify_form(side, output, name, data)
     return {name: per_sequence(output, name, data) for name in OUTPUTS}
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -94,12 +94,7 @@ def eos_is_trained_where_padding_has_its_id(subject: EngineUnderTest) -> None:
     model = replace(subject.model(), pad_is_eos=True)
     data = _with_ends(subject.data(), model)
     group, loss = subject.start(model), TokenMeanLoss()
-    expected = subject.outputs(model, data, "logprobs")
-    got = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
-    places = subject.places(data)
-    subject.verify(
-        compare_tokens("log-probs with EOS inside", got, expected.values, expected.tolerance, places)
-    )
+    subject.verify_logprobs("with EOS inside", group, model, data)
     metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
     truth = subject.gradients(model, data, loss)
     what = "gradients with EOS inside"

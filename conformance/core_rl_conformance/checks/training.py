@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named, compare_scalar
+from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.procedures.end_to_end import (
     expected_training,
     train_end_to_end,
@@ -33,7 +33,7 @@ def training_follows_the_oracle(subject: EngineUnderTest) -> None:
             ("loss", report["loss"], truth.losses[step], expected.losses[step]),
             ("norm", report["grad_norm"], truth.norms[step], expected.norms[step]),
         ):
-            subject.verify(compare_scalar(f"the {name} of step {step}", found, value, allowed))
+            subject.verify_scalar(f"the {name} of step {step}", found, value, allowed)
     verify_rates(subject, training, trained)
     start = subject.expected.oracle(subject.model()).parameters()
     what = f"weights after {len(trained.reports)} steps without an export"

@@ -109,9 +109,9 @@ def _verdict(
     if off is not None:
         yield f"{own!r} is off the oracle: {_by(off.own)}"
         if blamed is None:
-            yield f"{partner!r} is within its tolerance: {_by(off.partner)}; mend {own!r}"
+            yield f"{partner!r} is within its tolerance: {_by(off.partner)}; fix {own!r}"
         else:
-            yield f"{partner!r} is off as well: {_by(blamed)}; mend both"
+            yield f"{partner!r} is off as well: {_by(blamed)}; fix both"
 
 
 def _by(finding: Finding) -> str:

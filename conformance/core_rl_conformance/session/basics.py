@@ -58,4 +58,4 @@ class Failures:
             for identifier, number in BASICS.items()
             if number < level(case.check) and (identifier, *place) in self._failed
         ]
-        return f"{below[0]} fails too: mend it first" if below else ""
+        return f"{below[0]} fails too: fix it first" if below else ""
