@@ -39,7 +39,7 @@ from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.outcomes import Measurement
+from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
 from core_rl_oracle.tolerance import Tolerance
@@ -69,7 +69,7 @@ class EngineUnderTest:
         self.spec = case.target.spec
         self.layout = case.layout
         self.dtype = DTYPES[case.dtype]
-        self.measurements: list[Measurement] = []
+        self.measurements: list[MeasurementRecord] = []
         self._directory = directory
 
     # ------------------------------------------------------------ what to run on
@@ -198,7 +198,9 @@ class EngineUnderTest:
         """Keep what was measured; raise `AssertionError` where the comparison does not hold."""
         __tracebackhide__ = True
         self.measurements.append(
-            Measurement(what=finding.what, error=finding.error, limit=finding.limit, points=finding.points)
+            MeasurementRecord(
+                what=finding.what, error=finding.error, limit=finding.limit, points=finding.points
+            )
         )
         if finding.problem is not None:
             raise AssertionError(self.failure_message(finding.problem + _how_near(finding)))

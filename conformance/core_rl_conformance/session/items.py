@@ -20,7 +20,7 @@ from core_rl.errors import CoreRLError, RankTimeout
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.outcomes import CaseResult, Measurement, NotRun, Outcome
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, Outcome
 from core_rl_conformance.session.basics import Failures
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases
 from core_rl_conformance.session.pairs import pair_cases
@@ -71,7 +71,7 @@ class CheckItem(pytest.Item):
     case: Case
     seconds: float
     starting_s: float
-    measurements: list[Measurement]
+    measurements: list[MeasurementRecord]
 
     @classmethod
     def build(cls, parent: CheckFile, case: Case) -> CheckItem:
@@ -130,10 +130,10 @@ class CheckItem(pytest.Item):
         self.case = replace(self.case, not_run=reason)
         pytest.skip(reason)
 
-    def result(self, outcome: Outcome, reason: str) -> CaseResult:
+    def result(self, outcome: Outcome, reason: str) -> CaseRecord:
         """Its result."""
         case = self.case
-        return CaseResult(
+        return CaseRecord(
             check=case.check.identifier,
             engine=case.target.spec.name,
             partner="" if case.partner is None else case.partner.spec.name,

@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 from core_rl.errors import CoreRLError
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.outcomes import CaseResult, Outcome
+from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.session.basics import level
 from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan
 from core_rl_conformance.session.matrix import Selection, load_target, select
@@ -136,9 +136,10 @@ class ConformanceSession:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        result = CaseResult.from_properties(report.user_properties)
+        result = CaseRecord.from_properties(report.user_properties)
         if result is not None:
-            self.summary.add(result)
+            failed = result.outcome in (Outcome.FAILED, Outcome.WAIVED)
+            self.summary.add(result.model_copy(update={"message": report.longreprtext if failed else ""}))
 
     # ---------------------------------------------------------------- ending
 
