@@ -38,12 +38,11 @@ from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
-from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
 from core_rl_oracle.tolerance import Tolerance
-from core_rl_oracle.written import layer_of
 
 __all__ = ["BUDGET", "ONE_PASS", "EngineUnderTest", "per_sequence"]
 

@@ -27,6 +27,7 @@ from core_rl_oracle.tolerance import (
     SignedMean,
     Tolerance,
     mean_square,
+    scalar_tolerance,
     signed_mean,
     tolerance,
     tolerances,
@@ -218,8 +219,8 @@ def _run_gradients(oracle: Oracle, plain: PlainModel, data: Ragged, loss: CheckL
     return ExpectedGradients(
         oracle=truth,
         tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
-        loss=_scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
-        norm=_scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
+        loss=scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
+        norm=scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
     )
 
 
@@ -230,10 +231,3 @@ def _flat(values: Sequence[Tensor]) -> Tensor:
 def _errors(got: Tensor, expected: Tensor) -> Tensor:
     difference = got.double() - expected.double()
     return difference[1:] if difference.dim() else difference.reshape(1)
-
-
-def _scalar_tolerance(variants: Sequence[float], expected: float, dtype: torch.dtype) -> Tolerance:
-    def tensor(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64)
-
-    return tolerance([tensor(value) for value in variants], tensor(expected), dtype)

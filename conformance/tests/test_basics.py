@@ -10,7 +10,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.reference.train import ReferenceBackend
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.session.basics import BASICS, Failures, level
+from core_rl_conformance.session.items import BASICS, Failures, level
 from core_rl_conformance.session.matrix import Case, Target
 
 

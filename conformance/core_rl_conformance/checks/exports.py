@@ -17,7 +17,7 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_oracle.written import written
+from core_rl_oracle.experts import written
 
 LOSS = TokenMeanLoss(temperature=0.8)
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.factors import show_factor
 from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
-from core_rl_conformance.hints.tokens import Places, Tokens
+from core_rl_conformance.hints.tokens import Places, Tokens, show_factor
 from core_rl_oracle.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
 
 __all__ = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.factors import constant_factor, show_factor
+from core_rl_conformance.hints.tokens import constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Named", "named_hints"]

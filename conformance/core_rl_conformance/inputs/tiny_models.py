@@ -9,6 +9,7 @@ configs are full of defaults, which no request asks for.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -32,9 +33,9 @@ from transformers import (
 
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
-from core_rl_oracle.written import overwrite
+from core_rl_oracle.experts import overwrite
 
-__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "save_with"]
+__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "layer_of", "save_with"]
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
@@ -279,6 +280,12 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
     fan_in = parameter.shape[0] if transposed else parameter.shape[-1]
     peak = LOGIT_STD if name.startswith("lm_head") else 1.0
     return peak * noise / math.sqrt(fan_in)
+
+
+def layer_of(name: str) -> str | None:
+    """The transformer layer that the parameter ``name`` is in, such as ``model.layers.0``."""
+    found = re.match(r"\D*\.\d+(?=\.)", name)
+    return None if found is None else found.group()
 
 
 def _stable_hash(text: str) -> int:

@@ -13,16 +13,20 @@ from typing import Any
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import TensorKind
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.adamw import Steps, compare_state
+from core_rl_conformance.hints.adamw import Steps, compare_steps
 from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Shadow", "optimizer_config"]
+
+
+MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_config(config: AdamW, total_steps: int | None = None) -> dict[str, Any]:
@@ -66,9 +70,9 @@ class Shadow:
         master = group.named_tensors("master")
         trained = {name: value for name, value in master.items() if name not in frozen}
         state = replace(AdamWState.start(trained), count=progress.updates)
-        first, second = group.named_tensors("exp_avg"), group.named_tensors("exp_avg_sq")
-        for moments, found in ((state.exp_avg, first), (state.exp_avg_sq, second)):
-            moments.update({name: value.double() for name, value in found.items() if name in trained})
+        for kind in MOMENTS:
+            found = group.named_tensors(kind)
+            getattr(state, kind).update({name: found[name].double() for name in found if name in trained})
         return Shadow(
             config=config,
             state=state,
@@ -128,11 +132,7 @@ class Shadow:
         still = {name: weights.pop(name) for name in self.frozen if name in weights}
         if self.frozen:
             subject.verify_same(f"frozen weights {what}", still, self.frozen)
-        got = AdamWState(
-            params=weights,
-            exp_avg=group.named_tensors("exp_avg"),
-            exp_avg_sq=group.named_tensors("exp_avg_sq"),
-        )
+        got = {"params": weights, **{kind: group.named_tensors(kind) for kind in MOMENTS}}
         steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
-        for finding in compare_state(what, got, steps, allowed, subject.layout.dp):
+        for finding in compare_steps(what, got, steps, allowed, subject.layout.dp):
             subject.verify(finding)
