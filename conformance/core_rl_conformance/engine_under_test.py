@@ -17,7 +17,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import CoreRLError
+from core_rl.errors import CoreRLError, GroupError
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import load_config
 from core_rl.registry.spec import EngineSpec
@@ -70,8 +70,6 @@ class EngineUnderTest:
         self.dtype = DTYPES[case.dtype]
         self.measurements: list[MeasurementRecord] = []
         self._directory = directory
-
-    # ------------------------------------------------------------ what to run on
 
     def model(self, head: Head = "lm", dropout: float = 0.0) -> TinyModel:
         """The tiny model, with this head."""
@@ -177,8 +175,6 @@ class EngineUnderTest:
         """The second engine of a pair, for `start` or `serve`."""
         return EngineUnderTest(self.case.of_partner(), self.expected, self._directory)
 
-    # ------------------------------------------------------------ what is expected
-
     def outputs(self, model: Judged, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
         """The output ``name`` of each sequence, by a model or by one with an adapter."""
         return self.expected.outputs(model, data, name, temperature, self.dtype, self.case.device)
@@ -190,8 +186,6 @@ class EngineUnderTest:
     def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
         """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""
         return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
-
-    # ------------------------------------------------------------ judging
 
     def verify(self, finding: Finding) -> None:
         """Keep what was measured; raise `AssertionError` where the comparison does not hold."""
@@ -222,16 +216,20 @@ class EngineUnderTest:
             act()
         except errors:
             return
+        except GroupError:  # a rank has failed: its own message says more
+            raise
+        except CoreRLError as error:
+            problem = f"{problem}, but {type(error).__name__}: {error}"
         self.require(False, problem)
 
     def failure_message(self, problem: str) -> str:
         """``problem`` under a line that tells where, above one that tells where to look."""
         case, check = self.case, self.case.check
-        beside = f", beside {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
+        partner = f", with {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
         place = f"layout {case.setting}" + (f" {dict(case.setting.options)}" if case.setting.options else "")
         lines = [
             f"{check.identifier}: engine {self.spec.name!r}, {place}, model {case.family} "
-            f"(seed {case.seed}), {case.dtype} on {case.device}{beside}",
+            f"(seed {case.seed}), {case.dtype} on {case.device}{partner}",
             textwrap.indent(problem, "  "),
             f"  required: {check.title}",
         ]

@@ -77,7 +77,7 @@ class CaseRecord(Record):
     check: str
     engine: str
     partner: str = ""
-    """The engine beside it, for a check of a pair."""
+    """The second engine, for a check of a pair."""
     layout: str
     model: str
     dtype: str

@@ -92,7 +92,7 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         "--report",
         dest="core_rl_report",
         metavar="FILE.json",
-        help="write a report, and an HTML page beside it",
+        help="write a report, and an HTML page next to it",
     )
 
 

@@ -265,7 +265,7 @@ SETS = {
     "part 1 .from 0. of 2 equal parts of the first": _off("proj.weight", slice(6, 8))
     | {name: value for name, value in _off("up_proj.weight", slice(6, 12)).items() if "up_proj" in name}
     | {name: value for name, value in _off("q_proj.weight", slice(4, 8)).items() if "q_proj.weight" in name},
-    "beside the cuts into 2 shards of the first": _off("layers.*weight", slice(3, 5))
+    "next to the cuts into 2 shards of the first": _off("layers.*weight", slice(3, 5))
     | {name: value for name, value in _off("up_proj.weight", slice(5, 7)).items() if "up_proj" in name},
 }
 

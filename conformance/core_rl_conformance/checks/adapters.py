@@ -120,7 +120,7 @@ def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
 
 
 @check("I20.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
-def a_head_is_trained_beside_the_adapter(subject: EngineUnderTest) -> None:
+def a_head_is_trained_with_the_adapter(subject: EngineUnderTest) -> None:
     """Values with an adapter are the oracle's, and the gradients of a critic's loss: of the adapter and of the head.
 
     Their steps are AdamW's, and the norm is that of both.
@@ -161,7 +161,7 @@ def _verify_gradients(
     trained = {name: grad for name, grad in written(expected.oracle.grads).items() if name not in base}
     found = group.named_tensors("grads")
     frozen = sorted(set(found) & set(base))
-    subject.require(not frozen, f"the base model has gradients beside an adapter: {', '.join(frozen[:6])}")
+    subject.require(not frozen, f"the base model has gradients next to an adapter: {', '.join(frozen[:6])}")
     subject.verify(compare_named(f"gradients {what}", found, trained, written(expected.tolerances)))
     group.optimizer_zero_grad()
 

@@ -22,7 +22,7 @@ STEPS = (0, 1)
 
 
 @check("contract.beside", requires=[Capability.OFFLOAD], each="layout")
-def engines_beside_each_other(subject: EngineUnderTest) -> None:
+def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     """Two engines in the same rank processes, offloaded in turns, compute bitwise what each computes alone.
 
     With dropout; and one continues after the other was destroyed.

@@ -130,9 +130,9 @@ def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
     found = asyncio.run(_cancelling(engine, requests))
     subject.require(
         all(response.stop_reason == "length" for response in found),
-        f"beside cancelled requests, answers ended with {sorted({r.stop_reason for r in found})}",
+        f"next to cancelled requests, answers ended with {sorted({r.stop_reason for r in found})}",
     )
-    verify_logprobs(subject, "log-probs beside cancelled requests", model, found)
+    verify_logprobs(subject, "log-probs next to cancelled requests", model, found)
     verify_logprobs(subject, "log-probs after cancelled requests", model, ask(engine, requests[:4]))
 
 

@@ -75,7 +75,7 @@ def _verify_sides(
             )
         subject.verify(finding)
     subject.verify(
-        compare_tokens(f"{what}, one engine beside the other", rolled, trained, tolerance + tolerance)
+        compare_tokens(f"{what}, one engine compared with the other", rolled, trained, tolerance + tolerance)
     )
 
 

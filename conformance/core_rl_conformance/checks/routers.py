@@ -113,7 +113,7 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     found = group.named_tensors("grads")
     subject.verify_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss)
     subject.verify(
-        compare_named("gradients beside a loss", found, expected.oracle.grads, expected.tolerances)
+        compare_named("gradients next to a loss", found, expected.oracle.grads, expected.tolerances)
     )
     group.optimizer_zero_grad()
     evaluated = group.eval_batch(data.batch(), loss.spec(), BUDGET)["loss"]

@@ -238,14 +238,14 @@ def _edges(named: Named) -> str | None:
             return f"only the last index of the {what} dimension is wrong: uneven shards, or padding?"
         for count in RANKS[::-1]:
             if all(
-                sizes[name] > 2 * count and rows <= _beside(sizes[name], count)
+                sizes[name] > 2 * count and rows <= _next_to_cuts(sizes[name], count)
                 for name, rows in found.items()
             ):
-                return f"only indices beside the cuts into {count} shards of the {what} dimension are wrong"
+                return f"only indices next to the cuts into {count} shards of the {what} dimension are wrong"
     return None
 
 
-def _beside(size: int, count: int) -> set[int]:
+def _next_to_cuts(size: int, count: int) -> set[int]:
     cuts = range(-(-size // count), size, -(-size // count))
     return {place for cut in cuts for place in (cut - 1, cut)}
 

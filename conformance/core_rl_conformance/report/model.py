@@ -105,7 +105,7 @@ class EngineRecord(Record):
     """All that it declares; every other one is not supported."""
     verdict: Verdict
     problems: tuple[str, ...] = ()
-    """What counts against it beside failed checks."""
+    """What counts against it besides failed checks."""
 
 
 class Report(Record):

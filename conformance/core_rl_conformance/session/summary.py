@@ -62,8 +62,8 @@ class Summary:
     def _problems(self, target: Target) -> Iterator[str]:
         name = target.spec.name
         own = [result for result in self.results if result.engine == name]
-        beside = [result for result in self.results if result.partner == name]
-        if not any(result.outcome.executed for result in own + beside):
+        partners = [result for result in self.results if result.partner == name]
+        if not any(result.outcome.executed for result in own + partners):
             yield "no check was executed; look at the paths and filters, and run with --pyargs core_rl_conformance"
         elif not self.narrowed:
             yield from self._unproven(target, own)
