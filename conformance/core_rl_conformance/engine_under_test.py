@@ -49,8 +49,6 @@ __all__ = ["BUDGET", "ONE_PASS", "EngineUnderTest", "per_sequence"]
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
 """Several micro-batches of unequal numbers of sequences."""
-NEAR = 3.0
-"""Times the limit."""
 ConfigT = TypeVar("ConfigT", TrainEngineConfig, InferenceEngineConfig)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -196,7 +194,7 @@ class EngineUnderTest:
             )
         )
         if finding.problem is not None:
-            raise AssertionError(self.failure_message(finding.problem + _how_near(finding)))
+            raise AssertionError(self.failure_message(finding.problem + finding.precision_hint))
 
     def require(self, holds: bool, problem: str) -> None:
         """Raise `AssertionError` with ``problem`` unless ``holds``."""
@@ -284,16 +282,6 @@ def _parsed(spec: EngineSpec, values: Mapping[str, Any], kind: type[ConfigT]) ->
     found = parse_config(load_config(spec), values, f"the config of {spec.name!r}")
     assert isinstance(found, kind)
     return found
-
-
-def _how_near(finding: Finding) -> str:
-    """A line for an error that a logical mistake would hardly leave so small."""
-    if not 0 < finding.error < NEAR * finding.limit:
-        return ""
-    return (
-        f"\nthis is {finding.error / finding.limit:.1f} times the limit: think of precision before logic "
-        "(a smaller dtype, a sum in an unfortunate order)"
-    )
 
 
 def per_sequence(output: ModelOutput, name: str, data: Ragged) -> list[Tensor]:

@@ -24,6 +24,8 @@ __all__ = [
     "same_named",
 ]
 
+NEAR = 3.0
+"""Times the limit."""
 MOST_POINTS = 100
 """A finding keeps no more of the compared values."""
 
@@ -39,6 +41,16 @@ class Finding:
     """What to tell the engine's author; None where the comparison holds."""
     points: tuple[tuple[float, float], ...] = ()
     """Some of the compared values as (got, expected)."""
+
+    @property
+    def precision_hint(self) -> str:
+        """A line for an error that a logical mistake would hardly leave so small."""
+        if not 0 < self.error < NEAR * self.limit:
+            return ""
+        return (
+            f"\nthis is {self.error / self.limit:.1f} times the limit: think of precision before logic "
+            "(a smaller dtype, a sum in an unfortunate order)"
+        )
 
 
 # ------------------------------------------------------------------- tokens

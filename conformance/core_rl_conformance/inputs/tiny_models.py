@@ -75,9 +75,10 @@ class TinyModel:
 
     def config(self) -> PretrainedConfig:
         """The transformers config."""
-        kind, values = CONFIGS[self.family]
+        kind, own = CONFIGS[self.family]
         dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
-        config = kind(**values, **dict.fromkeys(dropout, self.dropout))
+        values: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
+        config = kind(**values)
         asked = {
             "num_labels": None if self.head == "lm" else 1,
             "vocab_size": self.vocabulary,

@@ -16,7 +16,7 @@ from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.outcomes import NotRun
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["PairFinding", "pair_named", "partners_part", "pair_scalars", "pair_tokens", "verify_pair"]
+__all__ = ["PairFinding", "pair_named", "pair_scalars", "pair_tokens", "partners_part", "verify_pair"]
 
 
 @dataclass(frozen=True, kw_only=True)
