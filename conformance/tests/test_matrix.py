@@ -290,7 +290,7 @@ def _result(found: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -
         "seconds": 0.5,
         "capabilities": tuple(sorted(found.requires | {Capability.DATA_PARALLEL})),
     }
-    return CaseRecord(**{**values, **fields})  # type: ignore[arg-type]
+    return CaseRecord(**{**values, **fields})
 
 
 def _summary(narrowed: bool = False, spec: EngineSpec = SPEC_DP) -> Summary:
