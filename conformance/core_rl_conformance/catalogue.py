@@ -99,7 +99,7 @@ class Check:
     def asks(self) -> str:
         """The kind of engine and the capabilities that it must declare, in a few words."""
         parts = [f"{self.kind} engines"]
-        parts += [f"beside another {self.partner} engine"] if self.partner else []
+        parts += [f"together with another {self.partner} engine"] if self.partner else []
         parts += [f"with {', '.join(sorted(self.requires))}"] if self.requires else []
         parts += (
             [f"the other with {', '.join(sorted(self.partner_requires))}"] if self.partner_requires else []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,38 +15,41 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import Head, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.data.outputs import ModelOutput
 from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import CoreRLError, GroupError
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import load_config
 from core_rl.registry.spec import EngineSpec
-from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs, ExpectedValues
+from core_rl_conformance.expected_values import (
+    ExpectedGradients,
+    ExpectedOutputs,
+    ExpectedValues,
+    Judged,
+)
 from core_rl_conformance.hints.diagnose import (
     Finding,
-    compare_mean_square,
     compare_named,
     compare_scalar,
-    compare_signed_mean,
+    compare_tokens,
+    same_named,
 )
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
-from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.outcomes import Measurement
+from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of
+from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
-from core_rl_oracle.written import layer_of
+from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["BUDGET", "ONE_PASS", "EngineUnderTest", "per_sequence"]
 
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
 """Several micro-batches of unequal numbers of sequences."""
-NEAR = 3.0
-"""Times the limit."""
-ENOUGH = 16
-"""So many numbers are not all round by chance."""
+ConfigT = TypeVar("ConfigT", TrainEngineConfig, InferenceEngineConfig)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,10 +66,8 @@ class EngineUnderTest:
         self.spec = case.target.spec
         self.layout = case.layout
         self.dtype = DTYPES[case.dtype]
-        self.measurements: list[Measurement] = []
+        self.measurements: list[MeasurementRecord] = []
         self._directory = directory
-
-    # ------------------------------------------------------------ what to run on
 
     def model(self, head: Head = "lm", dropout: float = 0.0) -> TinyModel:
         """The tiny model, with this head."""
@@ -114,11 +115,7 @@ class EngineUnderTest:
             "optimizer": {"lr": 1e-3, "max_grad_norm": None, **(optimizer or {})},
             **(changes or {}),
         }
-        found = parse_config(
-            load_config(spec or self.spec), values, f"the config of {(spec or self.spec).name!r}"
-        )
-        assert isinstance(found, TrainEngineConfig)
-        return found
+        return _parsed(spec or self.spec, values, TrainEngineConfig)
 
     def _setting(self, asked: ParallelLayout | Setting | None, own: bool) -> Setting:
         if isinstance(asked, Setting):
@@ -169,39 +166,35 @@ class EngineUnderTest:
             "device": self.case.device,
             "layout": self.layout,
         }
-        found = parse_config(load_config(self.spec), values, f"the config of {self.spec.name!r}")
-        assert isinstance(found, InferenceEngineConfig)
-        return found
+        return _parsed(self.spec, values, InferenceEngineConfig)
 
     @property
     def peer(self) -> EngineUnderTest:
         """The second engine of a pair, for `start` or `serve`."""
         return EngineUnderTest(self.case.of_partner(), self.expected, self._directory)
 
-    # ------------------------------------------------------------ what is expected
-
-    def outputs(self, model: TinyModel, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
-        """The output ``name`` of each sequence."""
+    def outputs(self, model: Judged, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
+        """The output ``name`` of each sequence, by a model or by one with an adapter."""
         return self.expected.outputs(model, data, name, temperature, self.dtype, self.case.device)
 
-    def gradients(self, model: TinyModel, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
-        """Loss, gradients and norm."""
+    def gradients(self, model: Judged, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
+        """Loss, gradients (with an adapter also those of its factors) and norm."""
         return self.expected.gradients(model, data, loss, self.dtype, self.case.device)
 
     def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
         """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""
         return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
 
-    # ------------------------------------------------------------ judging
-
     def verify(self, finding: Finding) -> None:
         """Keep what was measured; raise `AssertionError` where the comparison does not hold."""
         __tracebackhide__ = True
         self.measurements.append(
-            Measurement(what=finding.what, error=finding.error, limit=finding.limit, points=finding.points)
+            MeasurementRecord(
+                what=finding.what, error=finding.error, limit=finding.limit, points=finding.points
+            )
         )
         if finding.problem is not None:
-            raise AssertionError(self.failure_message(finding.problem + _how_near(finding)))
+            raise AssertionError(self.failure_message(finding.problem + finding.precision_hint))
 
     def require(self, holds: bool, problem: str) -> None:
         """Raise `AssertionError` with ``problem`` unless ``holds``."""
@@ -209,14 +202,32 @@ class EngineUnderTest:
         if not holds:
             raise AssertionError(self.failure_message(problem))
 
+    def require_error(
+        self,
+        errors: type[CoreRLError] | tuple[type[CoreRLError], ...],
+        act: Callable[[], object],
+        problem: str,
+    ) -> None:
+        """Raise `AssertionError` with ``problem`` unless ``act`` raises one of ``errors``."""
+        __tracebackhide__ = True
+        try:
+            act()
+        except errors:
+            return
+        except GroupError:  # a rank has failed: its own message says more
+            raise
+        except CoreRLError as error:
+            problem = f"{problem}, but {type(error).__name__}: {error}"
+        self.require(False, problem)
+
     def failure_message(self, problem: str) -> str:
         """``problem`` under a line that tells where, above one that tells where to look."""
         case, check = self.case, self.case.check
-        beside = f", beside {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
+        partner = f", with {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
         place = f"layout {case.setting}" + (f" {dict(case.setting.options)}" if case.setting.options else "")
         lines = [
             f"{check.identifier}: engine {self.spec.name!r}, {place}, model {case.family} "
-            f"(seed {case.seed}), {case.dtype} on {case.device}{beside}",
+            f"(seed {case.seed}), {case.dtype} on {case.device}{partner}",
             textwrap.indent(problem, "  "),
             f"  required: {check.title}",
         ]
@@ -225,69 +236,52 @@ class EngineUnderTest:
             [*lines, f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})"]
         )
 
-    def verify_form(self, output: object, name: OutputName, data: Ragged) -> None:
-        """Require one float32 value (or row) for each token of ``data``, on the CPU, and 0 at first tokens."""
+    def verify_scalar(self, what: str, got: float, expected: float, allowed: Tolerance) -> None:
+        """Compare two numbers."""
         __tracebackhide__ = True
-        kind = type(output).__name__
-        self.require(isinstance(output, ModelOutput), f"forward() returned a {kind}, not a ModelOutput")
-        value = getattr(output, name)
-        self.require(isinstance(value, Tensor), f"the output {name!r} is missing")
-        count = sum(data.lengths)
-        form = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
-        self.require(
-            value.dtype == torch.float32 and value.shape[:1] == (count,) and value.device.type == "cpu",
-            f"the output {name!r} is {form}; expected float32 [{count}, ...] on cpu",
-        )
-        broken = (~value.isfinite().reshape(count, -1).all(dim=1)).nonzero()[:, 0]
-        self.require(
-            not len(broken),
-            f"the output {name!r} is NaN or infinite at {len(broken)} of {count} tokens of the packed batch, "
-            f"first at {broken[:6].tolist()}",
-        )
-        self.verify_precision(name, value)
-        firsts = value[data.batch().cu_seqlens[:-1].long()]
-        self.require(
-            not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts"
-        )
+        self.verify(compare_scalar(what, got, expected, allowed))
 
-    def verify_precision(self, name: OutputName, value: Tensor) -> None:
-        """Require other numbers than those of bfloat16, which float32 holds nearly always.
-
-        Logits may come as the model has them.
-        """
+    def verify_same(self, what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        """Compare tensors by name, bit for bit."""
         __tracebackhide__ = True
-        known = value[value != 0]
-        rounded = known.numel() >= ENOUGH and torch.equal(known, known.bfloat16().float())
-        self.require(
-            name == "logits" or not rounded,
-            f"every value of the output {name!r} is a bfloat16 number: it was computed, or stored, in bfloat16; "
-            "go over to float32 before the softmax, and before the scalar head",
-        )
+        self.verify(same_named(what, got, expected))
 
-    def verify_overall(self, what: str, got: Sequence[Tensor], expected: ExpectedOutputs) -> None:
-        """Require that the errors of all tokens together are small, and do not point one way."""
+    def verify_tokens(
+        self,
+        what: str,
+        got: Sequence[Tensor],
+        expected: ExpectedOutputs,
+        places: Places | None = None,
+        *,
+        plotted: bool = False,
+    ) -> None:
+        """Compare an output of each sequence with the oracle's; ``plotted`` keeps some values for a plot."""
         __tracebackhide__ = True
-        self.verify(compare_signed_mean(what, expected.signed_mean(got)))
-        self.verify(compare_mean_square(what, expected.mean_square(got)))
+        finding = compare_tokens(what, got, expected.values, expected.tolerance, places, keep_points=plotted)
+        self.verify(finding)
+
+    def verify_logprobs(
+        self, what: str, group: EngineGroup, model: TinyModel, data: Ragged, cut: MicroBatchSpec = ONE_PASS
+    ) -> None:
+        """Compare the log-probs of every token of ``data`` with the oracle's for ``model``."""
+        __tracebackhide__ = True
+        got = per_sequence(group.forward(data.batch(), cut), "logprobs", data)
+        self.verify_tokens(f"log-probs {what}", got, self.outputs(model, data, "logprobs"), self.places(data))
 
     def verify_gradients(
         self, what: str, group: EngineGroup, metrics: Mapping[str, float], expected: ExpectedGradients
     ) -> None:
         """Compare the reported loss and the exported gradients with the oracle's."""
         __tracebackhide__ = True
-        self.verify(compare_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss))
+        self.verify_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss)
         grads = group.named_tensors("grads")
         self.verify(compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances))
 
 
-def _how_near(finding: Finding) -> str:
-    """A line for an error that a logical mistake would hardly leave so small."""
-    if not 0 < finding.error < NEAR * finding.limit:
-        return ""
-    return (
-        f"\nthis is {finding.error / finding.limit:.1f} times the limit: think of precision before logic "
-        "(a smaller dtype, a sum in an unfortunate order)"
-    )
+def _parsed(spec: EngineSpec, values: Mapping[str, Any], kind: type[ConfigT]) -> ConfigT:
+    found = parse_config(load_config(spec), values, f"the config of {spec.name!r}")
+    assert isinstance(found, kind)
+    return found
 
 
 def per_sequence(output: ModelOutput, name: str, data: Ragged) -> list[Tensor]:

@@ -27,12 +27,16 @@ from core_rl_oracle.tolerance import (
     SignedMean,
     Tolerance,
     mean_square,
+    scalar_tolerance,
     signed_mean,
     tolerance,
     tolerances,
 )
 
-__all__ = ["ExpectedGradients", "ExpectedOutputs", "ExpectedValues"]
+__all__ = ["ExpectedGradients", "ExpectedOutputs", "ExpectedValues", "Judged"]
+
+Judged = TinyModel | TinyAdapter
+"""A model, or one with an adapter, whose outputs and gradients the oracle knows."""
 
 ValueT = TypeVar("ValueT")
 
@@ -102,13 +106,13 @@ class ExpectedValues:
         finally:
             self.servers.close()
 
-    def oracle(self, model: TinyModel) -> Oracle:
-        """The oracle of ``model``, with the weights of its directory."""
-        return self._keep(("oracle", model), lambda: Oracle(self.models.directory(model), model.head))
+    def oracle(self, of: Judged) -> Oracle:
+        """The oracle with the weights of the model's directory, and the adapter."""
+        return self._keep(("oracle", of), lambda: Oracle(*self._sources(of)))
 
     def outputs(
         self,
-        model: TinyModel,
+        of: Judged,
         data: Ragged,
         name: str,
         temperature: float,
@@ -117,8 +121,8 @@ class ExpectedValues:
     ) -> ExpectedOutputs:
         """The output ``name`` of each sequence."""
         runs = self._keep(
-            ("outputs", model, data, temperature, dtype, device),
-            lambda: _run_outputs(self.oracle(model), self._plain(model, dtype, device), data, temperature),
+            ("outputs", of, data, temperature, dtype, device),
+            lambda: _run_outputs(self.oracle(of), self._plain(of, dtype, device), data, temperature),
         )
         return runs.expected(name, dtype)
 
@@ -139,12 +143,12 @@ class ExpectedValues:
         return _run_outputs(oracle, plain, data, temperature).expected(name, dtype)
 
     def gradients(
-        self, model: TinyModel, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
+        self, of: Judged, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedGradients:
-        """Loss, gradients and norm of ``loss`` over ``data``."""
+        """Loss, gradients (with an adapter also those of its factors) and norm of ``loss`` over ``data``."""
         return self._keep(
-            ("gradients", model, data, loss, dtype, device),
-            lambda: _run_gradients(self.oracle(model), self._plain(model, dtype, device), data, loss),
+            ("gradients", of, data, loss, dtype, device),
+            lambda: _run_gradients(self.oracle(of), self._plain(of, dtype, device), data, loss),
         )
 
     def gradients_at(
@@ -159,39 +163,6 @@ class ExpectedValues:
         """Loss, gradients and norm with the weights that ``directory`` has now."""
         return _run_gradients(Oracle(directory, head), PlainModel(directory, head, dtype, device), data, loss)
 
-    def adapted_outputs(
-        self,
-        adapter: TinyAdapter,
-        data: Ragged,
-        name: str,
-        temperature: float,
-        dtype: torch.dtype,
-        device: str = "cpu",
-    ) -> ExpectedOutputs:
-        """The output ``name`` of each sequence, with ``adapter``."""
-        runs = self._keep(
-            ("adapted outputs", adapter, data, temperature, dtype, device),
-            lambda: _run_outputs(*self._adapted(adapter, dtype, device), data, temperature),
-        )
-        return runs.expected(name, dtype)
-
-    def adapted_gradients(
-        self, adapter: TinyAdapter, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
-    ) -> ExpectedGradients:
-        """Loss and gradients, also those of the factors of ``adapter``, and the norm of all of them."""
-        return self._keep(
-            ("adapted gradients", adapter, data, loss, dtype, device),
-            lambda: _run_gradients(*self._adapted(adapter, dtype, device), data, loss),
-        )
-
-    def _adapted(self, adapter: TinyAdapter, dtype: torch.dtype, device: str) -> tuple[Oracle, PlainModel]:
-        directory, head, low_rank = (
-            self.models.directory(adapter.model),
-            adapter.model.head,
-            adapter.low_rank(),
-        )
-        return Oracle(directory, head, low_rank), PlainModel(directory, head, dtype, device, low_rank)
-
     def training(
         self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedTraining:
@@ -201,11 +172,16 @@ class ExpectedValues:
             lambda: expected_training(self.models.directory(model), model.head, training, dtype, device),
         )
 
-    def _plain(self, model: TinyModel, dtype: torch.dtype, device: str) -> PlainModel:
-        return self._keep(
-            ("plain", model, dtype, device),
-            lambda: PlainModel(self.models.directory(model), model.head, dtype, device),
-        )
+    def _plain(self, of: Judged, dtype: torch.dtype, device: str) -> PlainModel:
+        def load() -> PlainModel:
+            directory, head, low_rank = self._sources(of)
+            return PlainModel(directory, head, dtype, device, low_rank)
+
+        return self._keep(("plain", of, dtype, device), load)
+
+    def _sources(self, of: Judged) -> tuple[Path, Head, LowRank | None]:
+        model, low_rank = (of, None) if isinstance(of, TinyModel) else (of.model, of.low_rank())
+        return self.models.directory(model), model.head, low_rank
 
     def _keep(self, key: Hashable, compute: Callable[[], ValueT]) -> ValueT:
         if key not in self._kept:
@@ -243,8 +219,8 @@ def _run_gradients(oracle: Oracle, plain: PlainModel, data: Ragged, loss: CheckL
     return ExpectedGradients(
         oracle=truth,
         tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
-        loss=_scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
-        norm=_scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
+        loss=scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
+        norm=scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
     )
 
 
@@ -255,10 +231,3 @@ def _flat(values: Sequence[Tensor]) -> Tensor:
 def _errors(got: Tensor, expected: Tensor) -> Tensor:
     difference = got.double() - expected.double()
     return difference[1:] if difference.dim() else difference.reshape(1)
-
-
-def _scalar_tolerance(variants: Sequence[float], expected: float, dtype: torch.dtype) -> Tolerance:
-    def tensor(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64)
-
-    return tolerance([tensor(value) for value in variants], tensor(expected), dtype)

@@ -1,17 +1,21 @@
-"""The five outcomes of a check on one case, and how a result travels from a worker to the report."""
+"""The five outcomes of a check on one case, and its result, which travels from a worker to the report."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any
+from typing import Annotated
 
-__all__ = ["PROPERTY", "CaseResult", "Measurement", "NotRun", "Outcome"]
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
+__all__ = ["PROPERTY", "CaseRecord", "MeasurementRecord", "NotRun", "Number", "Outcome", "Record"]
+
+Number = Annotated[
+    float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]})
+]
+"""JSON has no infinity, and a comparison that cannot be made has an infinite error."""
 PROPERTY = "core_rl_conformance"
-"""The user property of a test report that holds a `CaseResult`; JUnit files show it."""
+"""The user property of a test report that holds a `CaseRecord`; JUnit files show it."""
 
 
 class Outcome(StrEnum):
@@ -36,46 +40,61 @@ class NotRun(Exception):
     """Raised by a check that has no answer about the engine, with the reason: the case ends as *not run*."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Record(BaseModel):
+    """Frozen, and closed to unknown fields."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="strings",
+        json_schema_serialization_defaults_required=True,
+    )
+
+
+class MeasurementRecord(Record):
     """One comparison inside a check."""
 
     what: str
-    error: float
-    limit: float
-    points: tuple[tuple[float, float], ...] = ()
-    """Some of the compared values as (engine, oracle), for a plot."""
+    error: Number
+    """The largest difference from the oracle."""
+    limit: Number
+    """The largest error that passes."""
+    points: tuple[tuple[Number, Number], ...] = ()
+    """Some of the compared values as (engine, oracle), for a scatter plot."""
 
     @property
     def ratio(self) -> float:
-        """The error in relation to what is allowed; exact comparisons give 0 or infinity."""
+        """The error in relation to its limit; exact comparisons give 0 or infinity."""
         if self.limit > 0:
             return self.error / self.limit
         return float("inf") if self.error else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaseResult:
+class CaseRecord(Record):
     """The outcome of one check on one engine, layout and model."""
 
     check: str
     engine: str
+    partner: str = ""
+    """The second engine, for a check of a pair."""
     layout: str
     model: str
     dtype: str
     seed: int
     outcome: Outcome
     provisional: bool
+    """It does not count against the engine yet."""
     seconds: float
-    capabilities: tuple[str, ...]
-    """Declared capabilities that this case certifies when it passes."""
-    measurements: tuple[Measurement, ...] = ()
-    reason: str = ""
-    """Why it was not run, is not supported or is waived."""
-    partner: str = ""
-    """The engine beside it, for a check of a pair; empty for others."""
     starting_s: float = 0.0
     """Seconds of ``seconds`` that went into starting ranks."""
+    capabilities: tuple[str, ...]
+    """Declared capabilities that this case certifies when it passes."""
+    measurements: tuple[MeasurementRecord, ...] = ()
+    reason: str = ""
+    """Why it was not run, is not supported or is waived."""
+    message: str = ""
+    """What the check said when it failed."""
 
     @property
     def label(self) -> str:
@@ -83,30 +102,22 @@ class CaseResult:
         return f"{self.check} with {self.partner}" if self.partner else self.check
 
     @property
-    def worst(self) -> Measurement | None:
+    def worst(self) -> MeasurementRecord | None:
         """The measurement that came closest to its limit, or went furthest beyond it."""
         return max(self.measurements, key=lambda measurement: measurement.ratio, default=None)
 
+    @property
+    def place(self) -> str:
+        """The layout, model, dtype and partner, as in the test's name."""
+        place = f"{self.layout}-{self.model}-{self.dtype}"
+        return f"{place}-with-{self.partner}" if self.partner else place
+
     def to_property(self) -> tuple[str, str]:
         """As a user property, which survives the way from a pytest-xdist worker."""
-        return PROPERTY, json.dumps(asdict(self))
+        return PROPERTY, self.model_dump_json()
 
-    @staticmethod
-    def from_properties(properties: Iterable[tuple[str, object]]) -> CaseResult | None:
+    @classmethod
+    def from_properties(cls, properties: Iterable[tuple[str, object]]) -> CaseRecord | None:
         """The result among the user properties of a report, if there is one."""
         found = [value for name, value in properties if name == PROPERTY]
-        return _parsed(json.loads(str(found[-1]))) if found else None
-
-
-def _parsed(values: Mapping[str, Any]) -> CaseResult:
-    return CaseResult(
-        **{
-            **values,
-            "outcome": Outcome(values["outcome"]),
-            "capabilities": tuple(values["capabilities"]),
-            "measurements": tuple(
-                Measurement(**{**part, "points": tuple(map(tuple, part["points"]))})
-                for part in values["measurements"]
-            ),
-        }
-    )
+        return cls.model_validate_json(str(found[-1])) if found else None

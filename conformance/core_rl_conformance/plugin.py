@@ -92,7 +92,7 @@ def _add_selection(group: pytest.OptionGroup) -> None:
         "--report",
         dest="core_rl_report",
         metavar="FILE.json",
-        help="write a report, and an HTML page beside it",
+        help="write a report, and an HTML page next to it",
     )
 
 
@@ -124,10 +124,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     session = ConformanceSession(config)
     config.pluginmanager.register(session, "core_rl_conformance.session.session")
-    if config.pluginmanager.hasplugin("xdist"):
-        from core_rl_conformance.session.workers import WorkerHooks
-
-        config.pluginmanager.register(WorkerHooks(), "core_rl_conformance.session.workers")
     if config.getoption("core_rl_report") and not session.is_worker:
         from core_rl_conformance.report.session import ReportWriter
 

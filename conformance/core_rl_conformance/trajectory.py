@@ -19,7 +19,7 @@ from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_oracle.oracle import AdamW, AdamWState, Oracle, OracleHead, grad_norm
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 from core_rl_oracle.plain_adamw import KERNELS, Kernel, PlainAdamW
-from core_rl_oracle.tolerance import Tolerance, tolerance, tolerances
+from core_rl_oracle.tolerance import Tolerance, scalar_tolerance, tolerances
 
 __all__ = ["ExpectedTraining", "Training", "Trajectory", "expected_training"]
 
@@ -114,10 +114,6 @@ def _of_steps(
 ) -> list[Tolerance]:
     """The tolerance of a number for each step."""
     return [
-        tolerance(
-            [torch.tensor(values[step], dtype=torch.float64) for values in variants],
-            torch.tensor(value, dtype=torch.float64),
-            dtype,
-        )
+        scalar_tolerance([values[step] for values in variants], value, dtype)
         for step, value in enumerate(expected)
     ]

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from core_rl_oracle.experts import balance, overwrite, watched, written
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.low_rank import LowRank
-from core_rl_oracle.routers import balance, watched
-from core_rl_oracle.written import overwrite, written
 
 __all__ = ["AdamW", "AdamWState", "Gradients", "Oracle", "OracleSequence", "SequenceLoss", "grad_norm"]
 

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from core_rl_oracle.experts import balance, overwrite, watched, written
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
-from core_rl_oracle.routers import balance, watched
-from core_rl_oracle.written import overwrite, written
 
 __all__ = ["VARIANTS", "PlainModel", "Variant"]
 

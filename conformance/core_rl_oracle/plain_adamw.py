@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
 from core_rl_oracle.tolerance import Tolerance, tolerances
 
-__all__ = ["KERNELS", "Kernel", "PlainAdamW", "StepTolerances", "step_tolerances"]
+__all__ = ["KERNELS", "Kernel", "PlainAdamW", "step_tolerances"]
 
 Kernel = Literal["foreach", "loop", "fused"]
 KERNELS: tuple[Kernel, ...] = ("foreach", "loop", "fused")
@@ -26,29 +25,22 @@ VARIANTS: tuple[tuple[Kernel, int | None], ...] = (
 """Kernels, and seeds of moving gradients by one unit in the last place."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTolerances:
-    """Of weights and both moments, by name."""
-
-    master: dict[str, Tolerance]
-    exp_avg: dict[str, Tolerance]
-    exp_avg_sq: dict[str, Tolerance]
-
-
 def step_tolerances(
     start: AdamWState,
     expected: AdamWState,
     config: AdamW,
     grads: Sequence[Mapping[str, Tensor]],
     rates: Sequence[float],
-) -> StepTolerances:
-    """The tolerances after the steps from ``start`` to ``expected`` with ``grads`` and learning ``rates``."""
+) -> dict[str, dict[str, Tolerance]]:
+    """The tolerances of ``params``, ``exp_avg`` and ``exp_avg_sq`` after the steps from ``start`` to ``expected``.
+
+    The steps have ``grads`` and learning ``rates``.
+    """
     runs = [_run(start, config, grads, rates, kernel, nudge) for kernel, nudge in VARIANTS]
-    return StepTolerances(
-        master=tolerances([run.params for run in runs], expected.params, torch.float32),
-        exp_avg=tolerances([run.exp_avg for run in runs], expected.exp_avg, torch.float32),
-        exp_avg_sq=tolerances([run.exp_avg_sq for run in runs], expected.exp_avg_sq, torch.float32),
-    )
+    return {
+        kind: tolerances([getattr(run, kind) for run in runs], getattr(expected, kind), torch.float32)
+        for kind in ("params", "exp_avg", "exp_avg_sq")
+    }
 
 
 def _run(

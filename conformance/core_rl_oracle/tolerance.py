@@ -26,6 +26,7 @@ __all__ = [
     "Tolerance",
     "largest_difference",
     "mean_square",
+    "scalar_tolerance",
     "signed_mean",
     "tolerance",
     "tolerances",
@@ -74,6 +75,12 @@ def largest_difference(got: Tensor, expected: Tensor) -> float:
 def tolerance(variants: Sequence[Tensor], expected: Tensor, dtype: torch.dtype) -> Tolerance:
     """The tolerance of one tensor from the plain model's ``variants`` of it."""
     return tolerances([{"": value} for value in variants], {"": expected}, dtype)[""]
+
+
+def scalar_tolerance(variants: Sequence[float], expected: float, dtype: torch.dtype) -> Tolerance:
+    """The tolerance of a number."""
+    values = [torch.tensor(value, dtype=torch.float64) for value in (*variants, expected)]
+    return tolerance(values[:-1], values[-1], dtype)
 
 
 def tolerances(

@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from core_rl_conformance.outcomes import Outcome
+from core_rl.machine import Machine
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.report.certify import certify, judge, needs_of
-from core_rl_conformance.report.model import (
-    CaseRecord,
-    CheckRecord,
-    EngineRecord,
-    Environment,
-    MeasurementRecord,
-    Report,
-)
+from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 CHECKS = (
@@ -79,7 +73,7 @@ def report(
         command="pytest --engine=mine --pyargs core_rl_conformance",
         seed=0,
         complete=complete,
-        environment=Environment(
+        environment=Machine(
             python="CPython 3.11.7",
             system="Linux 6.1",
             processor="a processor",

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.adamw import RULES, Steps, compare_state, compare_weights
+from core_rl_conformance.hints.adamw import RULES, Steps, compare_steps
 from core_rl_oracle.oracle import AdamW, AdamWState
-from core_rl_oracle.plain_adamw import StepTolerances
 from core_rl_oracle.tolerance import Tolerance
 
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=1.0)
@@ -28,7 +27,7 @@ START = AdamWState.start(_tensors())
 START.count = 3
 STEPS = Steps(config=CONFIG, start=START, grads=[_tensors() for _ in range(3)], rates=[1e-2, 8e-3, 6e-3])
 ALLOWED = dict.fromkeys(START.params, Tolerance(baseline=0.0, floor=1e-9))
-ALL_ALLOWED = StepTolerances(master=ALLOWED, exp_avg=ALLOWED, exp_avg_sq=ALLOWED)
+ALL_ALLOWED = dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), ALLOWED)
 UNCLIPPED = replace(CONFIG, max_grad_norm=None)
 QUARTERS = [{name: 0.25 * grad for name, grad in grads.items()} for grads in STEPS.grads]
 MISTAKES = {
@@ -46,6 +45,10 @@ MISTAKES = {
 }
 
 
+def _kinds(state: AdamWState) -> dict[str, dict[str, Tensor]]:
+    return {"params": state.params, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+
+
 def _steps(sentence: str) -> Steps:
     # Clipping would hide a factor, and few steps a count that wraps around.
     start = MISTAKES[sentence].start
@@ -55,21 +58,22 @@ def _steps(sentence: str) -> Steps:
 @pytest.mark.parametrize("sentence", MISTAKES)
 def test_known_mistakes_are_named_from_the_weights(sentence: str) -> None:
     wrong = MISTAKES[sentence].state().params
-    problem = compare_weights("weights", wrong, _steps(sentence), ALLOWED, ranks=4).problem
+    (finding,) = compare_steps("after 3 steps", {"params": wrong}, _steps(sentence), ALL_ALLOWED, ranks=4)
+    problem = finding.problem
     assert problem is not None and sentence in problem.splitlines()[-1]
 
 
 @pytest.mark.parametrize("sentence", MISTAKES)
 def test_known_mistakes_are_named_from_weights_and_moments(sentence: str) -> None:
     wrong = MISTAKES[sentence].state()
-    (finding,) = compare_state("after 3 steps", wrong, _steps(sentence), ALL_ALLOWED, ranks=4)
+    (finding,) = compare_steps("after 3 steps", _kinds(wrong), _steps(sentence), ALL_ALLOWED, ranks=4)
     assert finding.problem is not None and sentence in finding.problem.splitlines()[-1]
 
 
 def test_weights_and_moments_are_judged_together() -> None:
     state = STEPS.state()
     state.exp_avg_sq["norm"] *= 2
-    (finding,) = compare_state("after 3 steps", state, STEPS, ALL_ALLOWED, ranks=1)
+    (finding,) = compare_steps("after 3 steps", _kinds(state), STEPS, ALL_ALLOWED, ranks=1)
     assert finding.problem is not None and "looks like: the" not in finding.problem
     assert finding.problem.startswith(
         "after 3 steps: weights right, first moments right, second moments wrong"
@@ -79,7 +83,7 @@ def test_weights_and_moments_are_judged_together() -> None:
 def test_rounded_moments_are_recognized() -> None:
     state = STEPS.state()
     state.exp_avg_sq = {name: value.bfloat16().double() for name, value in state.exp_avg_sq.items()}
-    (finding,) = compare_state("after 3 steps", state, STEPS, ALL_ALLOWED, ranks=1)
+    (finding,) = compare_steps("after 3 steps", _kinds(state), STEPS, ALL_ALLOWED, ranks=1)
     assert finding.problem is not None and "second moments are kept in bfloat16" in finding.problem
 
 
@@ -87,13 +91,15 @@ def test_steps_by_the_right_rule_are_the_oracles() -> None:
     state = START.copy()
     for grads, rate in zip(STEPS.grads, STEPS.rates, strict=True):
         CONFIG.step(state, grads, rate)
-    findings = compare_state("after 3 steps", state, STEPS, ALL_ALLOWED, ranks=1)
+    findings = compare_steps("after 3 steps", _kinds(state), STEPS, ALL_ALLOWED, ranks=1)
     assert [finding.problem for finding in findings] == [None] * 3
     assert max(finding.error for finding in findings) <= 1e-15
 
 
 def test_right_steps_have_no_problem_and_unknown_mistakes_no_name() -> None:
-    assert compare_weights("weights", STEPS.state().params, STEPS, ALLOWED, ranks=1).problem is None
+    (right,) = compare_steps("after", {"params": STEPS.state().params}, STEPS, ALL_ALLOWED, ranks=1)
+    assert right.problem is None
     wrong = {name: value + torch.randn(value.shape) for name, value in STEPS.state().params.items()}
-    problem = compare_weights("weights", wrong, STEPS, ALLOWED, ranks=1).problem
+    (finding,) = compare_steps("after", {"params": wrong}, STEPS, ALL_ALLOWED, ranks=1)
+    problem = finding.problem
     assert problem is not None and "looks like" not in problem

@@ -10,7 +10,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.reference.train import ReferenceBackend
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.session.basics import BASICS, Failures, level
+from core_rl_conformance.session.items import BASICS, Failures, level
 from core_rl_conformance.session.matrix import Case, Target
 
 
@@ -29,10 +29,10 @@ def _case(identifier: str, layout: ParallelLayout = DP1, family: str = "llama") 
 def test_the_most_basic_failure_at_the_same_place_is_named() -> None:
     failures = Failures()
     assert failures.add(_case("I7.logprobs")) == ""
-    assert failures.add(_case("I1.gradients")) == "I7.logprobs fails too: mend it first"
-    assert failures.add(_case("I11.resume")) == "I7.logprobs fails too: mend it first"
+    assert failures.add(_case("I1.gradients")) == "I7.logprobs fails too: fix it first"
+    assert failures.add(_case("I11.resume")) == "I7.logprobs fails too: fix it first"
     assert failures.add(_case("I1.gradients", layout=DP2)) == ""
-    assert failures.add(_case("I20.adamw", layout=DP2)) == "I1.gradients fails too: mend it first"
+    assert failures.add(_case("I20.adamw", layout=DP2)) == "I1.gradients fails too: fix it first"
     assert failures.add(_case("I20.adamw", family="gpt2")) == ""
     other = replace(_case("I20.adamw"), target=Target(spec=spec_of(_Other), profile=Profile()))
     assert failures.add(other) == ""

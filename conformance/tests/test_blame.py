@@ -25,7 +25,7 @@ from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import NotRun
-from core_rl_conformance.procedures.blame import named_beside, scalars_beside, verify_beside
+from core_rl_conformance.procedures.blame import pair_named, pair_scalars, verify_pair
 from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.session.matrix import Case, Target
 from core_rl_oracle.tolerance import Tolerance
@@ -66,7 +66,7 @@ def subject(expected_values: ExpectedValues, tmp_path: Path) -> EngineUnderTest:
 def test_engines_may_be_as_far_apart_as_both_may_be_off(
     subject: EngineUnderTest, own: float, partner: float
 ) -> None:
-    verify_beside(subject, [scalars_beside("the loss", own, partner, 0.0, ONE)])
+    verify_pair(subject, [pair_scalars("the loss", own, partner, 0.0, ONE)])
     (measured,) = subject.measurements
     assert measured.limit == 2.0 and measured.error == abs(own - partner)
 
@@ -74,40 +74,40 @@ def test_engines_may_be_as_far_apart_as_both_may_be_off(
 @pytest.mark.parametrize(
     ("own", "partner", "said"),
     [
-        (3.0, 0.5, "within its tolerance: the loss by 5.0e-01 (allowed 1.0e+00); mend 'reference'"),
-        (float("nan"), 0.0, "mend 'reference'"),
-        (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); mend both"),
+        (3.0, 0.5, "within its tolerance: the loss by 5.0e-01 (allowed 1.0e+00); fix 'reference'"),
+        (float("nan"), 0.0, "fix 'reference'"),
+        (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); fix both"),
     ],
 )
 def test_an_engine_that_is_off_fails(subject: EngineUnderTest, own: float, partner: float, said: str) -> None:
     with pytest.raises(AssertionError) as caught:
-        verify_beside(subject, [scalars_beside("the loss", own, partner, 0.0, ONE)])
+        verify_pair(subject, [pair_scalars("the loss", own, partner, 0.0, ONE)])
     assert "'reference' is off the oracle: the loss by" in str(caught.value) and said in str(caught.value)
 
 
 @pytest.mark.parametrize("partner", [3.5, float("nan")])
 def test_an_engine_does_not_fail_for_its_partner(subject: EngineUnderTest, partner: float) -> None:
     with pytest.raises(NotRun, match="the partner 'other' is off the oracle: the loss by"):
-        verify_beside(subject, [scalars_beside("the loss", 0.5, partner, 0.0, ONE)])
+        verify_pair(subject, [pair_scalars("the loss", 0.5, partner, 0.0, ONE)])
     assert not subject.measurements
 
 
 def test_a_fault_of_its_own_is_not_hidden_by_one_of_the_partner(subject: EngineUnderTest) -> None:
     quantities = [
-        scalars_beside("the loss", 0.0, 3.0, 0.0, ONE),
-        scalars_beside("the norm", 2.5, 0.0, 0.0, ONE),
+        pair_scalars("the loss", 0.0, 3.0, 0.0, ONE),
+        pair_scalars("the norm", 2.5, 0.0, 0.0, ONE),
     ]
     with pytest.raises(AssertionError, match="'reference' is off the oracle: the norm"):
-        verify_beside(subject, quantities)
+        verify_pair(subject, quantities)
 
 
 def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: EngineUnderTest) -> None:
     right, allowed = {"a": torch.zeros(2)}, {"a": ONE}
     wrong = {"b": torch.zeros(2)}
     with pytest.raises(NotRun, match="'other'"):
-        verify_beside(subject, [named_beside("gradients", right, wrong, right, allowed)])
+        verify_pair(subject, [pair_named("gradients", right, wrong, right, allowed)])
     with pytest.raises(AssertionError, match="missing: a"):
-        verify_beside(subject, [named_beside("gradients", wrong, right, right, allowed)])
+        verify_pair(subject, [pair_named("gradients", wrong, right, right, allowed)])
 
 
 # ------------------------------------------------------------- whole checks
@@ -159,7 +159,7 @@ def test_a_session_fails_the_side_that_is_off_only(pytester: pytest.Pytester) ->
     result.assert_outcomes(failed=1, skipped=1)
     result.stdout.fnmatch_lines(
         [
-            "*'reference' is within its tolerance: entropy by *; mend 'entropy-in-bits'*",
+            "*'reference' is within its tolerance: entropy by *; fix 'entropy-in-bits'*",
             "engine entropy-in-bits: 0 passed, 1 failed, *",
             "engine reference: 0 passed, 0 failed, 0 not supported, 0 waived, 1 not run",
             "*the partner 'entropy-in-bits' is off the oracle: entropy by *",

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
-from core_rl_conformance.hints.factors import show_factor
 from core_rl_conformance.hints.token_places import PLACES as PLACES_OF_ERRORS
 from core_rl_conformance.hints.token_shapes import token_hints
-from core_rl_conformance.hints.tokens import Places, Tokens
+from core_rl_conformance.hints.tokens import Places, Tokens, show_factor
 from core_rl_conformance.inputs.data import ragged
 from core_rl_oracle.tolerance import Tolerance
 
@@ -266,7 +265,7 @@ SETS = {
     "part 1 .from 0. of 2 equal parts of the first": _off("proj.weight", slice(6, 8))
     | {name: value for name, value in _off("up_proj.weight", slice(6, 12)).items() if "up_proj" in name}
     | {name: value for name, value in _off("q_proj.weight", slice(4, 8)).items() if "q_proj.weight" in name},
-    "beside the cuts into 2 shards of the first": _off("layers.*weight", slice(3, 5))
+    "next to the cuts into 2 shards of the first": _off("layers.*weight", slice(3, 5))
     | {name: value for name, value in _off("up_proj.weight", slice(5, 7)).items() if "up_proj" in name},
 }
 

@@ -13,7 +13,7 @@ from core_rl.errors import ConfigError
 from core_rl.reference import SPEC
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
-from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
@@ -277,7 +277,7 @@ def test_waivers_cover_what_they_name() -> None:
 # -------------------------------------------------------------------- summary
 
 
-def _result(found: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -> CaseResult:
+def _result(found: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -> CaseRecord:
     values: dict[str, object] = {
         "check": found.identifier,
         "engine": SPEC_DP.name,
@@ -290,7 +290,7 @@ def _result(found: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -
         "seconds": 0.5,
         "capabilities": tuple(sorted(found.requires | {Capability.DATA_PARALLEL})),
     }
-    return CaseResult(**{**values, **fields})  # type: ignore[arg-type]
+    return CaseRecord(**{**values, **fields})
 
 
 def _summary(narrowed: bool = False, spec: EngineSpec = SPEC_DP) -> Summary:
@@ -337,10 +337,10 @@ def test_a_failure_is_not_overwritten() -> None:
 
 def test_results_survive_the_way_through_a_report() -> None:
     measurements = (
-        Measurement(what="a", error=1e-6, limit=1e-5),
-        Measurement(what="b", error=float("inf"), limit=0.0),
+        MeasurementRecord(what="a", error=1e-6, limit=1e-5),
+        MeasurementRecord(what="b", error=float("inf"), limit=0.0),
     )
     result = _result(CHECKS["I7.logprobs"], Outcome.FAILED, measurements=measurements, reason="why")
-    assert CaseResult.from_properties([("other", 1), result.to_property()]) == result
-    assert CaseResult.from_properties([("other", 1)]) is None
+    assert CaseRecord.from_properties([("other", 1), result.to_property()]) == result
+    assert CaseRecord.from_properties([("other", 1)]) is None
     assert result.worst == measurements[1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from report_support import CHECKS, case
 
-from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.certify import certify, judge, needs_of
-from core_rl_conformance.report.model import CapabilityState, CaseRecord, Verdict
+from core_rl_conformance.report.model import CapabilityState, Verdict
 
 NEEDS = needs_of(CHECKS, "train")
 CERTIFIED, NOT_CERTIFIED, UNCERTIFIED = CapabilityState

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from core_rl import __version__
-from core_rl_conformance.report.build import describe_environment
+from core_rl.machine import describe_machine
 
 
 def test_it_names_what_the_numbers_depend_on() -> None:
-    found = describe_environment()
+    found = describe_machine(extra="conformance")
     assert found.packages["torch"] == torch.__version__ and "transformers" in found.packages
     assert found.packages["core-rl"] == __version__ and "pytest" in found.packages
     assert "ruff" not in found.packages and "nox" not in found.packages
@@ -33,6 +33,6 @@ def test_an_engines_distribution_brings_its_requirements(
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 4.5\n{lines}"
         (info / "METADATA").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    packages = describe_environment(["core-rl-alpha", "(this process)"]).packages
+    packages = describe_machine(["core-rl-alpha", "(this process)"], extra="conformance").packages
     assert packages["core-rl-alpha"] == packages["alpha-backend"] == "4.5"
     assert "absent-backend" not in packages and list(packages) == sorted(packages)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from report_support import EVERYTHING, case, measured, report
 
-from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.report.files import SCHEMA_FILE
-from core_rl_conformance.report.model import CaseRecord, MeasurementRecord, Report, Verdict, report_schema
+from core_rl_conformance.report.model import Report, Verdict, report_schema
 
 
 def test_json_and_back_loses_nothing() -> None:
@@ -60,8 +60,8 @@ def test_inconsistent_or_unknown_content_is_refused(change: dict[str, object]) -
         Report.model_validate({**EVERYTHING.model_dump(), **change})
 
 
-def test_a_result_of_the_suite_becomes_a_record() -> None:
-    result = CaseResult(
+def test_a_record_travels_as_a_property() -> None:
+    result = CaseRecord(
         check="I2.logprobs",
         engine="mine",
         layout="dp1",
@@ -73,17 +73,17 @@ def test_a_result_of_the_suite_becomes_a_record() -> None:
         seconds=1.5,
         capabilities=("cuda",),
         measurements=(
-            Measurement(what="a", error=2.0, limit=1.0, points=((-1.5, -1.0),)),
-            Measurement(what="b", error=9.0, limit=9.0),
+            MeasurementRecord(what="a", error=2.0, limit=1.0, points=((-1.5, -1.0),)),
+            MeasurementRecord(what="b", error=9.0, limit=9.0),
         ),
         reason="known",
     )
-    record = CaseRecord.of(result, message="boom")
+    record = result.model_copy(update={"message": "boom"})
     assert record.worst is not None and record.worst.what == "a" and record.worst.ratio == 2.0
     assert (record.outcome, record.seed, record.capabilities) == (Outcome.WAIVED, 3, ("cuda",))
     assert (record.reason, record.message, record.place) == ("known", "boom", "dp1-qwen3-float32")
     assert record.measurements[0].points == ((-1.5, -1.0),)
-    assert CaseResult.from_properties([result.to_property()]) == result
+    assert CaseRecord.from_properties([result.to_property()]) == result
 
 
 def test_the_slowest_are_ten_that_ran_longest_first() -> None:

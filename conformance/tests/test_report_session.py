@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from core_rl_conformance.outcomes import PROPERTY, CaseResult, Outcome
+from core_rl_conformance.outcomes import PROPERTY, CaseRecord, Outcome
 from core_rl_conformance.report.files import read_report
 from core_rl_conformance.report.model import CapabilityState, Verdict
 
@@ -47,7 +47,7 @@ def test_a_session_leaves_a_report_a_page_and_junit_properties(tmp_path: Path, w
         for case in suites.iter("testcase")
     ]
     assert len(kept) == 2 and {len(properties) for properties in kept} == {1}
-    read = [CaseResult.from_properties(properties) for properties in kept]
+    read = [CaseRecord.from_properties(properties) for properties in kept]
     assert {found.check for found in read if found} == {"I7.values", "contract.version"}
 
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from core_rl_conformance.inputs.data import LENGTHS, LONG, ragged
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.profile import MOE
+from core_rl_oracle.experts import Choice, watched
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.oracle import Oracle
 from core_rl_oracle.plain import VARIANTS, PlainModel
-from core_rl_oracle.routers import Choice, watched
 
 MARGIN = 10.0
 """Times the largest error of a router's logits in bfloat16."""

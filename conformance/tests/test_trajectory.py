@@ -10,14 +10,15 @@ import torch
 
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.procedures.end_to_end import CONFIG, LENGTHS, LOSS, STEPS
+from core_rl_conformance.procedures.end_to_end import CONFIG, LOSS, STEPS
+from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
 from core_rl_oracle.oracle import AdamWState, Oracle
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 
 MODEL = TinyModel(family="gpt2")
 TRAINING = Training(
-    data=tuple(ragged(MODEL.vocab_size, seed, LENGTHS) for seed in range(STEPS)),
+    data=tuple(ragged(MODEL.vocab_size, seed, PROBE) for seed in range(STEPS)),
     loss=LOSS,
     config=CONFIG,
     total_steps=STEPS + 2,

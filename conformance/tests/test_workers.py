@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core_rl_conformance.session.workers import unit_of
+from core_rl_conformance.session.session import unit_of
 
 CHECKS = "conformance/core_rl_conformance/checks"
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, WeightUpdateMeta
+from core_rl.backend.meta import CheckpointFormat, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.errors import CheckpointMismatch, CoreRLError, EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named, same_named
+from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.procedures import moving
@@ -29,9 +29,9 @@ from core_rl_conformance.procedures.adapters import (
     low_rank_of,
     outputs_of,
     start,
-    verify_present_outputs,
 )
-from core_rl_conformance.procedures.streaming import caught
+from core_rl_conformance.procedures.outputs import verify_outputs
+from core_rl_conformance.procedures.streaming import caught, tensors_of
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.tolerance import tolerances
@@ -58,9 +58,9 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
     load(subject, group, adapter)
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("export")
-    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    group.save(moving.meta(path, "hf"))
     params = _verify_merged(subject, group, adapter)
-    subject.verify(same_named("parameters of the export", _in_files(path), params))
+    subject.verify_same("parameters of the export", tensors_of(path), params)
     loading: tuple[PreTrainedModel, dict[str, object]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
         path, local_files_only=True, output_loading_info=True
     )
@@ -71,21 +71,16 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
         path = subject.directory("sync")
         group.upload_weights(WeightUpdateMeta(version=1, path=str(path)))
         params = _verify_merged(subject, group, adapter)
-        subject.verify(same_named("parameters of a sync", _in_files(path), params))
+        subject.verify_same("parameters of a sync", tensors_of(path), params)
     if subject.spec.supports(Capability.SYNC_TENSOR):
         point = str(subject.directory("meeting"))
         found = caught(group, WeightUpdateMeta(method="tensor", version=2, path=point)).tensors
         sent = {name: value for name, value in found.items() if name in params}
-        subject.verify(same_named("parameters of a sync by tensor", sent, params))
+        subject.verify_same("parameters of a sync by tensor", sent, params)
     adapter = TinyAdapter(model=model, rslora=True, some=True, seed=1)
     group = start(subject, adapter)
     load(subject, group, adapter, "rank-stabilised")
     _verify_merged(subject, group, adapter)
-
-
-def _in_files(path: Path) -> dict[str, Tensor]:
-    files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
-    return {name: value for file in files for name, value in file.items()}
 
 
 def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter) -> dict[str, Tensor]:
@@ -94,7 +89,7 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     low_rank = low_rank_of(adapter, group)
     params = group.named_tensors("params")
     held = {name: value.float() for name, value in base.items()}
-    subject.verify(same_named("the base below the adapter", base_of(group.named_tensors("master")), held))
+    subject.verify_same("the base below the adapter", base_of(group.named_tensors("master")), held)
     adapted = {f"{name}.weight" for name in low_rank.layers}
     expected = {name: value for name, value in low_rank.merged(base).items() if name in adapted}
     orders: tuple[Literal[0, 1, 2], ...] = (0, 1, 2)
@@ -107,7 +102,7 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     subject.verify(compare_named(what, found, expected, allowed))
     others = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
     found = {name: value for name, value in params.items() if name not in adapted}
-    subject.verify(same_named("exported weights without an adapter", found, others))
+    subject.verify_same("exported weights without an adapter", found, others)
     return params
 
 
@@ -126,17 +121,17 @@ def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     load(subject, group, adapter)
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("saved")
-    group.save(SaveLoadMeta(path=str(path), format="adapter"))
+    group.save(moving.meta(path, "adapter"))
     held, outputs = adapter_of(group.named_tensors("master")), outputs_of(group, subject.data())
-    subject.verify(same_named("the adapter's file", load_file(path / "adapter_model.safetensors"), held))
-    subject.verify(same_named("named_tensors('adapter')", group.named_tensors("adapter"), held))
+    subject.verify_same("the adapter's file", load_file(path / "adapter_model.safetensors"), held)
+    subject.verify_same("named_tensors('adapter')", group.named_tensors("adapter"), held)
     _verify_config(subject, path, adapter)
     group = start(subject, adapter, seed=5)
-    group.load(SaveLoadMeta(path=str(path), format="adapter"))
-    subject.verify(same_named("the adapter after a load", group.named_tensors("adapter"), held))
-    subject.verify(same_named("outputs after a load", outputs_of(group, subject.data()), outputs))
+    group.load(moving.meta(path, "adapter"))
+    subject.verify_same("the adapter after a load", group.named_tensors("adapter"), held)
+    subject.verify_same("outputs after a load", outputs_of(group, subject.data()), outputs)
     group = start(subject, adapter, seed=6, fields={"path": str(path)})
-    subject.verify(same_named("outputs with model.lora.path", outputs_of(group, subject.data()), outputs))
+    subject.verify_same("outputs with model.lora.path", outputs_of(group, subject.data()), outputs)
 
 
 def _verify_config(subject: EngineUnderTest, path: Path, adapter: TinyAdapter) -> None:
@@ -165,27 +160,25 @@ def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint,
     and in ``ShardedState.local``.
     """
-    declared = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
-    formats: list[CheckpointFormat] = ["sharded", "portable"] if declared else ["sharded"]
     adapter = TinyAdapter(model=subject.model())
     group = _start(subject, adapter)
     load(subject, group, adapter)
     moving.offload_and_onload(subject, group)
-    _train(group, subject, [0, 1])
-    for form in formats:
+    moving.train(group, subject, [0, 1])
+    for form in moving.formats(subject):
         group.save(moving.meta(subject.directory(form), form))
     saved = moving.state(group)
     _verify_kept(subject, group, saved)
     moving.offload_and_onload(subject, group, saved)
-    reports = _train(group, subject, [2])
+    reports = moving.train(group, subject, [2])
     expected = moving.state(group)
     other = replace(adapter, model=moving.elsewhere(adapter.model))
-    for form in formats:
+    for form in moving.formats(subject):
         group = _start(subject, other)
-        _train(group, subject, [5])
+        moving.train(group, subject, [5])
         group.load(moving.meta(subject.directory(form), form))
         moving.verify_state(subject, f"after the load of {form!r}", group, saved)
-        got = _train(group, subject, [2])
+        got = moving.train(group, subject, [2])
         if form == "sharded":
             moving.verify_steps(subject, 2, got, reports)
             moving.verify_state(subject, "after resuming", group, expected)
@@ -209,7 +202,7 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
     assert other is not None  # the check asks for a profile with two
     group = _start(subject, adapter)
     load(subject, group, adapter)
-    _train(group, subject, [0, 1])
+    moving.train(group, subject, [0, 1])
     for form in MOVED:
         group.save(moving.meta(subject.directory(form), form))
     saved = moving.state(group)
@@ -219,16 +212,12 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
         group.load(moving.meta(subject.directory(form), form))
         what = f"{form!r} loaded on {other}"
         moving.verify_state(subject, what, group, alone if form == "adapter" else saved)
-        verify_present_outputs(subject, group, adapter, what)
+        verify_outputs(subject, group, adapter, what)
 
 
 def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
     optimizer = optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS)
     return start(subject, adapter, optimizer=optimizer, layout=layout, fields={"dropout": 0.1})
-
-
-def _train(group: EngineGroup, subject: EngineUnderTest, steps: list[int]) -> list[dict[str, float]]:
-    return moving.train(group, subject, steps)
 
 
 def _verify_kept(subject: EngineUnderTest, group: EngineGroup, saved: moving.State) -> None:
@@ -249,15 +238,15 @@ def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
     Look at: methods that were overridden; the checks are the core's.
     """
     adapter = TinyAdapter(model=subject.model())
-    low, scaled, elsewhere = (
-        replace(adapter, rank=2),
-        replace(adapter, alpha=9),
-        replace(adapter, model=moving.elsewhere(adapter.model)),
-    )
-    paths = {"low": low.write(subject.directory("low")), "scaled": scaled.write(subject.directory("scaled"))}
-    paths["some"] = replace(adapter, some=True).write(subject.directory("some"))
+    others = {
+        "low": replace(adapter, rank=2),
+        "scaled": replace(adapter, alpha=9),
+        "some": replace(adapter, some=True),
+    }
+    paths = {name: other.write(subject.directory(name)) for name, other in others.items()}
     paths["elsewhere"] = subject.directory("elsewhere")
-    start(subject, elsewhere).save(SaveLoadMeta(path=str(paths["elsewhere"]), format="adapter"))
+    elsewhere = replace(adapter, model=moving.elsewhere(adapter.model))
+    start(subject, elsewhere).save(moving.meta(paths["elsewhere"], "adapter"))
     base = subject.expected.models.directory(adapter.model)
     group = start(subject, adapter)
     before = group.named_tensors("master")
@@ -266,29 +255,18 @@ def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
         "an adapter of another alpha": (CheckpointMismatch, lambda: _load(group, paths["scaled"])),
         "an adapter of other layers": (WeightsError, lambda: _load(group, paths["some"])),
         "an adapter of another base model": (CheckpointMismatch, lambda: _load(group, paths["elsewhere"])),
-        "merged weights": (
-            WeightsError,
-            lambda: group.load(SaveLoadMeta(path=str(base), format="hf")),
-        ),
+        "merged weights": (WeightsError, lambda: group.load(moving.meta(base, "hf"))),
         "training inside disable_adapter()": (EngineStateError, lambda: _train_without(group, subject)),
     }
     for what, (kind, act) in refusals.items():
-        subject.require(_raises(act, kind), f"{what} raised no {kind.__name__}")
-    subject.verify(same_named("weights after refusals", group.named_tensors("master"), before))
+        subject.require_error(kind, act, f"{what} raised no {kind.__name__}")
+    subject.verify_same("weights after refusals", group.named_tensors("master"), before)
 
 
 def _load(group: EngineGroup, path: Path) -> None:
-    group.load(SaveLoadMeta(path=str(path), format="adapter"))
+    group.load(moving.meta(path, "adapter"))
 
 
 def _train_without(group: EngineGroup, subject: EngineUnderTest) -> None:
     with group.disable_adapter():
         group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
-
-
-def _raises(act: Callable[[], object], kind: type[CoreRLError]) -> bool:
-    try:
-        act()
-    except CoreRLError as error:
-        return isinstance(error, kind)
-    return False

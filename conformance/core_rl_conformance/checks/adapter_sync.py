@@ -7,49 +7,43 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMResponse
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.adapters import adapter_of, low_rank_of, start, written
 from core_rl_conformance.procedures.serving import (
+    FEW,
+    PLAIN,
     Expected,
     ask,
     expected_of,
     meanwhile,
     requests_for,
-    with_guesses,
+    verify_by_version,
+    verify_version,
 )
-from core_rl_conformance.procedures.streaming import caught, sent
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta
 from core_rl_oracle.low_rank import LowRank
 
 TINY_BUCKET = 512
 """Less than many factors of a tiny model have."""
-FEW = (0, 1, 3, 4, 7, 10)
-PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 NAMED_APART = ("qwen3", "llama", "qwen2", "gemma2")
 """Families with a layer for each projection: servers take adapters of no others."""
 
 
-def _meta(
-    subject: EngineUnderTest, version: int, bucket_bytes: int = 1 << 28, verify: bool = True
-) -> WeightUpdateMeta:
-    point = subject.directory(f"meeting-{version}")
-    return WeightUpdateMeta(
-        method="lora", version=version, path=str(point), bucket_bytes=bucket_bytes, verify=verify
-    )
+def _meta(subject: EngineUnderTest, version: int, bucket_bytes: int = LARGE_BUCKET) -> WeightUpdateMeta:
+    return sync_meta(subject, "lora", version, bucket_bytes, verify=True)
 
 
 @check("I12.lora", requires=[Capability.SYNC_LORA, Capability.LORA])
@@ -67,13 +61,13 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
     group = start(subject, adapter, optimizer={"lr": 1e-2})
     group.set_version(3)
     bases = set()
-    for version, bucket_bytes in ((4, 1 << 28), (5, TINY_BUCKET)):
+    for version, bucket_bytes in ((4, LARGE_BUCKET), (5, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         found = caught(group, _meta(subject, version, bucket_bytes))
         names = [name for bucket in found.buckets for name in bucket]
         subject.require(len(names) == len(set(names)), f"a factor comes twice: {sorted(names)}")
         what = f"factors sent after step {version - 3} in buckets of {bucket_bytes} bytes"
-        subject.verify(same_named(what, found.tensors, adapter_of(group.named_tensors("master"))))
+        subject.verify_same(what, found.tensors, adapter_of(group.named_tensors("master")))
         said = found.adapter
         subject.require(
             said is not None and (said.rank, said.alpha, said.rslora) == (adapter.rank, adapter.alpha, True),
@@ -81,9 +75,7 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
         )
         bases |= {said.base if said is not None else None}
     subject.require(len(bases) == 1 and None not in bases, f"the digests of the base are {bases}; it is one")
-    subject.require(
-        group.get_version() == 3, "uploading an adapter changed the engine's version; the driver raises it"
-    )
+    verify_version(subject, group, 3, "after uploading an adapter")
 
 
 @check(
@@ -106,31 +98,20 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     engine = subject.serve(kind.model, keep=False, adapter=kind)
-    requests = requests_for(subject.data().select(FEW), PLAIN)
-    long = [_long(request) for request in requests]
+    requests = requests_for(subject.data().select(FEW))
+    long = requests_for(subject.data().select(FEW), replace(PLAIN, max_new_tokens=24), 20)
     _verify_drawn(subject, "before an adapter came", ask(engine, requests), kind.model, {0: None})
     before: dict[int, TinyAdapter | None] = {0: None}
-    for version, bucket_bytes in ((1, 1 << 28), (5, TINY_BUCKET)):
+    for version, bucket_bytes in ((1, LARGE_BUCKET), (5, TINY_BUCKET)):
         new = replace(kind, seed=version)
         update = partial(_give, engine, _meta(subject, version, bucket_bytes), new)
         found = asyncio.run(meanwhile(engine, long, update))
-        cut = [response for response in found if response.stop_reason != "length"]
-        subject.require(
-            not cut, f"{len(cut)} of {len(found)} answers were cut short by the update to {version}"
-        )
         what = f"around the update to version {version}"
         _verify_drawn(subject, what, found, kind.model, {**before, version: new})
-        subject.require(
-            engine.get_version() == version,
-            f"get_version() is {engine.get_version()} after an update to {version}",
-        )
+        verify_version(subject, engine, version, "after the update")
         what, (last,) = f"after the update to version {version}", before.values()
         _verify_drawn(subject, what, ask(engine, requests), kind.model, {version: new}, last)
         before = {version: new}
-
-
-def _long(request: LLMRequest) -> LLMRequest:
-    return replace(request, input_ids=request.input_ids[:20], sampling=replace(PLAIN, max_new_tokens=24))
 
 
 def _give(engine: InferenceEngine, meta: WeightUpdateMeta, adapter: TinyAdapter) -> None:
@@ -155,23 +136,12 @@ def _verify_drawn(
 ) -> None:
     """Verify that each token has the log-prob of the adapter in ``sides`` whose version it carries."""
     __tracebackhide__ = True
-    carried = {version for response in found for version in response.versions}
-    subject.require(carried <= set(sides), f"{what}, tokens carry {sorted(carried)}, not {sorted(sides)}")
     expected = {version: _expected(subject, model, found, adapter) for version, adapter in sides.items()}
-    wanted = [
-        torch.stack(
-            [expected[version].values[number][place] for place, version in enumerate(response.versions)]
-        )
-        for number, response in enumerate(found)
-    ]
-    tolerance = max((side.tolerance for side in expected.values()), key=lambda tolerance: tolerance.limit)
-    got = [torch.tensor(response.logprobs) for response in found]
-    finding = compare_tokens(f"log-probs of tokens drawn {what}", got, wanted, tolerance)
     guesses = {
         "log-probs of the base, without the adapter": lambda: _expected(subject, model, found, None).values,
         "log-probs of the adapter before": lambda: _expected(subject, model, found, before).values,
     }
-    subject.verify(with_guesses(finding, got, guesses, tolerance))
+    verify_by_version(subject, f"log-probs of tokens drawn {what}", found, expected, guesses)
 
 
 def _expected(
@@ -200,20 +170,13 @@ def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     engine = subject.serve(kind.model, keep=False, adapter=kind)
-    requests = requests_for(subject.data().select(FEW), PLAIN)
+    requests = requests_for(subject.data().select(FEW))
     old = replace(kind, seed=2)
     _give(engine, _meta(subject, 2), old)
     for number, (what, (factors, said)) in enumerate(_misfits(replace(kind, seed=3)).items()):
-        failed = False
-        try:
-            sent(engine, _meta(subject, 3 + number, TINY_BUCKET), factors, said)
-        except WeightsError:
-            failed = True
-        subject.require(failed, f"an adapter {what} did not raise a WeightsError")
-        subject.require(
-            engine.get_version() == 2,
-            f"get_version() is {engine.get_version()} after an adapter {what}; it was 2 before",
-        )
+        give = partial(sent, engine, _meta(subject, 3 + number, TINY_BUCKET), factors, said)
+        subject.require_error(WeightsError, give, f"an adapter {what} did not raise a WeightsError")
+        verify_version(subject, engine, 2, f"after an adapter {what}")
         _verify_drawn(subject, f"after an adapter {what}", ask(engine, requests), kind.model, {2: old})
     new = replace(kind, seed=4)
     _give(engine, _meta(subject, 20), new)
@@ -252,9 +215,9 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
     adapter = TinyAdapter(model=subject.model(), some=True)
     group = start(subject, adapter, optimizer={"lr": 1e-1})
     engine = subject.peer.serve(adapter.model, keep=False, adapter=adapter)
-    for version, bucket_bytes in ((1, 1 << 28), (2, TINY_BUCKET)):
+    for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
-        found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
+        found = ask(engine, requests_for(subject.data().select(FEW)))
         trained = low_rank_of(adapter, group)
         _verify_drawn(subject, f"after sync {version}", found, adapter.model, {version: trained})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
+from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -19,9 +20,9 @@ from core_rl_conformance.procedures.adapters import (
     load,
     outputs_of,
     start,
-    verify_present_outputs,
     written,
 )
+from core_rl_conformance.procedures.outputs import verify_outputs, verify_overall
 from core_rl_conformance.procedures.ranks import fail_without_adapter
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
@@ -46,14 +47,11 @@ def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
         load(subject, group, adapter, f"adapter-{adapter.seed}")
         output = group.forward(data.batch(), BUDGET, ("logprobs", "entropy"), 0.8)
         for name in ("logprobs", "entropy"):
-            expected = subject.expected.adapted_outputs(
-                adapter, data, name, 0.8, subject.dtype, subject.case.device
-            )
+            expected = subject.outputs(adapter, data, name, 0.8)
             what = f"{name} with an adapter (rslora: {adapter.rslora})"
             got = per_sequence(output, name, data)
-            places = subject.places(data)
-            subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
-            subject.verify_overall(what, got, expected)
+            subject.verify_tokens(what, got, expected, subject.places(data))
+            verify_overall(subject, what, got, expected)
 
 
 @check("I7.adapter-disabled", requires=[Capability.LORA], each="layout")
@@ -71,17 +69,17 @@ def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
     plain = outputs_of(subject.start(model), data)
     adapter = TinyAdapter(model=model)
     group = start(subject, adapter)
-    subject.verify(same_named("outputs with a new adapter", outputs_of(group, data), plain))
+    subject.verify_same("outputs with a new adapter", outputs_of(group, data), plain)
     load(subject, group, adapter)
     adapted = outputs_of(group, data)
     for turn in ("", " the second time"):
         with group.disable_adapter():
             off = outputs_of(group, data)
-        subject.verify(same_named(f"outputs inside disable_adapter(){turn}", off, plain))
-        subject.verify(same_named(f"outputs after disable_adapter(){turn}", outputs_of(group, data), adapted))
+        subject.verify_same(f"outputs inside disable_adapter(){turn}", off, plain)
+        subject.verify_same(f"outputs after disable_adapter(){turn}", outputs_of(group, data), adapted)
     group.run(fail_without_adapter)
     after = outputs_of(group, data)
-    subject.verify(same_named("outputs after an error inside disable_adapter()", after, adapted))
+    subject.verify_same("outputs after an error inside disable_adapter()", after, adapted)
     _verify_gradients(subject, group, adapter, data, LOSS, ONE_PASS, disabled=True)
 
 
@@ -98,8 +96,8 @@ def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
     before = outputs_of(group, data)
     losses = [group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)["loss"] for _ in range(3)]
     group.optimizer_zero_grad()
-    subject.verify(same_named("log-probs of two passes", outputs_of(group, data), before))
-    verify_present_outputs(subject, group, adapter, "with dropout in the adapter's config")
+    subject.verify_same("log-probs of two passes", outputs_of(group, data), before)
+    verify_outputs(subject, group, adapter, "with dropout in the adapter's config")
     subject.require(
         len(set(losses)) > 1,
         f"three training passes give the same loss, {losses[0]!r}: the adapter's dropout does not act",
@@ -122,7 +120,7 @@ def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
 
 
 @check("I20.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
-def a_head_is_trained_beside_the_adapter(subject: EngineUnderTest) -> None:
+def a_head_is_trained_with_the_adapter(subject: EngineUnderTest) -> None:
     """Values with an adapter are the oracle's, and the gradients of a critic's loss: of the adapter and of the head.
 
     Their steps are AdamW's, and the norm is that of both.
@@ -133,7 +131,7 @@ def a_head_is_trained_beside_the_adapter(subject: EngineUnderTest) -> None:
     adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
     group = start(subject, adapter, optimizer=optimizer_config(CONFIG))
     load(subject, group, adapter)
-    verify_present_outputs(subject, group, adapter, "with an adapter")
+    verify_outputs(subject, group, adapter, "with an adapter")
     _verify_gradients(subject, group, adapter, data, ValueLoss(), TWO)
     shadow = Shadow.of(group, CONFIG, frozen=list(base_of(group.named_tensors("master"))))
     shadow.train(subject, group, [data.batch()], ValueLoss().spec(), TWO)
@@ -151,19 +149,19 @@ def _verify_gradients(
     disabled: bool = False,
 ) -> None:
     """Compare with the oracle; with ``disabled``, there is a pass without the adapter before gradients are read."""
-    expected = subject.expected.adapted_gradients(adapter, data, loss, subject.dtype, subject.case.device)
+    expected = subject.gradients(adapter, data, loss)
     metrics = group.forward_backward(data.batch(), loss.spec(), cut)
     what = f"with an adapter and {cut}"
     if disabled:
         what = f"with an adapter, {cut} and disable_adapter() before and after the backward pass"
         with group.disable_adapter():
             outputs_of(group, data)
-    subject.verify(compare_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss))
+    subject.verify_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss)
     base = base_of(written(expected.oracle.grads))
     trained = {name: grad for name, grad in written(expected.oracle.grads).items() if name not in base}
     found = group.named_tensors("grads")
     frozen = sorted(set(found) & set(base))
-    subject.require(not frozen, f"the base model has gradients beside an adapter: {', '.join(frozen[:6])}")
+    subject.require(not frozen, f"the base model has gradients next to an adapter: {', '.join(frozen[:6])}")
     subject.verify(compare_named(f"gradients {what}", found, trained, written(expected.tolerances)))
     group.optimizer_zero_grad()
 
@@ -180,17 +178,46 @@ def steps_of_a_new_adapter_are_adamws(subject: EngineUnderTest) -> None:
     model = subject.model()
     adapter = TinyAdapter(model=model)
     drawn = [adapter_of(start(subject, adapter, seed=seed).named_tensors("master")) for seed in (11, 12, 11)]
-    subject.verify(same_named("adapters drawn from the same seed", drawn[2], drawn[0]))
+    subject.verify_same("adapters drawn from the same seed", drawn[2], drawn[0])
     for name, value in drawn[0].items():
         known = not value.any() if ".lora_B." in name else not torch.equal(value, drawn[1][name])
         subject.require(bool(known), f"{name} of a new adapter: A is drawn from the seed, and B is 0")
     group = start(subject, adapter, seed=11, optimizer=optimizer_config(CONFIG))
     base = base_of(subject.expected.oracle(model).parameters())
     shadow = Shadow.of(group, CONFIG, frozen=list(base))
-    subject.verify(
-        same_named("the base", dict(shadow.frozen), {name: value.float() for name, value in base.items()})
+    subject.verify_same(
+        "the base", dict(shadow.frozen), {name: value.float() for name, value in base.items()}
     )
     batches = [subject.data(seed=seed).batch() for seed in range(3)]
     shadow.train(subject, group, batches, LOSS.spec(), TWO)
     shadow.verify(subject, group, "with an adapter")
-    verify_present_outputs(subject, group, adapter, "after steps of the adapter")
+    verify_outputs(subject, group, adapter, "after steps of the adapter")
+
+
+@check("I11.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
+def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
+    """A value head that was trained with an adapter is in ``format="adapter"``, and is loaded bit for bit.
+
+    Why: a critic of an adapter alone has the noise of a new head, or the head of the base, and nothing fails.
+    Look at: ``named_tensors("adapter")``, which has the head under ``base_model.model.score.weight``, and what a
+    load fills on every rank.
+    """
+    adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
+    group = start(subject, adapter, optimizer={"lr": 3e-3})
+    load(subject, group, adapter)
+    fresh = group.named_tensors("master")["score.weight"]
+    group.train_batch(data.batch(), ValueLoss().spec(), ONE_PASS)
+    held, values = group.named_tensors("adapter"), outputs_of(group, data, ("values",))
+    trained = {"score.weight": group.named_tensors("master")["score.weight"]}
+    subject.require(
+        not trained["score.weight"].equal(fresh), "a step of the adapter leaves score.weight as it was"
+    )
+    path = str(subject.directory("saved"))
+    group.save(SaveLoadMeta(path=path, format="adapter"))
+    group = start(subject, adapter, seed=5)
+    group.load(SaveLoadMeta(path=path, format="adapter"))
+    found = {"score.weight": group.named_tensors("master")["score.weight"]}
+    subject.verify_same("the head after a load of its adapter", found, trained)
+    subject.verify_same("the adapter after a load", group.named_tensors("adapter"), held)
+    found = outputs_of(group, data, ("values",))
+    subject.verify_same("values after a load of the adapter", found, values)

@@ -13,6 +13,7 @@ from core_rl_conformance.procedures.moving import (
     start,
     state,
     train,
+    verify_report,
     verify_state,
 )
 from core_rl_conformance.procedures.training import optimizer_config
@@ -21,7 +22,7 @@ STEPS = (0, 1)
 
 
 @check("contract.beside", requires=[Capability.OFFLOAD], each="layout")
-def engines_beside_each_other(subject: EngineUnderTest) -> None:
+def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     """Two engines in the same rank processes, offloaded in turns, compute bitwise what each computes alone.
 
     With dropout; and one continues after the other was destroyed.
@@ -56,10 +57,5 @@ def _verify_step(
     subject: EngineUnderTest, group: EngineGroup, step: int, expected: dict[str, float], which: str
 ) -> None:
     (found,) = train(group, subject, [step])
-    other = [name for name in expected if found.get(name) != expected[name]]
-    subject.require(
-        not other,
-        f"step {step} of the {which} of two engines in the same processes reports "
-        f"{', '.join(f'{name} {found.get(name)!r}' for name in other)}; alone it reports "
-        f"{', '.join(f'{name} {expected[name]!r}' for name in other)}",
-    )
+    what = f"step {step} of the {which} of two engines in the same processes"
+    verify_report(subject, what, found, expected, "alone it reports")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.config.layout import ParallelLayout
@@ -18,12 +18,14 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures.moving import (
     State,
     elsewhere,
+    formats,
     meta,
     saved_portable,
     start,
     state,
     train,
     verify_goes_on,
+    verify_progress,
     verify_state,
     verify_steps,
 )
@@ -104,9 +106,8 @@ def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
     source = start(subject, model)
     train(source, subject, [0, 1])
     weights: State = {"master": source.named_tensors("master")}
-    portable = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
-    formats: list[CheckpointFormat] = ["sharded", "portable"] if portable else ["sharded"]
-    paths = {name: (subject.directory(f"{name}-full"), subject.directory(f"{name}-bare")) for name in formats}
+    names = formats(subject)
+    paths = {name: (subject.directory(f"{name}-full"), subject.directory(f"{name}-bare")) for name in names}
     for name, (full, bare) in paths.items():
         source.save(meta(full, name))
         source.save(replace(meta(bare, name), with_optimizer=False))
@@ -126,9 +127,7 @@ def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
             group.load(replace(meta(path, name), with_optimizer=False))
             what = f"after {name!r} was loaded with_optimizer=False"
             verify_state(subject, what, group, {**before, **weights})
-            subject.require(
-                group.progress == progress, f"the progress {what} is {group.progress}; it was {progress}"
-            )
+            verify_progress(subject, what, group, progress)
 
 
 def _size(path: Path) -> int:
@@ -163,12 +162,5 @@ def damaged_checkpoint_is_refused(subject: EngineUnderTest) -> None:
 def _verify_refused(
     subject: EngineUnderTest, group: EngineGroup, what: SaveLoadMeta, error: type[CheckpointError], flaw: str
 ) -> None:
-    try:
-        group.load(what)
-    except error:
-        return
-    raise AssertionError(
-        subject.failure_message(
-            f"a {what.format!r} checkpoint with {flaw} was loaded; expected {error.__name__}"
-        )
-    )
+    problem = f"a {what.format!r} checkpoint with {flaw} was loaded; expected {error.__name__}"
+    subject.require_error(error, lambda: group.load(what), problem)

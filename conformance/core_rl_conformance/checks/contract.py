@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from core_rl.config.base import parse_config
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, WeightUpdateMeta
 from core_rl.config.capability import Capability
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.errors import CoreRLError, EngineStateError, LayoutError, UnsupportedCapability
-from core_rl.launch.group import EngineGroup
-from core_rl.registry.engines import load_config
+from core_rl.errors import EngineStateError, LayoutError, UnsupportedCapability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_tokens, same_named
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.ranks import disable_adapter
-from core_rl_conformance.procedures.training import verify_outputs
+from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.profile import MOE
 
 C = Capability
@@ -45,37 +41,20 @@ def undeclared_capabilities_refuse(subject: EngineUnderTest) -> None:
     Why: an ignored option trains something else than was asked for, without an error.
     Look at: capabilities that work but are missing in the spec, and public methods that were overridden.
     """
-    refusals = {
-        capability: action
-        for capability, action in _refusals(subject).items()
-        if capability not in subject.spec.capabilities
-    }
-    for capability, action in refusals.items():
-        expected = (UnsupportedCapability, LayoutError) if capability in LAYOUTS else (UnsupportedCapability,)
-        subject.require(
-            _refuses(action, expected),
-            f"{capability.value!r} is not declared, and asking for it did not raise {expected[0].__name__}",
-        )
+    verify_undeclared(subject, _refusals(subject))
     data = subject.data()
-    expected_outputs = subject.outputs(subject.model(), data, "logprobs")
-    got = per_sequence(subject.start().forward(data.batch(), ONE_PASS), "logprobs", data)
-    subject.verify(
-        compare_tokens(
-            "log-probs after refusals",
-            got,
-            expected_outputs.values,
-            expected_outputs.tolerance,
-            subject.places(data),
-        )
-    )
+    subject.verify_logprobs("after refusals", subject.start(), subject.model(), data)
 
 
-def _refuses(action: Callable[[], object], expected: tuple[type[CoreRLError], ...]) -> bool:
-    try:
-        action()
-    except expected:
-        return True
-    return False
+def verify_undeclared(subject: EngineUnderTest, actions: Mapping[Capability, Callable[[], object]]) -> None:
+    """Require that each of ``actions`` whose capability the engine does not declare raises the matching error."""
+    for capability, act in actions.items():
+        if capability not in subject.spec.capabilities:
+            error = LayoutError if capability in LAYOUTS else UnsupportedCapability
+            problem = (
+                f"{capability.value!r} is not declared, and asking for it did not raise {error.__name__}"
+            )
+            subject.require_error((UnsupportedCapability, error), act, problem)
 
 
 def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]]:
@@ -95,7 +74,7 @@ def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]
         C.FROZEN_PARAMETERS: lambda: subject.start(frozen=[subject.first_layer]),
         C.ROUTING_REPLAY: lambda: subject.start().forward(data, ONE_PASS, ("routing",)),
         C.MOE: lambda: subject.start(replace(subject.model(), family=MOE)),
-        C.BFLOAT16: lambda: _start_in_bfloat16(subject),
+        C.BFLOAT16: lambda: subject.start(changes={"dtype": "bfloat16"}),
         C.OFFLOAD: lambda: subject.start().offload(),
         C.LORA: lambda: _ask_for_an_adapter(subject),
         C.SHARDED_CHECKPOINT: lambda: _save(subject, "sharded"),
@@ -115,17 +94,8 @@ def _ask_for_an_adapter(subject: EngineUnderTest) -> None:
         subject.start(changes={"model": model})
 
 
-def _save(subject: EngineUnderTest, format_: str) -> None:
-    path = str(subject.directory(format_))
-    meta = SaveLoadMeta(path=path, format="sharded" if format_ == "sharded" else "portable")
-    subject.start().save(meta)
-
-
-def _start_in_bfloat16(subject: EngineUnderTest) -> EngineGroup:
-    values = {**subject.config().model_dump(), "dtype": "bfloat16"}
-    config = parse_config(load_config(subject.spec), values)
-    assert isinstance(config, TrainEngineConfig)
-    return subject.expected.groups.start(subject.spec, config, FinetuneSpec())
+def _save(subject: EngineUnderTest, format_: CheckpointFormat) -> None:
+    subject.start().save(SaveLoadMeta(path=str(subject.directory(format_)), format=format_))
 
 
 @check("contract.version", each="layout")
@@ -138,7 +108,7 @@ def version_is_the_drivers(subject: EngineUnderTest) -> None:
     group = subject.start()
     group.set_version(41)
     group.train_batch(subject.data().batch(), TokenMeanLoss().spec(), ONE_PASS)
-    subject.require(group.get_version() == 41, f"the version is {group.get_version()}; the driver set 41")
+    verify_version(subject, group, 41, "after training")
 
 
 @check("I3.from-config", each="layout")
@@ -156,7 +126,7 @@ def drawn_weights_are_one_model(subject: EngineUnderTest) -> None:
         group = subject.start(model, changes={"model": section, "seed": seed})
         runs.append(group.named_tensors("master"))
         verify_outputs(subject, group, model, f"drawn from seed {seed} ({len(runs)})")
-    subject.verify(same_named("weights drawn from the same seed again", runs[1], runs[0]))
+    subject.verify_same("weights drawn from the same seed again", runs[1], runs[0])
     matrices = [name for name, value in runs[0].items() if value.dim() > 1]
     same = [name for name in matrices if torch.equal(runs[0][name], runs[2][name])]
     subject.require(not same, f"weights that do not depend on the seed: {', '.join(same[:6])}")
@@ -175,7 +145,7 @@ def a_new_head_is_one_head(subject: EngineUnderTest) -> None:
     master = group.named_tensors("master")
     expected = subject.expected.oracle(language).parameters()
     trunk = {name: expected[name].float() for name in master if name != "score.weight"}
-    subject.verify(same_named("the trunk", {name: master[name] for name in trunk}, trunk))
+    subject.verify_same("the trunk", {name: master[name] for name in trunk}, trunk)
     subject.require(
         bool(master["score.weight"].any()), "the new head is zero, so no gradient reaches the trunk"
     )
@@ -200,8 +170,8 @@ def an_engine_without_optimizer_only_runs_forward(subject: EngineUnderTest) -> N
         "forward_backward()": lambda: group.forward_backward(data.batch(), loss, ONE_PASS),
         "named_tensors('exp_avg')": lambda: group.named_tensors("exp_avg"),
     }.items():
-        subject.require(_refuses(action, (EngineStateError,)), f"{name} without an optimizer did not refuse")
-    subject.verify(same_named("weights without an optimizer", group.named_tensors("master"), before))
+        subject.require_error(EngineStateError, action, f"{name} without an optimizer did not refuse")
+    subject.verify_same("weights without an optimizer", group.named_tensors("master"), before)
 
 
 @check("contract.order", each="layout")
@@ -212,10 +182,6 @@ def outputs_come_in_the_callers_order(subject: EngineUnderTest) -> None:
     Look at: ``step(output, micro_batch)``, which must be called with the very micro-batch of that output.
     """
     model, data = subject.model(), subject.data()
-    expected = subject.outputs(model, data, "logprobs")
     group = subject.start(model)
     for cut in (MicroBatchSpec(count=1), MicroBatchSpec(count=5), MicroBatchSpec(max_tokens=41)):
-        got = per_sequence(group.forward(data.batch(), cut), "logprobs", data)
-        places = subject.places(data)
-        what = f"log-probs with {cut}"
-        subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
+        subject.verify_logprobs(f"with {cut}", group, model, data, cut)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
@@ -14,10 +12,12 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_tokens, same_named
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_oracle.written import written
+from core_rl_conformance.procedures.moving import elsewhere
+from core_rl_conformance.procedures.serving import verify_version
+from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_oracle.experts import written
 
 LOSS = TokenMeanLoss(temperature=0.8)
 
@@ -67,14 +67,12 @@ def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
         path = subject.directory(f"sync-{seed}")
         group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
         _verify_export(subject, group, path, "lm")
-    other = subject.expected.models.directory(replace(model, seed=model.seed + 100))
+    other = subject.expected.models.directory(elsewhere(model))
     group.load(SaveLoadMeta(path=str(other), format="hf"))
     path = subject.directory("sync-after-a-load")
     group.upload_weights(WeightUpdateMeta(version=6, path=str(path)))
     _verify_export(subject, group, path, "lm", " after a load")
-    subject.require(
-        group.get_version() == 3, "uploading weights changed the engine's version; the driver raises it"
-    )
+    verify_version(subject, group, 3, "after uploading weights")
 
 
 def _verify_export(
@@ -95,22 +93,17 @@ def _verify_export(
         name: value if name == "score.weight" else value.to(subject.dtype).float()
         for name, value in group.named_tensors("master").items()
     }
-    subject.verify(same_named(f"parameters of the export{when}", loaded, params))
+    subject.verify_same(f"parameters of the export{when}", loaded, params)
     tied = model.config.tie_word_embeddings and head == "lm"
     same = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )
     subject.require(same or not tied, "the config says tied, and the export does not load as tied")
-    files = {name for file in sorted(path.glob("*.safetensors")) for name in _names(file)}
+    files = set(tensors_of(path))
     subject.require(
         files == set(loaded),
         f"the files hold other tensors than the model: {sorted(files ^ set(loaded))}; a tied one is written once",
     )
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
 
 
 @check("I10.import", each="layout")
@@ -121,17 +114,12 @@ def engine_loads_an_export(subject: EngineUnderTest) -> None:
     Look at: ``TrainBackend.after_load``, and copies of the weights that are gathered or cached.
     """
     model = subject.model()
-    source = replace(model, seed=model.seed + 100)
+    source = elsewhere(model)
     data = subject.data()
     group = subject.start(model)
     group.forward(data.batch(), ONE_PASS)
     group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
     values = subject.expected.oracle(source).parameters()
     expected = {name: value.float() for name, value in values.items()}
-    subject.verify(same_named("parameters after a load", group.named_tensors("master"), expected))
-    logprobs = subject.outputs(source, data, "logprobs")
-    got = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
-    finding = compare_tokens(
-        "log-probs after a load", got, logprobs.values, logprobs.tolerance, subject.places(data)
-    )
-    subject.verify(finding)
+    subject.verify_same("parameters after a load", group.named_tensors("master"), expected)
+    subject.verify_logprobs("after a load", group, source, data)

@@ -12,10 +12,10 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
+from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of
+from core_rl_conformance.procedures.outputs import verify_outputs
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
-from core_rl_oracle.written import layer_of
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)

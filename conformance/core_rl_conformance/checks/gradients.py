@@ -12,7 +12,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, same_named
+from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -86,7 +86,7 @@ def _verify_metrics(
     }
     for name, (value, tolerance) in expected.items():
         got = metrics.get(name, math.nan)
-        subject.verify(compare_scalar(f"the metric {name!r} {what}", got, value, tolerance))
+        subject.verify_scalar(f"the metric {name!r} {what}", got, value, tolerance)
 
 
 @check("I2.data-parallel", requires=[Capability.DATA_PARALLEL], min_dp=2)
@@ -146,10 +146,10 @@ def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None
     # and, in an engine that sums in float32 chunks, of a float32.
     exact = Tolerance(baseline=0.0, floor=4 * torch.finfo(torch.float32).eps * gathered)
     what = "the reported norm, against that of the exported gradients,"
-    subject.verify(compare_scalar(what, reported, gathered, exact))
+    subject.verify_scalar(what, reported, gathered, exact)
     # From here on the norm is right for its gradients: what differs is wrong in them.
     what = "the norm of the exported gradients (reported as it is: see I1.gradients)"
-    subject.verify(compare_scalar(what, reported, expected.oracle.norm, expected.norm))
+    subject.verify_scalar(what, reported, expected.oracle.norm, expected.norm)
     batch_norm = group.train_batch(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)["grad_norm"]
     subject.require(
         math.isfinite(batch_norm) and batch_norm > 0.05,
@@ -176,7 +176,7 @@ def two_calls_equal_one(subject: EngineUnderTest) -> None:
     losses = [_loss_part(group, half, expected.oracle.weight) for half in halves]
     subject.verify_gradients("of two calls", group, {"loss": sum(losses)}, expected)
     norm = group.optimizer_step()["grad_norm"]
-    subject.verify(compare_scalar("the norm of two calls", norm, expected.oracle.norm, expected.norm))
+    subject.verify_scalar("the norm of two calls", norm, expected.oracle.norm, expected.norm)
 
 
 def _loss_part(group: EngineGroup, data: Ragged, total_weight: float) -> float:
@@ -201,15 +201,13 @@ def evaluation_leaves_nothing(subject: EngineUnderTest) -> None:
     group = subject.start(model)
     before = group.named_tensors("master")
     evaluated = group.eval_batch(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=3))
-    subject.verify(
-        compare_scalar("the loss of eval_batch()", evaluated["loss"], expected.oracle.loss, expected.loss)
-    )
+    subject.verify_scalar("the loss of eval_batch()", evaluated["loss"], expected.oracle.loss, expected.loss)
     _verify_metrics(subject, "of eval_batch()", evaluated, model, data)
     metrics = group.forward_backward(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)
     group.eval_batch(other.batch(), TOKEN_MEAN.spec(), ONE_PASS)
     group.forward(other.batch(), ONE_PASS)
     subject.verify_gradients("with evaluations before and after", group, metrics, expected)
-    subject.verify(same_named("weights after evaluations", group.named_tensors("master"), before))
+    subject.verify_same("weights after evaluations", group.named_tensors("master"), before)
 
 
 @check("I6.masked-nan", each="layout")

@@ -8,10 +8,10 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LONG
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.outputs import verify_form, verify_precision
 
 
 @check("I7.values", requires=[Capability.VALUE_HEAD], each="layout")
@@ -32,13 +32,12 @@ def values_match_the_oracle(subject: EngineUnderTest) -> None:
     )
     for of, data, cut, temperature in runs:
         output = group.forward(data.batch(), cut, ("values",), temperature)
-        subject.verify_form(output, "values", data)
+        verify_form(subject, output, "values", data)
         for name in ("values", "bootstrap"):
             expected = subject.outputs(model, data, name)
             what = f"{name}{of} at temperature {temperature:g}"
             got = per_sequence(output, name, data)
-            places = subject.places(data, cut)
-            subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, places))
+            subject.verify_tokens(what, got, expected, subject.places(data, cut))
 
 
 @check("I7.scores", requires=[Capability.REWARD_HEAD], each="layout")
@@ -60,10 +59,9 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
             scores.dtype == torch.float32 and scores.shape == (len(data.rows),),
             f"the output 'scores'{of} is {form}; expected float32 [{len(data.rows)}]",
         )
-        subject.verify_precision("scores", scores)
+        verify_precision(subject, "scores", scores)
         expected = subject.outputs(model, data, "scores")
-        got = list(scores.unbind())
-        subject.verify(compare_tokens(f"scores{of}", got, expected.values, expected.tolerance))
+        subject.verify_tokens(f"scores{of}", list(scores.unbind()), expected)
 
 
 @check("I1.value-gradients", requires=[Capability.VALUE_HEAD], each="layout")

@@ -9,8 +9,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 
@@ -86,8 +85,6 @@ def _verify_odd_heads(subject: EngineUnderTest, layout: ParallelLayout) -> None:
 
 def _verify_right(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
     data = subject.data()
-    expected = subject.outputs(model, data, "logprobs")
-    got = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
-    subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance))
+    subject.verify_logprobs(what, group, model, data)
     metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
     subject.verify_gradients(what, group, metrics, subject.gradients(model, data, LOSS))

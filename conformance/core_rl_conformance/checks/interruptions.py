@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from core_rl.config.capability import Capability
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import EngineStateError
 from core_rl_conformance.catalogue import check
@@ -15,6 +15,8 @@ from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.serving import (
+    FEW,
+    PLAIN,
     answers,
     ask,
     installed,
@@ -23,8 +25,6 @@ from core_rl_conformance.procedures.serving import (
     verify_served,
 )
 
-FEW = (0, 1, 3, 4, 7, 10)
-PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 GREEDY = replace(PLAIN, temperature=0.0)
 LONG = replace(PLAIN, max_new_tokens=40)
 REPEATED = 3
@@ -44,10 +44,7 @@ def interrupted_answers_are_completed(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     engine = subject.serve(model)
-    requests = [
-        LLMRequest(input_ids=request.input_ids[:20], sampling=LONG)
-        for request in requests_for(subject.data(), LONG) * REPEATED
-    ]
+    requests = requests_for(subject.data(), LONG, 20) * REPEATED
     during, found = asyncio.run(_interrupted(engine, requests))
     subject.require(
         during == 0, f"{during} requests that a pause had interrupted were answered before resume()"
@@ -113,13 +110,11 @@ def _verify_sleep(
     requests = requests_for(subject.data().select(FEW), GREEDY)
     before = [response.output_ids for response in ask(engine, requests)]
     engine.release_memory()
-    refused = False
     try:
-        ask(engine, requests[:1])
-    except EngineStateError:
-        refused = True
-    engine.resume_memory()
-    subject.require(refused, "a request to an engine whose memory is released was not refused")
+        problem = "a request to an engine whose memory is released was not refused"
+        subject.require_error(EngineStateError, lambda: ask(engine, requests[:1]), problem)
+    finally:
+        engine.resume_memory()
     found = ask(engine, requests)
     verify_served(subject, f"of greedy tokens after {turn}", found, model, old, version)
     changed = sum(a != b.output_ids for a, b in zip(before, found, strict=True))

@@ -11,7 +11,6 @@ from core_rl.errors import EngineStateError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (
     KINDS,
@@ -20,6 +19,7 @@ from core_rl_conformance.procedures.moving import (
     start,
     state,
     train,
+    verify_report,
     verify_state,
     verify_steps,
 )
@@ -51,7 +51,7 @@ def offloaded_state_is_not_read(subject: EngineUnderTest) -> None:
     )
     group.onload()
     for kind, tensors in before.items():
-        subject.verify(same_named(f"{kind} after offload() and onload()", group.named_tensors(kind), tensors))
+        subject.verify_same(f"{kind} after offload() and onload()", group.named_tensors(kind), tensors)
 
 
 def _refused_kinds(engine: TrainEngine) -> dict[str, bool]:
@@ -79,18 +79,14 @@ def training_with_offloading_is_bitwise(subject: EngineUnderTest) -> None:
     group = start(subject, model)
     expected = _steps(group, subject, offload=False)
     wanted = state(group)
-    for what, changes in (("with offload() in between", {}), ("offloaded as configured", CONFIGURED)):
+    for when, changes in (("with offload() in between", {}), ("offloaded as configured", CONFIGURED)):
         group = start(subject, model, changes=changes)
         found = _steps(group, subject, offload=not changes)
         for number, (own, plain) in enumerate(zip(found, expected, strict=True)):
-            other = [name for name in plain if own.get(name) != plain[name]]
-            subject.require(
-                not other,
-                f"step {number} {what} reports {', '.join(f'{name} {own.get(name)!r}' for name in other)}; without "
-                f"offloading {', '.join(f'{name} {plain[name]!r}' for name in other)}",
-            )
+            what = f"step {number} {when}"
+            verify_report(subject, what, own, plain, "without offloading")
         group.onload()
-        verify_state(subject, f"after training {what}", group, wanted)
+        verify_state(subject, f"after training {when}", group, wanted)
 
 
 def _steps(group: EngineGroup, subject: EngineUnderTest, offload: bool) -> list[dict[str, float]]:

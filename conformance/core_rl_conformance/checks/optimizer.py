@@ -16,13 +16,12 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
+from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
-FEW = (13, 2, 21, 1, 8, 17, 5, 11)
-"""Lengths of the sequences of one step, where the engine's own gradients are enough."""
 STEPS = 8
 """Enough that a bias correction which stops early shows."""
 DECAYING = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
@@ -69,7 +68,7 @@ def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None
 def _verify_steps(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, steps: int) -> None:
     group = subject.start(model, optimizer=optimizer_config(DECAYING, total_steps=steps + 2))
     shadow = Shadow.of(group, DECAYING, total_steps=steps + 2)
-    batches = [subject.data(FEW, seed).batch() for seed in range(steps)]
+    batches = [subject.data(PROBE, seed).batch() for seed in range(steps)]
     shadow.train(subject, group, batches, loss.spec(), TWO)
     what = f"after {steps} steps"
     shadow.verify(subject, group, what)
@@ -91,7 +90,7 @@ def bias_correction_follows_the_update_count(subject: EngineUnderTest) -> None:
     for updates in UPDATES:
         group.restore_progress(EngineProgress(updates=updates))
         shadow = Shadow.of(group, LONG_MEMORY)
-        batches = [subject.data(FEW, seed).batch() for seed in range(2)]
+        batches = [subject.data(PROBE, seed).batch() for seed in range(2)]
         shadow.train(subject, group, batches, LOSS.spec(), ONE_PASS)
         shadow.verify(subject, group, f"two steps after {updates} updates")
 
@@ -140,7 +139,7 @@ def every_parameter_moves(subject: EngineUnderTest) -> None:
     _verify_move(subject, subject.model(), subject.data(), LOSS)
     for head, needed, loss in HEADS:
         if subject.spec.supports(needed):
-            _verify_move(subject, subject.model(head=head), subject.data(FEW), loss)
+            _verify_move(subject, subject.model(head=head), subject.data(PROBE), loss)
 
 
 def _verify_move(subject: EngineUnderTest, model: TinyModel, data: Ragged, loss: CheckLoss) -> None:

@@ -14,6 +14,7 @@ from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
 from core_rl_conformance.inputs.losses import LogitsLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.outputs import verify_form, verify_overall
 from core_rl_conformance.procedures.ranks import forward_inside_train_mode, train_mode_losses
 
 LARGE_VOCABULARY = 1543
@@ -68,16 +69,8 @@ def logits_match_the_oracle(subject: EngineUnderTest) -> None:
     names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
     output = subject.start(model).forward(data.batch(), BUDGET, names, 0.6)
     for name in names:
-        _compare(
-            subject,
-            output,
-            name,
-            model,
-            data,
-            f"{name}, all asked together, at temperature 0.6",
-            0.6,
-            cut=BUDGET,
-        )
+        what = f"{name}, all asked together, at temperature 0.6"
+        _compare(subject, output, name, model, data, what, 0.6, cut=BUDGET)
     long = subject.data(lengths=LONG, seed=3)
     output = subject.start(model).forward(long.batch(), ONE_PASS, ("logits",))
     _compare(subject, output, "logits", model, long, "logits of a long batch")
@@ -110,7 +103,7 @@ def _verify_token_output(
     what = f"{name} at temperature {temperature:g}"
     _compare(subject, output, name, model, data, what, temperature, cut=BUDGET, plotted=plotted)
     if name != "logits":
-        subject.verify_overall(what, per_sequence(output, name, data), expected)
+        verify_overall(subject, what, per_sequence(output, name, data), expected)
 
 
 def _compare(
@@ -128,14 +121,10 @@ def _compare(
     """Judge the form of the output ``name``, and all its values."""
     __tracebackhide__ = True
     expected = subject.outputs(model, data, name, temperature)
-    subject.verify_form(output, name, data)
-    got, places = (
-        per_sequence(output, name, data),
-        Places.of(data.batch(), model.vocab_size, subject.layout, cut),
-    )
-    subject.verify(
-        compare_tokens(what, got, expected.values, expected.tolerance, places, keep_points=plotted)
-    )
+    verify_form(subject, output, name, data)
+    got = per_sequence(output, name, data)
+    places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
+    subject.verify_tokens(what, got, expected, places, plotted=plotted)
 
 
 @check("I7.long-batch", each="layout")
@@ -226,8 +215,7 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     }
     for what, output in runs.items():
         got = per_sequence(output, "logprobs", data)
-        places = subject.places(data)
-        subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance, places))
+        subject.verify_tokens(f"log-probs {what}", got, expected, subject.places(data))
     evaluated = group.eval_batch(data.batch(), loss.spec(), ONE_PASS)["loss"]
     subject.require(
         truth.loss.allows(abs(evaluated - truth.oracle.loss)),

@@ -18,12 +18,12 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.blame import (
-    Beside,
-    named_beside,
+    PairFinding,
+    pair_named,
+    pair_scalars,
+    pair_tokens,
     partners_part,
-    scalars_beside,
-    tokens_beside,
-    verify_beside,
+    verify_pair,
 )
 from core_rl_conformance.procedures.end_to_end import (
     Trained,
@@ -40,6 +40,7 @@ from core_rl_conformance.procedures.moving import (
     verify_file,
     verify_goes_on,
 )
+from core_rl_conformance.procedures.outputs import verify_form
 from core_rl_conformance.trajectory import ExpectedTraining
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -59,12 +60,10 @@ def two_engines_have_the_same_logprobs(subject: EngineUnderTest) -> None:
         partner = _outputs(subject.peer)
     own = _outputs(subject)
     quantities = [
-        tokens_beside(
-            name, own[name], partner[name], subject.outputs(model, data, name), subject.places(data)
-        )
+        pair_tokens(name, own[name], partner[name], subject.outputs(model, data, name), subject.places(data))
         for name in OUTPUTS
     ]
-    verify_beside(subject, quantities)
+    verify_pair(subject, quantities)
 
 
 def _outputs(side: EngineUnderTest) -> dict[str, list[Tensor]]:
@@ -72,7 +71,7 @@ def _outputs(side: EngineUnderTest) -> dict[str, list[Tensor]]:
     data = side.data()
     output = side.start(side.model()).forward(data.batch(), BUDGET, OUTPUTS)
     for name in OUTPUTS:
-        side.verify_form(output, name, data)
+        verify_form(side, output, name, data)
     return {name: per_sequence(output, name, data) for name in OUTPUTS}
 
 
@@ -99,11 +98,11 @@ def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
         partner = _backward(subject.peer)
     own = _backward(subject)
     quantities = [
-        scalars_beside("the loss", own.loss, partner.loss, truth.loss, expected.loss),
-        named_beside("gradients", own.grads, partner.grads, truth.grads, expected.tolerances),
-        scalars_beside("the norm before clipping", own.norm, partner.norm, truth.norm, expected.norm),
+        pair_scalars("the loss", own.loss, partner.loss, truth.loss, expected.loss),
+        pair_named("gradients", own.grads, partner.grads, truth.grads, expected.tolerances),
+        pair_scalars("the norm before clipping", own.norm, partner.norm, truth.norm, expected.norm),
     ]
-    verify_beside(subject, quantities)
+    verify_pair(subject, quantities)
 
 
 def _backward(side: EngineUnderTest) -> _Backward:
@@ -128,18 +127,18 @@ def two_engines_train_alike(subject: EngineUnderTest) -> None:
     with partners_part(subject):
         partner = train_end_to_end(subject.peer, training)
     own = train_end_to_end(subject, training)
-    verify_beside(subject, list(_steps_beside(own, partner, expected)))
+    verify_pair(subject, list(_pair_steps(own, partner, expected)))
     verify_rates(subject, training, own)
 
 
-def _steps_beside(own: Trained, partner: Trained, expected: ExpectedTraining) -> Iterator[Beside]:
+def _pair_steps(own: Trained, partner: Trained, expected: ExpectedTraining) -> Iterator[PairFinding]:
     """Losses and norms in the order of the steps, and then the weights."""
     truth = expected.truth
     for step, (left, right) in enumerate(zip(own.reports, partner.reports, strict=True)):
-        yield scalars_beside(
+        yield pair_scalars(
             f"the loss of step {step}", left["loss"], right["loss"], truth.losses[step], expected.losses[step]
         )
-        yield scalars_beside(
+        yield pair_scalars(
             f"the norm of step {step}",
             left["grad_norm"],
             right["grad_norm"],
@@ -147,7 +146,7 @@ def _steps_beside(own: Trained, partner: Trained, expected: ExpectedTraining) ->
             expected.norms[step],
         )
     what = f"weights after {len(own.reports)} steps"
-    yield named_beside(what, own.weights, partner.weights, truth.weights, expected.weights)
+    yield pair_named(what, own.weights, partner.weights, truth.weights, expected.weights)
 
 
 @check(

@@ -7,8 +7,6 @@ gradients that pass through it are wrong.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -17,7 +15,8 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
-from core_rl_conformance.procedures.training import verify_outputs
+from core_rl_conformance.procedures.moving import elsewhere
+from core_rl_conformance.procedures.outputs import verify_outputs
 
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 
@@ -60,7 +59,7 @@ def value_gradients_after_a_load_match_the_oracle(subject: EngineUnderTest) -> N
     Look at: ``ShardedState.local("master")`` on the ranks that do not export: a load writes into every replica.
     """
     model, data, loss = subject.model(head="value"), subject.data(), ValueLoss()
-    source = replace(model, seed=model.seed + 100)
+    source = elsewhere(model)
     group = subject.start(model)
     group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
     verify_outputs(subject, group, model, "after a load")

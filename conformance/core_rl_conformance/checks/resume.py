@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -15,15 +15,18 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import (
     elsewhere,
+    formats,
     meta,
     offload_and_onload,
     start,
     state,
     train,
     verify_next_steps,
+    verify_progress,
     verify_state,
     verify_steps,
 )
+from core_rl_conformance.procedures.serving import verify_version
 
 
 @check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
@@ -47,13 +50,11 @@ def resume_is_bitwise(subject: EngineUnderTest) -> None:
     group = start(subject, elsewhere(model))
     train(group, subject, [5])
     group.load(meta(subject.directory("checkpoint"), "sharded"))
-    subject.require(
-        group.get_version() == 7, f"the version is {group.get_version()} after a load; it was saved as 7"
-    )
+    verify_version(subject, group, 7, "after a load")
     verify_state(subject, "after the load", group, saved)
     verify_steps(subject, 2, train(group, subject, [2, 3]), reports)
     verify_state(subject, "after resuming", group, expected)
-    subject.require(group.progress == progress, f"the progress is {group.progress}; expected {progress}")
+    verify_progress(subject, "after resuming", group, progress)
 
 
 @check(
@@ -125,9 +126,7 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     group.load(meta(subject.directory("checkpoint"), "sharded"))
     what = f"loaded on {other}"
     verify_state(subject, what, group, expected)
-    subject.require(
-        group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
-    )
+    verify_progress(subject, what, group, progress)
     verify_next_steps(subject, group, model, what)
 
 
@@ -141,10 +140,8 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = start(subject, model)
     train(group, subject, [0, 1])
-    portable = subject.spec.supports(Capability.PORTABLE_CHECKPOINT)
-    formats: list[CheckpointFormat] = ["sharded", "portable"] if portable else ["sharded"]
     held = {}
-    for number, name in enumerate(formats):
+    for number, name in enumerate(formats(subject)):
         group.set_version(7 + number)
         held[name] = (state(group), group.progress)
         later = replace(meta(subject.directory(name), name), asynchronous=True)
@@ -155,9 +152,7 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
         group.load(meta(subject.directory(name), name))
         what = f"loaded from a {name!r} checkpoint that was saved in the background"
         verify_state(subject, what, group, expected)
-        subject.require(
-            group.progress == progress, f"the progress {what} is {group.progress}; expected {progress}"
-        )
+        verify_progress(subject, what, group, progress)
 
 
 def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:

@@ -5,29 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
-from core_rl.config.layout import ParallelLayout
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.checks.contract import LAYOUTS, verify_undeclared
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.procedures.serving import answers, ask, requests_for, verify_logprobs
+from core_rl_conformance.procedures.serving import (
+    FEW,
+    PLAIN,
+    answers,
+    ask,
+    meanwhile,
+    requests_for,
+    verify_logprobs,
+    verify_version,
+)
 
 C = Capability
-FEW = (0, 1, 3, 4, 7, 10)
-PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
-LAYOUTS = {
-    C.DATA_PARALLEL: ParallelLayout(dp=2),
-    C.TENSOR_PARALLEL: ParallelLayout(tp=2),
-    C.PIPELINE_PARALLEL: ParallelLayout(pp=2),
-    C.CONTEXT_PARALLEL: ParallelLayout(cp=2),
-}
 
 
 @check("contract.rollout-undeclared", kind="inference", each="engine")
@@ -38,23 +39,9 @@ def undeclared_capabilities_of_rollouts_refuse(subject: EngineUnderTest) -> None
     Look at: capabilities that work but are missing in the spec.
     """
     engine = subject.serve()
-    for capability, action in _refusals(subject, engine).items():
-        if capability not in subject.spec.capabilities:
-            expected = LayoutError if capability in LAYOUTS else UnsupportedCapability
-            subject.require(
-                _refuses(action, expected),
-                f"{capability.value!r} is not declared, and asking for it did not raise {expected.__name__}",
-            )
+    verify_undeclared(subject, _refusals(subject, engine))
     found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
     verify_logprobs(subject, "log-probs after refusals", subject.model(), found)
-
-
-def _refuses(action: Callable[[], object], expected: type[CoreRLError]) -> bool:
-    try:
-        action()
-    except expected:
-        return True
-    return False
 
 
 def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capability, Callable[[], object]]:
@@ -106,23 +93,13 @@ def tokens_carry_the_version(subject: EngineUnderTest) -> None:
     try:
         engine.set_version(41)
         _require_versions(subject, "after set_version(41)", ask(engine, requests), {41})
-        longer = [replace(request, sampling=replace(PLAIN, max_new_tokens=20)) for request in requests]
-        found = asyncio.run(_with_a_new_version(engine, longer, 42))
+        longer = requests_for(subject.data().select(FEW), replace(PLAIN, max_new_tokens=20))
+        found = asyncio.run(meanwhile(engine, longer, partial(engine.set_version, 42)))
         _require_versions(subject, "with set_version(42) on the way", found, {41, 42})
-        subject.require(engine.get_version() == 42, f"get_version() is {engine.get_version()}, not 42")
+        verify_version(subject, engine, 42, "after set_version(42)")
         _require_versions(subject, "after set_version(42)", ask(engine, requests), {42})
     finally:
         engine.set_version(0)
-
-
-async def _with_a_new_version(
-    engine: InferenceEngine, requests: Sequence[LLMRequest], version: int
-) -> list[LLMResponse]:
-    running = asyncio.ensure_future(answers(engine, requests))
-    for _ in range(3):
-        await asyncio.sleep(0)
-    await asyncio.to_thread(engine.set_version, version)
-    return await running
 
 
 def _require_versions(
@@ -153,9 +130,9 @@ def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
     found = asyncio.run(_cancelling(engine, requests))
     subject.require(
         all(response.stop_reason == "length" for response in found),
-        f"beside cancelled requests, answers ended with {sorted({r.stop_reason for r in found})}",
+        f"next to cancelled requests, answers ended with {sorted({r.stop_reason for r in found})}",
     )
-    verify_logprobs(subject, "log-probs beside cancelled requests", model, found)
+    verify_logprobs(subject, "log-probs next to cancelled requests", model, found)
     verify_logprobs(subject, "log-probs after cancelled requests", model, ask(engine, requests[:4]))
 
 

@@ -18,6 +18,7 @@ from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.procedures.serving import (
+    FEW,
     ask,
     expected_of,
     installed,
@@ -28,7 +29,6 @@ from core_rl_conformance.procedures.serving import (
 from core_rl_oracle.tolerance import Tolerance
 
 SYNC = (Capability.SYNC_DISK,)
-FEW = (0, 1, 3, 4, 7, 10)
 
 
 def _step(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
@@ -75,7 +75,7 @@ def _verify_sides(
             )
         subject.verify(finding)
     subject.verify(
-        compare_tokens(f"{what}, one engine beside the other", rolled, trained, tolerance + tolerance)
+        compare_tokens(f"{what}, one engine compared with the other", rolled, trained, tolerance + tolerance)
     )
 
 
@@ -147,7 +147,6 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)
-    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
     before = _exported(subject, group, model, "truth-0")
     for version in (1, 2):
         _step(subject, group, seed=version)
@@ -156,7 +155,7 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
         group.upload_weights(meta)
         installed(engine, meta)
         group.set_version(version)
-        found = ask(engine, requests_for(subject.data().select(FEW), sampling))
+        found = ask(engine, requests_for(subject.data().select(FEW)))
         carried = {number for response in found for number in response.versions}
         versions = {"the train engine": group.get_version(), "the rollout engine": engine.get_version()}
         subject.require(

@@ -12,6 +12,8 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.serving import (
+    FEW,
+    PLAIN,
     ask,
     distributions,
     expected_of,
@@ -20,10 +22,6 @@ from core_rl_conformance.procedures.serving import (
     sequences_of,
     verify_logprobs,
 )
-
-FEW = (0, 1, 3, 4, 7, 10)
-"""Sequences of unequal lengths, the shortest and the longest among them."""
-PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
 @check("I7.rollout-logprobs", kind="inference")

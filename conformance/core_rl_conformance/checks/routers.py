@@ -15,8 +15,8 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest
+from core_rl_conformance.hints.diagnose import compare_named, compare_scalar
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_experts import alike
@@ -48,9 +48,9 @@ def gates_are_what_the_config_says(subject: EngineUnderTest) -> None:
         model = subject.model()
         group = subject.start(model)
     else:
-        _verify_logprobs(subject, group, model, data, "with gates that are not normalised")
+        subject.verify_logprobs("with gates that are not normalised", group, model, data, BUDGET)
     crowded = Ragged(tuple(replace(row, ids=tuple(map(alike, row.ids))) for row in data.rows))
-    _verify_logprobs(subject, group, model, crowded, "where all tokens choose the same experts")
+    subject.verify_logprobs("where all tokens choose the same experts", group, model, crowded, BUDGET)
 
 
 @check("I18.aux-gradient", requires=[Capability.MOE], families=(MOE,))
@@ -111,13 +111,13 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     group = _started(subject, COEF)
     metrics = group.forward_backward(data.batch(), loss.spec(), BUDGET)
     found = group.named_tensors("grads")
-    subject.verify(compare_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss))
+    subject.verify_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss)
     subject.verify(
-        compare_named("gradients beside a loss", found, expected.oracle.grads, expected.tolerances)
+        compare_named("gradients next to a loss", found, expected.oracle.grads, expected.tolerances)
     )
     group.optimizer_zero_grad()
     evaluated = group.eval_batch(data.batch(), loss.spec(), BUDGET)["loss"]
-    subject.verify(compare_scalar("the loss of eval_batch()", evaluated, plain.oracle.loss, plain.loss))
+    subject.verify_scalar("the loss of eval_batch()", evaluated, plain.oracle.loss, plain.loss)
     for part in (range(0, len(data.rows), 3), [i for i in range(len(data.rows)) if i % 3]):
         batch = data.select(part).batch()
         group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)
@@ -141,27 +141,18 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     group = subject.start(model)
-    _verify_logprobs(subject, group, model, data, "before any replay")
+    subject.verify_logprobs("before any replay", group, model, data, BUDGET)
     recorded = group.forward(data.batch(), BUDGET, ("routing",)).routing
     truth = torch.cat([o["routing"] for o in subject.expected.oracle(model).evaluate(data.for_oracle())])
     same = recorded.dtype == torch.int64 and torch.equal(recorded.sort(-1).values, truth.sort(-1).values)
     subject.require(same, "the output 'routing' is not what the oracle's routers choose")
-    _verify_logprobs(subject, group, model, _routed(data, recorded), "with the recorded routing")
+    subject.verify_logprobs("with the recorded routing", group, model, _routed(data, recorded), BUDGET)
     other = _routed(data, _moved(recorded, model))
-    _verify_logprobs(subject, group, model, other, "with another routing")
+    subject.verify_logprobs("with another routing", group, model, other, BUDGET)
     metrics = group.forward_backward(other.batch(), LOSS.spec(), BUDGET)
     subject.verify_gradients("with another routing", group, metrics, subject.gradients(model, other, LOSS))
     group.optimizer_zero_grad()
-    _verify_logprobs(subject, group, model, data, "after a replay")
-
-
-def _verify_logprobs(
-    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, data: Ragged, what: str
-) -> None:
-    expected = subject.outputs(model, data, "logprobs")
-    got = per_sequence(group.forward(data.batch(), BUDGET), "logprobs", data)
-    places = subject.places(data)
-    subject.verify(compare_tokens(f"log-probs {what}", got, expected.values, expected.tolerance, places))
+    subject.verify_logprobs("after a replay", group, model, data, BUDGET)
 
 
 def _routed(data: Ragged, routing: Tensor) -> Ragged:

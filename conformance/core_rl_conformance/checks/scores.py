@@ -10,6 +10,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LENGTHS, Ragged
+from core_rl_conformance.procedures.outputs import verify_overall
 from core_rl_oracle.tolerance import Tolerance
 
 UP_TO_THE_CONTEXT = (64, *LENGTHS)
@@ -31,8 +32,8 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
         expected = subject.outputs(model, data, "logprobs", temperature)
         got = list(engine.score(data.batch(), temperature).split(data.lengths))
         what = f"scores at temperature {temperature:g}{when}"
-        subject.verify(compare_tokens(what, got, expected.values, expected.tolerance, subject.places(data)))
-        subject.verify_overall(what, got, expected)
+        subject.verify_tokens(what, got, expected, subject.places(data))
+        verify_overall(subject, what, got, expected)
 
 
 @check("I7.top-logprobs", kind="inference", requires=[Capability.TOP_LOGPROBS])

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, SyncMethod, WeightUpdateMeta
+from core_rl.backend.meta import SaveLoadMeta, SyncMethod
 from core_rl.config.capability import Capability
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_tokens, same_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
+from core_rl_conformance.inputs.tiny_models import save_with
+from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.serving import (
+    FEW,
+    PLAIN,
     ask,
     expected_of,
     meanwhile,
     requests_for,
+    verify_by_version,
     verify_logprobs,
     verify_served,
+    verify_version,
 )
-from core_rl_conformance.procedures.streaming import Caught, caught, sent, tensors_of
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, Caught, caught, sent, sync_meta, tensors_of
 
 TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
-FEW = (0, 1, 3, 4, 7, 10)
-PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
-
-
-def _meta(
-    subject: EngineUnderTest, method: SyncMethod, version: int, bucket_bytes: int, verify: bool = False
-) -> WeightUpdateMeta:
-    point = subject.directory(f"meeting-{version}")
-    return WeightUpdateMeta(
-        method=method, version=version, path=str(point), bucket_bytes=bucket_bytes, verify=verify
-    )
 
 
 @check("I12.tensor", requires=[Capability.SYNC_TENSOR])
@@ -75,20 +67,18 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
     group = subject.start(model, optimizer={"lr": 1e-2})
     group.set_version(3)
     buffers = frozenset(group.tensor_shapes("buffers"))
-    for seed, bucket_bytes in enumerate((1 << 28, TINY_BUCKET)):
+    for seed, bucket_bytes in enumerate((LARGE_BUCKET, TINY_BUCKET)):
         group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        found = caught(group, _meta(subject, method, 4 + seed, bucket_bytes, verify=bool(seed)))
+        found = caught(group, sync_meta(subject, method, 4 + seed, bucket_bytes, verify=bool(seed)))
         params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
         what = f"parameters sent after step {1 + seed} in buckets of {bucket_bytes} bytes"
         _verify_sent(subject, what, found, params, buffers, bucket_bytes)
-    other = replace(model, seed=model.seed + 100)
-    group.load(SaveLoadMeta(path=str(subject.expected.models.directory(other)), format="hf"))
-    found = caught(group, _meta(subject, method, 6, TINY_BUCKET))
+    other = subject.expected.models.directory(elsewhere(model))
+    group.load(SaveLoadMeta(path=str(other), format="hf"))
+    found = caught(group, sync_meta(subject, method, 6, TINY_BUCKET))
     params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
     _verify_sent(subject, "parameters sent after a load", found, params, buffers, TINY_BUCKET)
-    subject.require(
-        group.get_version() == 3, "uploading weights changed the engine's version; the driver raises it"
-    )
+    verify_version(subject, group, 3, "after uploading weights")
 
 
 def _verify_sent(
@@ -103,7 +93,7 @@ def _verify_sent(
     names = [name for bucket in found.buckets for name in bucket]
     subject.require(len(names) == len(set(names)), f"{what}: a tensor comes twice: {sorted(names)}")
     got = {name: value for name, value in found.tensors.items() if name not in buffers}
-    subject.verify(same_named(what, got, params))
+    subject.verify_same(what, got, params)
     sized = zip(found.buckets, found.sizes, strict=True)
     large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
     subject.require(not large, f"{what}: a bucket is larger than that: {large[:1]}")
@@ -138,43 +128,22 @@ def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
-    requests = requests_for(data.select(FEW), PLAIN)
+    requests = requests_for(data.select(FEW))
+    long = requests_for(data.select(FEW), replace(PLAIN, max_new_tokens=24), 20)
     verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
-    for version, bucket_bytes, verify in ((1, 1 << 28, False), (5, TINY_BUCKET, True)):
+    before = 0
+    for version, bucket_bytes, verify in ((1, LARGE_BUCKET, False), (5, TINY_BUCKET, True)):
         new = replace(old, seed=old.seed + 1000 * version)
         tensors = tensors_of(subject.expected.models.directory(new))
-        meta = _meta(subject, method, version, bucket_bytes, verify)
-        long = [_long(request) for request in requests_for(data.select(FEW), PLAIN)]
-        found = asyncio.run(meanwhile(engine, long, partial(sent, engine, meta, tensors)))
-        _verify_sides(subject, version, found, old, new)
-        subject.require(
-            engine.get_version() == version,
-            f"get_version() is {engine.get_version()} after an update to {version}",
-        )
+        update = partial(sent, engine, sync_meta(subject, method, version, bucket_bytes, verify), tensors)
+        found = asyncio.run(meanwhile(engine, long, update))
+        sides = {before: expected_of(subject, old, found), version: expected_of(subject, new, found)}
+        what = f"log-probs by the weights whose version tokens carry, around the update to version {version}"
+        verify_by_version(subject, what, found, sides)
+        verify_version(subject, engine, version, "after the update")
         what = f"after the update to version {version} in buckets of {bucket_bytes} bytes"
         verify_served(subject, what, ask(engine, requests), new, old, version)
-        old = new
-
-
-def _long(request: LLMRequest) -> LLMRequest:
-    return replace(request, input_ids=request.input_ids[:20], sampling=replace(PLAIN, max_new_tokens=24))
-
-
-def _verify_sides(
-    subject: EngineUnderTest, version: int, found: list[LLMResponse], old: TinyModel, new: TinyModel
-) -> None:
-    __tracebackhide__ = True
-    cut = [response for response in found if response.stop_reason != "length"]
-    subject.require(not cut, f"{len(cut)} of {len(found)} answers were cut short by the update to {version}")
-    sides = [expected_of(subject, model, found) for model in (old, new)]
-    wanted = [
-        torch.where(torch.tensor(response.versions) == version, right, left)
-        for response, left, right in zip(found, sides[0].values, sides[1].values, strict=True)
-    ]
-    tolerance = max((side.tolerance for side in sides), key=lambda tolerance: tolerance.limit)
-    got = [torch.tensor(response.logprobs) for response in found]
-    what = f"log-probs by the weights whose version tokens carry, around the update to {version}"
-    subject.verify(compare_tokens(what, got, wanted, tolerance))
+        old, before = new, version
 
 
 @check("I12.broken-stream", kind="inference", requires=[Capability.SYNC_TENSOR], each="layout")
@@ -203,29 +172,24 @@ def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     model = subject.model()
     engine = subject.serve(model, keep=False)
-    requests = requests_for(subject.data().select(FEW), PLAIN)
+    requests = requests_for(subject.data().select(FEW))
     tensors = tensors_of(subject.expected.models.directory(replace(model, seed=model.seed + 2000)))
     last = list(tensors)[-1]
-    broken: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]] = {
-        "breaks off": lambda: _breaking_off(tensors),
-        "lacks a tensor": lambda: iter([item for item in tensors.items() if item[0] != last]),
-        "has a wrong shape": lambda: iter([*list(tensors.items())[:-1], (last, torch.zeros(3, 5))]),
+    broken: dict[str, Iterable[tuple[str, Tensor]]] = {
+        "breaks off": _breaking_off(tensors),
+        "lacks a tensor": [item for item in tensors.items() if item[0] != last],
+        "has a wrong shape": [*list(tensors.items())[:-1], (last, torch.zeros(3, 5))],
     }
     for number, (what, stream) in enumerate(broken.items()):
-        meta = _meta(subject, method, 2 + number, TINY_BUCKET)
-        failed = False
-        try:
-            sent(engine, meta, stream())
-        except WeightsError:
-            failed = True
-        subject.require(failed, f"an update that {what} did not raise a WeightsError")
-        subject.require(
-            engine.get_version() == 0,
-            f"get_version() is {engine.get_version()} after an update that {what}; it was 0 before",
-        )
+        problem = f"an update that {what} did not raise a WeightsError"
+        update = partial(sent, engine, sync_meta(subject, method, 2 + number, TINY_BUCKET), stream)
+        subject.require_error(WeightsError, update, problem)
+        verify_version(subject, engine, 0, f"after an update that {what}")
         verify_served(subject, f"after an update that {what}", ask(engine, requests), model, model, 0)
     new = replace(model, seed=model.seed + 1000)
-    sent(engine, _meta(subject, method, 9, TINY_BUCKET), tensors_of(subject.expected.models.directory(new)))
+    sent(
+        engine, sync_meta(subject, method, 9, TINY_BUCKET), tensors_of(subject.expected.models.directory(new))
+    )
     verify_served(subject, "after an update that follows broken ones", ask(engine, requests), new, model, 9)
 
 
@@ -274,10 +238,10 @@ def _verify_pair(subject: EngineUnderTest, method: SyncMethod) -> None:
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)
-    for version, bucket_bytes in ((1, 1 << 28), (2, TINY_BUCKET)):
+    for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        sync_weights(group, engine, _meta(subject, method, version, bucket_bytes, verify=True), 120)
-        found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
+        sync_weights(group, engine, sync_meta(subject, method, version, bucket_bytes, verify=True), 120)
+        found = ask(engine, requests_for(subject.data().select(FEW)))
         carried = {number for response in found for number in response.versions}
         subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
         truth = subject.directory(f"truth-{version}")

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,27 +15,26 @@ from transformers import AutoModelForCausalLM
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.directory import publish
 from core_rl.config.capability import Capability
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.distributed.comm import Comm
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CheckpointError, WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_tokens
-from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.serving import (
+    FEW,
+    PLAIN,
     answers,
     ask,
     expected_of,
     installed,
     requests_for,
+    verify_by_version,
     verify_served,
-    with_guesses,
+    verify_version,
 )
 
-FEW = (0, 1, 3, 4, 7, 10)
-PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 APART_S, FURTHER_APART = 0.02, 1.1
 """Between two requests that come late in an update: each wait is longer than the one before by this factor."""
 MOST_LATE = 48
@@ -80,20 +80,13 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
         new = _other(old, 1 + version)
         # Always through the same directory, as most trainers have it.
         installed(engine, published(subject, new, version, verify, "weights"))
-        subject.require(
-            engine.get_version() == version,
-            f"get_version() is {engine.get_version()} after an update to {version}",
-        )
-        verify_served(
-            subject, f"after the update to version {version}", ask(engine, requests), new, old, version
-        )
+        verify_version(subject, engine, version, "after the update")
+        what = f"after the update to version {version}"
+        verify_served(subject, what, ask(engine, requests), new, old, version)
         if subject.spec.supports(Capability.SCORE):
             expected = subject.outputs(new, data, "logprobs")
             got = list(engine.score(data.batch()).split(data.lengths))
-            what = f"scores after the update to version {version}"
-            subject.verify(
-                compare_tokens(what, got, expected.values, expected.tolerance, subject.places(data))
-            )
+            subject.verify_tokens(f"scores {what}", got, expected, subject.places(data))
         old = new
 
 
@@ -131,25 +124,13 @@ def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     engine.set_version(3)
     requests = requests_for(subject.data().select(FEW), PLAIN)
     for what, meta in _unreadable(subject, model).items():
-        subject.require(
-            _fails(engine, meta), f"an update from {what} did not raise a WeightsError or a CheckpointError"
-        )
-        subject.require(
-            engine.get_version() == 3,
-            f"get_version() is {engine.get_version()} after a failed update; it was 3 before",
-        )
+        problem = f"an update from {what} did not raise a WeightsError or a CheckpointError"
+        subject.require_error((WeightsError, CheckpointError), partial(installed, engine, meta), problem)
+        verify_version(subject, engine, 3, "after a failed update")
         verify_served(subject, f"after an update from {what}", ask(engine, requests), model, model, 3)
     new = _other(model, 1)
     installed(engine, published(subject, new, 9))
     verify_served(subject, "after an update that follows failed ones", ask(engine, requests), new, model, 9)
-
-
-def _fails(engine: InferenceEngine, meta: WeightUpdateMeta) -> bool:
-    try:
-        installed(engine, meta)
-    except (WeightsError, CheckpointError):
-        return True
-    return False
 
 
 def _unreadable(subject: EngineUnderTest, model: TinyModel) -> dict[str, WeightUpdateMeta]:
@@ -189,29 +170,14 @@ def versions_are_those_of_the_weights(subject: EngineUnderTest) -> None:
     new = _other(old, 1)
     engine = subject.serve(old, keep=False)
     data = subject.data()
-    prompts = Ragged(tuple(_short(row) for row in data.rows))
-    sampling = replace(PLAIN, max_new_tokens=40)
-    meta = published(subject, new, 1)
-    found = asyncio.run(_during(engine, requests_for(prompts, sampling), meta))
-    cut = [response for response in found if response.stop_reason != "length"]
-    subject.require(not cut, f"{len(cut)} of {len(found)} answers were cut short by the update")
-    sides = [expected_of(subject, model, found) for model in (old, new)]
-    choice = [torch.tensor(response.versions) == 1 for response in found]
-    wanted = [
-        torch.where(is_new, right, left)
-        for is_new, left, right in zip(choice, sides[0].values, sides[1].values, strict=True)
-    ]
-    tolerance = max((side.tolerance for side in sides), key=lambda tolerance: tolerance.limit)
-    got = [torch.tensor(response.logprobs) for response in found]
-    finding = compare_tokens("log-probs by the weights whose version tokens carry", got, wanted, tolerance)
+    requests = requests_for(data, replace(PLAIN, max_new_tokens=40), 20)
+    found = asyncio.run(_during(engine, requests, published(subject, new, 1)))
+    sides = {version: expected_of(subject, model, found) for version, model in enumerate((old, new))}
     guesses = {"all of them were drawn by the weights before the update": lambda: sides[0].values}
-    subject.verify(with_guesses(finding, got, guesses, tolerance))
-    after = ask(engine, requests_for(prompts, PLAIN))
+    what = "log-probs by the weights whose version tokens carry"
+    verify_by_version(subject, what, found, sides, guesses)
+    after = ask(engine, requests_for(data, PLAIN, 20))
     verify_served(subject, "after an update with requests in flight", after, new, old, 1)
-
-
-def _short(row: Row) -> Row:
-    return replace(row, ids=row.ids[:20])
 
 
 async def _during(

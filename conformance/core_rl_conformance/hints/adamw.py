@@ -10,13 +10,15 @@ from torch import Tensor
 
 from core_rl_conformance.hints.diagnose import Finding, compare_named
 from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
-from core_rl_oracle.plain_adamw import StepTolerances
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
-__all__ = ["RULES", "Steps", "compare_state", "compare_weights"]
+__all__ = ["RULES", "Steps", "compare_steps"]
 
 Grads = Mapping[str, Tensor]
+Named = Mapping[str, Grads]
+"""Tensors by name, of each kind: ``params``, ``exp_avg`` and ``exp_avg_sq``."""
 StepRule = Callable[[AdamW, AdamWState, Grads, float], object]
+KINDS = {"params": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,44 +40,41 @@ class Steps:
         return state
 
 
-def compare_weights(
-    what: str, got: Grads, steps: Steps, tolerances: Mapping[str, Tolerance], ranks: int
-) -> Finding:
-    """Compare the weights ``got`` after ``steps`` on ``ranks`` data-parallel ranks; name a known mistake."""
-    right = steps.state().params
-    finding = compare_named(what, got, right, tolerances, since=steps.start.params)
-    if finding.problem is None:
-        return finding
-    guess = _guess(steps, lambda wrong: _near(got, wrong.params, right, tolerances), ranks)
-    return replace(finding, problem="\n".join(filter(None, (finding.problem, guess))))
-
-
-def compare_state(
-    what: str, got: AdamWState, steps: Steps, allowed: StepTolerances, ranks: int
+def compare_steps(
+    what: str, got: Named, steps: Steps, allowed: Mapping[str, Mapping[str, Tolerance]], ranks: int
 ) -> list[Finding]:
-    """Compare weights and moments after ``steps`` on ``ranks`` data-parallel ranks; ``got.count`` is not read.
+    """Compare weights, or weights and moments, after ``steps`` on ``ranks`` data-parallel ranks.
 
-    If some are wrong, one finding reports all three and names the known mistake.
+    If some are wrong, one finding reports all of them and names the known mistake.
     """
     right = steps.state()
-    parts = {
-        "weights": (got.params, right.params, allowed.master, steps.start.params),
-        "first moments": (got.exp_avg, right.exp_avg, allowed.exp_avg, None),
-        "second moments": (got.exp_avg_sq, right.exp_avg_sq, allowed.exp_avg_sq, None),
-    }
     findings = {
-        kind: compare_named(f"{kind} {what}", found, expected, limits, since=since)
-        for kind, (found, expected, limits, since) in parts.items()
+        kind: compare_named(
+            f"{KINDS[kind]} {what}",
+            found,
+            getattr(right, kind),
+            allowed[kind],
+            since=steps.start.params if kind == "params" else None,
+        )
+        for kind, found in got.items()
     }
-    wrong = [finding for finding in findings.values() if finding.problem is not None]
+    wrong = {kind: finding for kind, finding in findings.items() if finding.problem is not None}
     if not wrong:
         return list(findings.values())
-    verdict = ", ".join(
-        f"{kind} {'right' if finding.problem is None else 'wrong'}" for kind, finding in findings.items()
+    verdict = ", ".join(f"{KINDS[kind]} {'wrong' if kind in wrong else 'right'}" for kind in got)
+    guess = _rounded(got) or _guess(steps, lambda mistaken: _explains(mistaken, got, right, allowed), ranks)
+    problems = [str(finding.problem) for finding in wrong.values()]
+    problem = "\n".join(filter(None, (f"{what}: {verdict}", *problems, guess)))
+    return [replace(next(iter(wrong.values())), problem=problem)]
+
+
+def _explains(
+    mistaken: AdamWState, got: Named, right: AdamWState, allowed: Mapping[str, Mapping[str, Tolerance]]
+) -> bool:
+    return all(
+        _near(found, getattr(mistaken, kind), getattr(right, kind), allowed[kind])
+        for kind, found in got.items()
     )
-    guess = _rounded(got) or _guess(steps, lambda wrong: _all_near(got, wrong, right, allowed), ranks)
-    lines = [f"{what}: {verdict}", *(finding.problem for finding in wrong), guess]
-    return [replace(wrong[0], problem="\n".join(filter(None, lines)))]
 
 
 def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Tolerance]) -> bool:
@@ -91,20 +90,13 @@ def _largest(tensors: Grads) -> float:
     return max(float(value.abs().max()) for value in tensors.values())
 
 
-def _all_near(got: AdamWState, wrong: AdamWState, right: AdamWState, allowed: StepTolerances) -> bool:
-    return (
-        _near(got.params, wrong.params, right.params, allowed.master)
-        and _near(got.exp_avg, wrong.exp_avg, right.exp_avg, allowed.exp_avg)
-        and _near(got.exp_avg_sq, wrong.exp_avg_sq, right.exp_avg_sq, allowed.exp_avg_sq)
-    )
-
-
-def _rounded(got: AdamWState) -> str | None:
+def _rounded(got: Named) -> str | None:
     """Float32 moments are bfloat16 numbers only if somebody has rounded them."""
     rounded = [
-        kind
-        for kind, moments in (("first", got.exp_avg), ("second", got.exp_avg_sq))
-        if any(bool(value.any()) for value in moments.values())
+        KINDS[kind].removesuffix(" moments")
+        for kind, moments in got.items()
+        if kind != "params"
+        and any(bool(value.any()) for value in moments.values())
         and all(bool((value == value.bfloat16()).all()) for value in moments.values())
     ]
     return f"it looks like: the {' and '.join(rounded)} moments are kept in bfloat16" if rounded else None

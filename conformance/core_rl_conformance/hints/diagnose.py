@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.factors import show_factor
 from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
-from core_rl_conformance.hints.tokens import Places, Tokens
+from core_rl_conformance.hints.tokens import Places, Tokens, show_factor
 from core_rl_oracle.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
 
 __all__ = [
@@ -25,6 +24,8 @@ __all__ = [
     "same_named",
 ]
 
+NEAR = 3.0
+"""Times the limit."""
 MOST_POINTS = 100
 """A finding keeps no more of the compared values."""
 
@@ -40,6 +41,16 @@ class Finding:
     """What to tell the engine's author; None where the comparison holds."""
     points: tuple[tuple[float, float], ...] = ()
     """Some of the compared values as (got, expected)."""
+
+    @property
+    def precision_hint(self) -> str:
+        """A line for an error that a logical mistake would hardly leave so small."""
+        if not 0 < self.error < NEAR * self.limit:
+            return ""
+        return (
+            f"\nthis is {self.error / self.limit:.1f} times the limit: think of precision before logic "
+            "(a smaller dtype, a sum in an unfortunate order)"
+        )
 
 
 # ------------------------------------------------------------------- tokens

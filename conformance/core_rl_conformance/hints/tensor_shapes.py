@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.factors import constant_factor, show_factor
+from core_rl_conformance.hints.tokens import constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Named", "named_hints"]
@@ -238,14 +238,14 @@ def _edges(named: Named) -> str | None:
             return f"only the last index of the {what} dimension is wrong: uneven shards, or padding?"
         for count in RANKS[::-1]:
             if all(
-                sizes[name] > 2 * count and rows <= _beside(sizes[name], count)
+                sizes[name] > 2 * count and rows <= _next_to_cuts(sizes[name], count)
                 for name, rows in found.items()
             ):
-                return f"only indices beside the cuts into {count} shards of the {what} dimension are wrong"
+                return f"only indices next to the cuts into {count} shards of the {what} dimension are wrong"
     return None
 
 
-def _beside(size: int, count: int) -> set[int]:
+def _next_to_cuts(size: int, count: int) -> set[int]:
     cuts = range(-(-size // count), size, -(-size // count))
     return {place for cut in cuts for place in (cut - 1, cut)}
 

@@ -12,9 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.factors import constant_factor, show_factor
 from core_rl_conformance.hints.token_places import PLACES
-from core_rl_conformance.hints.tokens import Tokens
+from core_rl_conformance.hints.tokens import Tokens, constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 __all__ = ["token_hints"]

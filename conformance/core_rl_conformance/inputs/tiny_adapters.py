@@ -23,7 +23,7 @@ __all__ = ["PREFIX", "TinyAdapter"]
 PREFIX = "base_model.model."
 """What ``peft`` writes before the names of an adapter's tensors."""
 STRENGTH = 0.3
-"""How large the adapter's product is beside the weight."""
+"""How large the adapter's product is, compared with the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ configs are full of defaults, which no request asks for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from transformers import (
 
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
-from core_rl_oracle.written import overwrite
+from core_rl_oracle.experts import overwrite
 
-__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "save_with"]
+__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "layer_of", "save_with"]
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
@@ -74,21 +75,23 @@ class TinyModel:
 
     def config(self) -> PretrainedConfig:
         """The transformers config."""
-        config = CONFIGS[self.family](self.dropout)
-        if self.head != "lm":
-            config.num_labels = 1
-        if self.vocabulary is not None:
-            config.vocab_size = self.vocabulary
-        if self.heads is not None:
-            config.num_attention_heads = self.heads
-        if self.kv_heads is not None:
-            config.num_key_value_heads = self.kv_heads
+        kind, own = CONFIGS[self.family]
+        dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
+        values: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
+        config = kind(**values)
+        asked = {
+            "num_labels": None if self.head == "lm" else 1,
+            "vocab_size": self.vocabulary,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "num_experts": self.experts,
+            "norm_topk_prob": False if self.plain_gates else None,
+        }
+        for name, value in asked.items():
+            if value is not None:
+                setattr(config, name, value)
         if self.layers is not None:
             _set_layers(config, self.layers)
-        if self.experts is not None:
-            config.num_experts = self.experts
-        if self.plain_gates:
-            config.norm_topk_prob = False
         if self.eos is not None:
             config.eos_token_id = self.eos if isinstance(self.eos, int) else list(self.eos)
         if self.pad_is_eos:
@@ -124,127 +127,89 @@ def _set_layers(config: PretrainedConfig, count: int) -> None:
         config.layer_types = [kinds[layer % len(kinds)] for layer in range(count)]
 
 
-def _shared(dropout: float, layers: int = 2) -> dict[str, Any]:
-    """Fields of most families: grouped-query attention, and no id for padding."""
-    return {
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_LENGTH,
-        "attention_dropout": dropout,
-        "pad_token_id": None,
-    }
-
-
-def _qwen3(dropout: float) -> PretrainedConfig:
-    """Grouped-query attention with norms on queries and keys, a head size of its own, tied embeddings."""
-    return Qwen3Config(
-        vocab_size=211,
-        hidden_size=45,
-        intermediate_size=70,
-        head_dim=10,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=2,
-        **_shared(dropout),
-    )
-
-
-def _llama(dropout: float) -> PretrainedConfig:
-    """Grouped-query attention, untied embeddings."""
-    return LlamaConfig(
-        vocab_size=151,
-        hidden_size=40,
-        intermediate_size=66,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        **_shared(dropout),
-    )
-
-
-def _qwen2(dropout: float) -> PretrainedConfig:
-    """Biases on queries, keys and values; untied embeddings."""
-    return Qwen2Config(
-        vocab_size=173,
-        hidden_size=40,
-        intermediate_size=66,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        **_shared(dropout),
-    )
-
-
-def _gpt2(dropout: float) -> PretrainedConfig:
-    """Absolute positions, layer norms, biases everywhere, tied embeddings; one id is both BOS and EOS."""
-    return GPT2Config(
-        vocab_size=163,
-        n_embd=36,
-        n_inner=57,
-        n_layer=2,
-        n_head=4,
-        n_positions=MAX_LENGTH,
-        bos_token_id=162,
-        eos_token_id=162,
-        tie_word_embeddings=True,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        pad_token_id=None,
-    )
-
-
-def _gemma2(dropout: float) -> PretrainedConfig:
-    """Scaled tied embeddings, norms that multiply by 1 + weight, a gated GELU, soft caps, a sliding window of 5 tokens,
-    and biases in the attention, also after its output.
-
-    The caps are low enough to bend most scores; the head size is not hidden size over heads, and the scale
-    of attention is neither's.
-    """
-    return Gemma2Config(
-        vocab_size=157,
-        hidden_size=44,
-        intermediate_size=58,
-        head_dim=6,
-        query_pre_attn_scalar=9,
-        sliding_window=5,
-        layer_types=["sliding_attention", "full_attention"],
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=8.0,
-        attention_bias=True,
-        tie_word_embeddings=True,
-        bos_token_id=2,
-        eos_token_id=1,
-        **_shared(dropout),
-    )
-
-
-def _qwen3_moe(dropout: float) -> PretrainedConfig:
-    """A dense layer and two of five experts, of which each token takes two; no number of ranks divides them."""
-    return Qwen3MoeConfig(
-        vocab_size=157,
-        hidden_size=40,
-        intermediate_size=66,
-        moe_intermediate_size=24,
-        mlp_only_layers=[0],
-        num_experts=5,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=2,
-        **_shared(dropout, layers=3),
-    )
-
-
-CONFIGS: dict[str, Callable[[float], PretrainedConfig]] = {
-    "qwen3": _qwen3,
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "gpt2": _gpt2,
-    "gemma2": _gemma2,
-    "qwen3_moe": _qwen3_moe,
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LENGTH,
+    "pad_token_id": None,
+}
+"""Fields of most families: grouped-query attention, and no id for padding."""
+PLAIN: dict[str, Any] = {**SHARED, "hidden_size": 40, "intermediate_size": 66, "tie_word_embeddings": False}
+"""Untied embeddings."""
+GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    # Norms on queries and keys, a head size of its own, tied embeddings.
+    "qwen3": (
+        Qwen3Config,
+        {
+            **SHARED,
+            "vocab_size": 211,
+            "hidden_size": 45,
+            "intermediate_size": 70,
+            "head_dim": 10,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+    ),
+    "llama": (LlamaConfig, {**PLAIN, "vocab_size": 151, "bos_token_id": 1, "eos_token_id": 2}),
+    # Biases on queries, keys and values.
+    "qwen2": (Qwen2Config, {**PLAIN, "vocab_size": 173, "bos_token_id": 1, "eos_token_id": 2}),
+    # Absolute positions, layer norms, biases everywhere, tied embeddings; one id is both BOS and EOS.
+    "gpt2": (
+        GPT2Config,
+        {
+            "vocab_size": 163,
+            "n_embd": 36,
+            "n_inner": 57,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": MAX_LENGTH,
+            "bos_token_id": 162,
+            "eos_token_id": 162,
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+        },
+    ),
+    # Scaled tied embeddings, norms that multiply by 1 + weight, a gated GELU, soft caps low enough to bend most
+    # scores, a sliding window of 5 tokens, and biases in the attention, also after its output. The head size is not
+    # hidden size over heads, and the scale of attention is neither's.
+    "gemma2": (
+        Gemma2Config,
+        {
+            **SHARED,
+            "vocab_size": 157,
+            "hidden_size": 44,
+            "intermediate_size": 58,
+            "head_dim": 6,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+    ),
+    # A dense layer and two of five experts, of which each token takes two; no number of ranks divides them.
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            **PLAIN,
+            "num_hidden_layers": 3,
+            "vocab_size": 157,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+    ),
 }
 
 
@@ -258,15 +223,12 @@ class ModelStore:
     def directory(self, model: TinyModel) -> Path:
         """The directory of ``model``: config and safetensors, as ``save_pretrained`` writes them."""
         if model not in self._built:
-            name = f"{model.family}-{model.head}-seed{model.seed}-dropout{model.dropout}"
-            name += "" if model.eos is None else f"-eos{model.eos}".replace(" ", "")
-            name += "" if model.vocabulary is None else f"-vocabulary{model.vocabulary}"
-            name += "" if model.heads is None else f"-heads{model.heads}"
-            name += "" if model.kv_heads is None else f"-kv{model.kv_heads}"
-            name += "" if model.layers is None else f"-layers{model.layers}"
-            name += "" if model.experts is None else f"-experts{model.experts}"
-            name += "-plain-gates" if model.plain_gates else ""
-            path = self.root / (f"{name}-pad-is-eos" if model.pad_is_eos else name)
+            changed = [
+                f"{part.name}{getattr(model, part.name)}"
+                for part in fields(model)
+                if part.name != "family" and getattr(model, part.name) != part.default
+            ]
+            path = self.root / "-".join([model.family, *changed]).replace(" ", "")
             build(model).save_pretrained(path)
             if model.head == "lm":
                 _write_generation_config(model, path)
@@ -277,16 +239,9 @@ class ModelStore:
 def _write_generation_config(model: TinyModel, path: Path) -> None:
     """Sampling defaults such as published models have; a request says all there is, so none may be applied."""
     config = model.config()
-    generation = GenerationConfig(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        do_sample=True,
-        temperature=0.7,
-        top_k=5,
-        top_p=0.8,
-        repetition_penalty=1.3,
-    )
-    generation.save_pretrained(path)
+    defaults = {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "repetition_penalty": 1.3}
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    GenerationConfig(**ids, do_sample=True, **defaults).save_pretrained(path)
 
 
 def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> None:
@@ -326,6 +281,12 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
     fan_in = parameter.shape[0] if transposed else parameter.shape[-1]
     peak = LOGIT_STD if name.startswith("lm_head") else 1.0
     return peak * noise / math.sqrt(fan_in)
+
+
+def layer_of(name: str) -> str | None:
+    """The transformer layer that the parameter ``name`` is in, such as ``model.layers.0``."""
+    found = re.match(r"\D*\.\d+(?=\.)", name)
+    return None if found is None else found.group()
 
 
 def _stable_hash(text: str) -> int:

@@ -8,11 +8,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.profile import Setting
@@ -25,14 +23,10 @@ __all__ = [
     "low_rank_of",
     "outputs_of",
     "start",
-    "verify_present_outputs",
     "written",
 ]
 
 ValueT = TypeVar("ValueT")
-
-PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
-"""Lengths of the sequences that show what the ranks compute with."""
 
 
 def start(
@@ -91,26 +85,6 @@ def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:
     }
     like = adapter.low_rank()
     return LowRank(factors=found, scaling=like.scaling, transposed=like.transposed)
-
-
-def verify_present_outputs(
-    subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter, what: str
-) -> None:
-    """Compare outputs on all ranks with the oracle that has the base's weights and the engine's exported adapter."""
-    data, model = subject.data(lengths=PROBE), adapter.model
-    name: OutputName = "logprobs" if model.head == "lm" else "values"
-    expected = subject.expected.outputs_at(
-        subject.expected.models.directory(model),
-        model.head,
-        data,
-        name,
-        subject.dtype,
-        subject.case.device,
-        adapter=low_rank_of(adapter, group),
-    )
-    got = per_sequence(group.forward(data.batch(), MicroBatchSpec(count=1), (name,)), name, data)
-    places = subject.places(data)
-    subject.verify(compare_tokens(f"{name} {what}", got, expected.values, expected.tolerance, places))
 
 
 def outputs_of(

@@ -16,11 +16,11 @@ from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.outcomes import NotRun
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["Beside", "named_beside", "partners_part", "scalars_beside", "tokens_beside", "verify_beside"]
+__all__ = ["PairFinding", "pair_named", "pair_scalars", "pair_tokens", "partners_part", "verify_pair"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class PairFinding:
     """One quantity of two engines: compared with each other, and each with the oracle."""
 
     between: Finding
@@ -28,44 +28,44 @@ class Beside:
     partner: Finding
 
 
-def tokens_beside(
+def pair_tokens(
     what: str,
     own: Sequence[Tensor],
     partner: Sequence[Tensor],
     expected: ExpectedOutputs,
     places: Places | None = None,
-) -> Beside:
+) -> PairFinding:
     """A token output ``[L]`` of each sequence; ``places`` of the tokens, for the hints."""
     truth, allowed = expected.values, expected.tolerance
-    return Beside(
+    return PairFinding(
         between=compare_tokens(_between(what), own, partner, allowed + allowed),
         own=compare_tokens(what, own, truth, allowed, places),
         partner=compare_tokens(what, partner, truth, allowed),
     )
 
 
-def scalars_beside(what: str, own: float, partner: float, truth: float, allowed: Tolerance) -> Beside:
+def pair_scalars(what: str, own: float, partner: float, truth: float, allowed: Tolerance) -> PairFinding:
     """A number."""
-    return Beside(
+    return PairFinding(
         between=compare_scalar(_between(what), own, partner, allowed + allowed),
         own=compare_scalar(what, own, truth, allowed),
         partner=compare_scalar(what, partner, truth, allowed),
     )
 
 
-def named_beside(
+def pair_named(
     what: str,
     own: Mapping[str, Tensor],
     partner: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
     allowed: Mapping[str, Tolerance],
     since: Mapping[str, Tensor] | None = None,
-) -> Beside:
+) -> PairFinding:
     """Tensors by name; ``since`` holds their values before training, for the hints."""
     # Over the oracle's names: of other ones there is no tolerance, and it is they that are wrong.
     present = {name: partner[name] for name in truth if name in partner}
     together = {name: tolerance + tolerance for name, tolerance in allowed.items()}
-    return Beside(
+    return PairFinding(
         between=compare_named(_between(what), own, present, together),
         own=compare_named(what, own, truth, allowed, since=since),
         partner=compare_named(what, partner, truth, allowed),
@@ -73,10 +73,10 @@ def named_beside(
 
 
 def _between(what: str) -> str:
-    return f"{what} beside the other engine"
+    return f"{what} compared with the other engine"
 
 
-def verify_beside(subject: EngineUnderTest, quantities: Sequence[Beside]) -> None:
+def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> None:
     """Require that two engines agree in ``quantities``, in the order in which they arise.
 
     Where they do not, and the engine under check is off the oracle, this raises `AssertionError`; where only
@@ -101,7 +101,7 @@ def verify_beside(subject: EngineUnderTest, quantities: Sequence[Beside]) -> Non
 
 
 def _verdict(
-    subject: EngineUnderTest, between: Finding, off: Beside | None, blamed: Finding | None
+    subject: EngineUnderTest, between: Finding, off: PairFinding | None, blamed: Finding | None
 ) -> Iterator[str]:
     """The difference between the two engines, and the one to fix."""
     own, partner = subject.spec.name, _partner(subject)
@@ -109,9 +109,9 @@ def _verdict(
     if off is not None:
         yield f"{own!r} is off the oracle: {_by(off.own)}"
         if blamed is None:
-            yield f"{partner!r} is within its tolerance: {_by(off.partner)}; mend {own!r}"
+            yield f"{partner!r} is within its tolerance: {_by(off.partner)}; fix {own!r}"
         else:
-            yield f"{partner!r} is off as well: {_by(blamed)}; mend both"
+            yield f"{partner!r} is off as well: {_by(blamed)}; fix both"
 
 
 def _by(finding: Finding) -> str:

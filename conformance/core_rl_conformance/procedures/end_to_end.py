@@ -12,6 +12,7 @@ from torch import Tensor
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.trajectory import ExpectedTraining, Training
 from core_rl_oracle.oracle import AdamW
@@ -20,8 +21,6 @@ __all__ = ["Trained", "expected_training", "train_end_to_end", "training_of", "v
 
 LOSS = TokenMeanLoss(temperature=0.8)
 CUT = MicroBatchSpec(max_tokens=48)
-LENGTHS = (13, 2, 21, 1, 8, 17, 5, 11)
-"""Lengths of the sequences of one step."""
 STEPS = 4
 CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_norm=0.5)
 """With a large epsilon, and clipping in every step."""
@@ -38,7 +37,7 @@ class Trained:
 def training_of(subject: EngineUnderTest) -> Training:
     """One step on each of several batches, with clipping and a learning rate that falls."""
     return Training(
-        data=tuple(subject.data(LENGTHS, seed) for seed in range(STEPS)),
+        data=tuple(subject.data(PROBE, seed) for seed in range(STEPS)),
         loss=LOSS,
         config=CONFIG,
         total_steps=STEPS + 2,

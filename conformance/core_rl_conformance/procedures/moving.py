@@ -19,10 +19,10 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import same_named
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.training import Shadow, optimizer_config, verify_outputs
+from core_rl_conformance.procedures.outputs import verify_outputs
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.oracle import AdamW
 
@@ -33,6 +33,7 @@ __all__ = [
     "Saved",
     "State",
     "elsewhere",
+    "formats",
     "meta",
     "offload_and_onload",
     "saved_portable",
@@ -42,6 +43,8 @@ __all__ = [
     "verify_file",
     "verify_goes_on",
     "verify_next_steps",
+    "verify_progress",
+    "verify_report",
     "verify_state",
     "verify_steps",
 ]
@@ -129,7 +132,36 @@ def saved_portable(subject: EngineUnderTest, group: EngineGroup, name: str) -> S
 def verify_state(subject: EngineUnderTest, what: str, group: EngineGroup, expected: State) -> None:
     """Require that the engine's weights and moments are those, bit for bit."""
     for kind, tensors in expected.items():
-        subject.verify(same_named(f"{kind} {what}", group.named_tensors(kind), tensors))
+        subject.verify_same(f"{kind} {what}", group.named_tensors(kind), tensors)
+
+
+def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:
+    """``sharded``, and ``portable`` where it is declared."""
+    return ["sharded", "portable"] if subject.spec.supports(Capability.PORTABLE_CHECKPOINT) else ["sharded"]
+
+
+def verify_progress(
+    subject: EngineUnderTest, what: str, group: EngineGroup, expected: EngineProgress
+) -> None:
+    """Require that the engine's counts of updates and schedule steps are those."""
+    found = group.progress
+    subject.require(found == expected, f"the progress {what} is {found}; expected {expected}")
+
+
+def verify_report(
+    subject: EngineUnderTest,
+    what: str,
+    found: Mapping[str, float],
+    expected: Mapping[str, float],
+    otherwise: str,
+) -> None:
+    """Require that a step reports what it reports ``otherwise``, bit for bit."""
+    other = [name for name in expected if found.get(name) != expected[name]]
+    subject.require(
+        not other,
+        f"{what} reports {', '.join(f'{name} {found.get(name)!r}' for name in other)}; {otherwise} "
+        f"{', '.join(f'{name} {expected[name]!r}' for name in other)}",
+    )
 
 
 def verify_steps(
@@ -175,7 +207,7 @@ def verify_file(subject: EngineUnderTest, model: TinyModel, saved: Saved) -> Non
         subject.require(not broken, f"{kind} is not finite: {', '.join(broken[:6])}")
         files = TensorFiles(saved.path, kind)
         written = {name: files.read(name) for name in files.names()}
-        subject.verify(same_named(f"{kind} in the portable checkpoint", written, tensors))
+        subject.verify_same(f"{kind} in the portable checkpoint", written, tensors)
     found, expected = read_manifest(saved.path).state["progress"], asdict(saved.progress)
     subject.require(
         found == expected, f"the portable checkpoint holds the progress {found}; it is {expected}"
@@ -188,10 +220,7 @@ def verify_goes_on(
     """Load ``saved``; require its very state and progress, and that the next steps are AdamW's."""
     group.load(meta(saved.path, "portable"))
     verify_state(subject, what, group, saved.state)
-    subject.require(
-        group.progress == saved.progress,
-        f"the progress {what} is {group.progress}; expected {saved.progress}",
-    )
+    verify_progress(subject, what, group, saved.progress)
     verify_next_steps(subject, group, model, what)
 
 

@@ -15,6 +15,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError, WeightsError
+from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
@@ -25,6 +26,8 @@ from core_rl_oracle.oracle import Oracle
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = [
+    "FEW",
+    "PLAIN",
     "Expected",
     "Guesses",
     "Weights",
@@ -38,8 +41,10 @@ __all__ = [
     "meanwhile",
     "requests_for",
     "sequences_of",
+    "verify_by_version",
     "verify_logprobs",
     "verify_served",
+    "verify_version",
     "with_guesses",
 ]
 
@@ -47,6 +52,9 @@ Weights = TinyModel | Path
 """Whose log-probs are expected: a tiny model's, or those of a model directory as it is now."""
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
 """Explanations of a wrong result: a sentence, and the log-probs that would prove it."""
+FEW = (0, 1, 3, 4, 7, 10)
+"""Sequences of unequal lengths, the shortest and the longest among them."""
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 MOST_AT_ONCE = 256
 """Requests in flight."""
 
@@ -54,9 +62,11 @@ MOST_AT_ONCE = 256
 # ------------------------------------------------------------------- asking
 
 
-def requests_for(data: Ragged, sampling: SamplingParams) -> list[LLMRequest]:
-    """One request for each sequence of ``data``, without a seed."""
-    return [LLMRequest(input_ids=row.ids, sampling=sampling) for row in data.rows]
+def requests_for(
+    data: Ragged, sampling: SamplingParams = PLAIN, longest: int | None = None
+) -> list[LLMRequest]:
+    """One request for each sequence of ``data`` (its first ``longest`` tokens), without a seed."""
+    return [LLMRequest(input_ids=row.ids[:longest], sampling=sampling) for row in data.rows]
 
 
 async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
@@ -220,6 +230,38 @@ def verify_served(
     )
     guesses = {"log-probs of the weights before the update": lambda: expected_of(subject, old, found).values}
     verify_logprobs(subject, f"log-probs {what}", model, found, 1.0, guesses)
+
+
+def verify_by_version(
+    subject: EngineUnderTest,
+    what: str,
+    found: Sequence[LLMResponse],
+    sides: Mapping[int, Expected],
+    guesses: Guesses | None = None,
+) -> None:
+    """Verify that answers are complete, and that each token has the log-prob of the side whose version it carries."""
+    __tracebackhide__ = True
+    cut = [response for response in found if response.stop_reason != "length"]
+    subject.require(not cut, f"{what}: {len(cut)} of {len(found)} answers were cut short")
+    carried = {version for response in found for version in response.versions}
+    subject.require(carried <= set(sides), f"{what}: tokens carry {sorted(carried)}, not {sorted(sides)}")
+    wanted = [
+        torch.stack([sides[version].values[number][place] for place, version in enumerate(response.versions)])
+        for number, response in enumerate(found)
+    ]
+    tolerance = max((side.tolerance for side in sides.values()), key=lambda tolerance: tolerance.limit)
+    got = [torch.tensor(response.logprobs) for response in found]
+    finding = compare_tokens(what, got, wanted, tolerance)
+    subject.verify(with_guesses(finding, got, guesses or {}, tolerance))
+
+
+def verify_version(
+    subject: EngineUnderTest, engine: InferenceEngine | EngineGroup, version: int, when: str
+) -> None:
+    """Require that the version of ``engine`` is the one that the driver gave it last."""
+    __tracebackhide__ = True
+    found = engine.get_version()
+    subject.require(found == version, f"get_version() is {found} {when}; the driver set {version}")
 
 
 def with_guesses(finding: Finding, got: Sequence[Tensor], guesses: Guesses, tolerance: Tolerance) -> Finding:

@@ -10,19 +10,32 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
 from core_rl.weight_sync.stream import Bucket, abandon, receiving, receiving_buckets
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 
-__all__ = ["Caught", "caught", "sent", "tensors_of"]
+__all__ = ["LARGE_BUCKET", "Caught", "caught", "sent", "sync_meta", "tensors_of"]
 
 
 POLL_S = 0.1
+LARGE_BUCKET = 1 << 28
+"""All weights of a tiny model fit."""
+
+
+def sync_meta(
+    subject: EngineUnderTest, method: SyncMethod, version: int, bucket_bytes: int, verify: bool = False
+) -> WeightUpdateMeta:
+    """An update with a meeting point of its own."""
+    point = str(subject.directory(f"meeting-{version}"))
+    return WeightUpdateMeta(
+        method=method, version=version, path=point, bucket_bytes=bucket_bytes, verify=verify
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

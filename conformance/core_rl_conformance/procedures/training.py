@@ -13,22 +13,20 @@ from typing import Any
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import TensorKind
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
-from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
-from core_rl_conformance.hints.adamw import Steps, compare_state
-from core_rl_conformance.hints.diagnose import compare_scalar, compare_tokens, same_named
-from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.hints.adamw import Steps, compare_steps
 from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["Shadow", "optimizer_config", "verify_outputs"]
+__all__ = ["Shadow", "optimizer_config"]
 
-PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
-"""Lengths of the sequences that show what the ranks compute with."""
+
+MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_config(config: AdamW, total_steps: int | None = None) -> dict[str, Any]:
@@ -42,23 +40,6 @@ def optimizer_config(config: AdamW, total_steps: int | None = None) -> dict[str,
         "max_grad_norm": config.max_grad_norm,
         **schedule,
     }
-
-
-def verify_outputs(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
-    """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
-
-    Export alone cannot show that what a rank computes with is something else: an old gathered copy, or
-    a replica that has drifted away.
-    """
-    data = subject.data(lengths=PROBE)
-    directory = subject.directory(f"weights {what}")
-    save_with(model, group.named_tensors("master"), directory)
-    dtype, device = subject.dtype, subject.case.device
-    name: OutputName = "logprobs" if model.head == "lm" else "values"
-    expected = subject.expected.outputs_at(directory, model.head, data, name, dtype, device)
-    got = per_sequence(group.forward(data.batch(), MicroBatchSpec(count=1), (name,)), name, data)
-    places = subject.places(data)
-    subject.verify(compare_tokens(f"{name} {what}", got, expected.values, expected.tolerance, places))
 
 
 @dataclass(kw_only=True)
@@ -89,9 +70,9 @@ class Shadow:
         master = group.named_tensors("master")
         trained = {name: value for name, value in master.items() if name not in frozen}
         state = replace(AdamWState.start(trained), count=progress.updates)
-        first, second = group.named_tensors("exp_avg"), group.named_tensors("exp_avg_sq")
-        for moments, found in ((state.exp_avg, first), (state.exp_avg_sq, second)):
-            moments.update({name: value.double() for name, value in found.items() if name in trained})
+        for kind in MOMENTS:
+            found = group.named_tensors(kind)
+            getattr(state, kind).update({name: found[name].double() for name in found if name in trained})
         return Shadow(
             config=config,
             state=state,
@@ -135,9 +116,9 @@ class Shadow:
         reported = group.optimizer_step()
         norm = self.config.step(self.state, grads, self.rate)
         few = Tolerance(baseline=0.0, floor=1e-6 * norm)
-        subject.verify(compare_scalar(f"the norm {what}", reported["grad_norm"], norm, few))
+        subject.verify_scalar(f"the norm {what}", reported["grad_norm"], norm, few)
         exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
-        subject.verify(compare_scalar(f"the learning rate {what}", reported["lr"], self.rate, exact))
+        subject.verify_scalar(f"the learning rate {what}", reported["lr"], self.rate, exact)
         subject.require(reported["update_successful"] == 1.0, f"the update {what} was not made: {reported}")
         self._grads.append(grads)
         self._rates.append(self.rate)
@@ -150,12 +131,8 @@ class Shadow:
         weights = group.named_tensors("master")
         still = {name: weights.pop(name) for name in self.frozen if name in weights}
         if self.frozen:
-            subject.verify(same_named(f"frozen weights {what}", still, self.frozen))
-        got = AdamWState(
-            params=weights,
-            exp_avg=group.named_tensors("exp_avg"),
-            exp_avg_sq=group.named_tensors("exp_avg_sq"),
-        )
+            subject.verify_same(f"frozen weights {what}", still, self.frozen)
+        got = {"params": weights, **{kind: group.named_tensors(kind) for kind in MOMENTS}}
         steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
-        for finding in compare_state(what, got, steps, allowed, subject.layout.dp):
+        for finding in compare_steps(what, got, steps, allowed, subject.layout.dp):
             subject.verify(finding)

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from core_rl.config.capability import Capability
 from core_rl.registry.spec import EngineKind
-from core_rl_conformance.outcomes import Outcome
-from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CaseRecord, Verdict
+from core_rl_conformance.catalogue import Check
+from core_rl_conformance.outcomes import CaseRecord, Outcome
+from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CheckRecord, Verdict
 
 __all__ = ["certify", "judge", "needs_of"]
-
-
-class NeedingCheck(Protocol):
-    """The fields of a check, or of its record, that certification reads."""
-
-    @property
-    def identifier(self) -> str: ...
-    @property
-    def kind(self) -> EngineKind: ...
-    @property
-    def partner(self) -> EngineKind | None: ...
-    @property
-    def provisional(self) -> bool: ...
-    @property
-    def requires(self) -> Collection[str]: ...
 
 
 ANY_CHECK = frozenset(
@@ -43,7 +28,7 @@ ANY_CHECK = frozenset(
 """Where checks run, and not what they are about: every check says something about these."""
 
 
-def needs_of(checks: Iterable[NeedingCheck], kind: EngineKind) -> dict[str, Collection[str]]:
+def needs_of(checks: Iterable[Check | CheckRecord], kind: EngineKind) -> dict[str, Collection[str]]:
     """Capabilities that each check for engines of ``kind`` requires, without provisional checks and pairs."""
     return {
         c.identifier: c.requires for c in checks if c.kind == kind and c.partner is None and not c.provisional

@@ -93,7 +93,7 @@ def _problem(location: tuple[int | str, ...], message: str) -> str:
 def check_destination(path: Path) -> None:
     """Raise `ReportError` unless a report can be written to ``path``; better now than after the session."""
     if path.suffix != ".json":
-        raise ReportError(f"--report={path}: the name must end in .json; the HTML page goes beside it")
+        raise ReportError(f"--report={path}: the name must end in .json; the HTML page goes next to it")
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ReportError(f"--report={path}: no file can be written there")

@@ -12,14 +12,12 @@ import jinja2
 from markupsafe import Markup, escape
 
 from core_rl.pages.environment import page_environment
-from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.report.model import (
     CapabilityRecord,
     CapabilityState,
-    CaseRecord,
     CheckRecord,
     EngineRecord,
-    MeasurementRecord,
     Report,
 )
 from core_rl_conformance.report.plots import error_plot, scatter_plots

@@ -6,50 +6,29 @@ A field may be added or changed only together with `SCHEMA_VERSION`: readers ref
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
+from pydantic import model_validator
 
+from core_rl.machine import Machine
 from core_rl.registry.spec import EngineKind
 from core_rl_conformance.catalogue import natural_order, paragraphs_of
-from core_rl_conformance.outcomes import CaseResult, Measurement, Outcome
+from core_rl_conformance.outcomes import CaseRecord, Record
 
 __all__ = [
     "SCHEMA_VERSION",
     "CapabilityRecord",
     "CapabilityState",
-    "CaseRecord",
     "CheckRecord",
     "EngineRecord",
-    "Environment",
-    "MeasurementRecord",
     "Report",
     "Verdict",
     "report_schema",
 ]
 
 SCHEMA_VERSION: Literal["1.0"] = "1.0"
-
-
-Number = Annotated[
-    float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]})
-]
-"""JSON has no infinity, and a comparison that cannot be made has an infinite error."""
-
-
-class Record(BaseModel):
-    """Frozen, and closed to unknown fields."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        ser_json_inf_nan="strings",
-        json_schema_serialization_defaults_required=True,
-    )
 
 
 class CapabilityState(StrEnum):
@@ -71,65 +50,6 @@ class Verdict(StrEnum):
     """Nothing failed, but the command line left checks, layouts or models out."""
     FAILED = "failed"
     NOT_RUN = "not run"
-
-
-class MeasurementRecord(Record):
-    """One comparison inside a check."""
-
-    what: str
-    error: Number
-    """The largest difference from the oracle."""
-    limit: Number
-    """The largest error that passes."""
-    points: tuple[tuple[Number, Number], ...] = ()
-    """Some of the compared values as (engine, oracle), for a scatter plot."""
-
-    @property
-    def ratio(self) -> float:
-        """The error in relation to its limit."""
-        return Measurement(what=self.what, error=self.error, limit=self.limit).ratio
-
-
-class CaseRecord(Record):
-    """The outcome of one check on one engine, layout and model."""
-
-    check: str
-    engine: str
-    partner: str = ""
-    """The engine beside it, for a check of a pair."""
-    layout: str
-    model: str
-    dtype: str
-    seed: int
-    outcome: Outcome
-    provisional: bool
-    """It does not count against the engine yet."""
-    seconds: float
-    starting_s: float = 0.0
-    """Seconds of ``seconds`` that went into starting ranks."""
-    capabilities: tuple[str, ...]
-    """Declared capabilities that this case certifies when it passes."""
-    measurements: tuple[MeasurementRecord, ...] = ()
-    reason: str = ""
-    """Why it was not run, is not supported or is waived."""
-    message: str = ""
-    """What the check said when it failed."""
-
-    @classmethod
-    def of(cls, result: CaseResult, message: str = "") -> CaseRecord:
-        """The record of what a session found."""
-        return cls.model_validate({**asdict(result), "message": message})
-
-    @property
-    def worst(self) -> MeasurementRecord | None:
-        """The measurement that came closest to its limit, or went furthest beyond it."""
-        return max(self.measurements, key=lambda measurement: measurement.ratio, default=None)
-
-    @property
-    def place(self) -> str:
-        """The layout, model, dtype and partner, as in the test's name."""
-        place = f"{self.layout}-{self.model}-{self.dtype}"
-        return f"{place}-with-{self.partner}" if self.partner else place
 
 
 class CheckRecord(Record):
@@ -185,22 +105,7 @@ class EngineRecord(Record):
     """All that it declares; every other one is not supported."""
     verdict: Verdict
     problems: tuple[str, ...] = ()
-    """What counts against it beside failed checks."""
-
-
-class Environment(Record):
-    """The machine, the packages and the threads of the session."""
-
-    python: str
-    system: str
-    processor: str
-    cores: int
-    """Cores that this process may use."""
-    threads: int
-    """Threads of torch in the process of the suite; each rank has one."""
-    gpus: tuple[str, ...]
-    packages: dict[str, str]
-    """Versions of the engines' distributions, of core-rl, and of what they require."""
+    """What counts against it besides failed checks."""
 
 
 class Report(Record):
@@ -218,7 +123,7 @@ class Report(Record):
     seed: int
     complete: bool
     """Whether nothing was left out by the command line."""
-    environment: Environment
+    environment: Machine
     engines: tuple[EngineRecord, ...]
     checks: tuple[CheckRecord, ...]
     results: tuple[CaseRecord, ...]

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core_rl.pages.chart import Area, Chart, Dot, Tick
-from core_rl_conformance.report.model import CaseRecord, MeasurementRecord, Report
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord
+from core_rl_conformance.report.model import Report
 
 __all__ = ["ErrorPlot", "ErrorRow", "Scatter", "error_plot", "scatter_plots"]
 

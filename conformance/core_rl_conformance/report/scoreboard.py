@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.html import CapabilityRow, EngineView, capability_rows, count_outcomes, render
 from core_rl_conformance.report.model import (
     CapabilityRecord,
     CapabilityState,
-    CaseRecord,
     CheckRecord,
     EngineRecord,
     Report,

@@ -1,41 +1,32 @@
-"""The pytest plugin behind ``--report``."""
+"""The pytest plugin behind ``--report``: a report from what a session has at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
-from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.outcomes import CaseResult, Outcome
-from core_rl_conformance.report.build import build_report
+from core_rl import __version__
+from core_rl.machine import describe_machine
+from core_rl.registry.engines import EngineEntry, list_engines
+from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
+from core_rl_conformance.catalogue import Check, load_checks
+from core_rl_conformance.outcomes import CaseRecord
+from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
-from core_rl_conformance.report.model import CaseRecord, Report
-from core_rl_conformance.session.items import Plan
+from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
+from core_rl_conformance.session.summary import Summary
 
 __all__ = ["ReportWriter"]
 
 FINISHED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-Key = tuple[str, str, str, str, str]
-
-
-class Summary(Protocol):
-    """The properties of a session that a report needs besides its results."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def narrowed(self) -> bool: ...
-
-    def problems(self) -> Mapping[str, Sequence[str]]:
-        """By engine, why the session proves less than it seems to."""
 
 
 class ReportWriter:
-    """Gathers the results of a session and writes them to ``path`` at its end."""
+    """Writes the results of a session to ``path`` at its end."""
 
     def __init__(self, path: Path, config: pytest.Config, summary: Summary) -> None:
         try:
@@ -45,20 +36,7 @@ class ReportWriter:
         self._path = path
         self._config = config
         self._summary = summary
-        self._cases: dict[Key, CaseRecord] = {}
         self._written = ""
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a result, and what a failed check said; of two reports on one case, the first or the failure."""
-        result = CaseResult.from_properties(report.user_properties)
-        if result is None:
-            return
-        key = (result.engine, result.check, result.layout, result.model, result.dtype)
-        known = self._cases.get(key)
-        if known is None or known.outcome not in (Outcome.FAILED, result.outcome):
-            failed = result.outcome in (Outcome.FAILED, Outcome.WAIVED)
-            message = report.longreprtext if failed else ""
-            self._cases[key] = CaseRecord.of(result, message)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -80,12 +58,87 @@ class ReportWriter:
 
     def _report(self, exitstatus: int) -> Report:
         plan = self._summary.plan
-        return build_report(
+        return _build_report(
             specs=[target.spec for target in plan.targets],
             checks=load_checks().values(),
-            results=list(self._cases.values()),
+            results=self._summary.results,
             command=["pytest", *map(str, self._config.invocation_params.args)],
             seed=plan.selection.seed,
             complete=not self._summary.narrowed and exitstatus in FINISHED,
             problems=self._summary.problems(),
         )
+
+
+def _build_report(
+    *,
+    specs: Sequence[EngineSpec],
+    checks: Iterable[Check],
+    results: Sequence[CaseRecord],
+    command: Sequence[str],
+    seed: int,
+    complete: bool,
+    problems: Mapping[str, Sequence[str]] | None = None,
+) -> Report:
+    """The report of one session.
+
+    ``specs`` are the engines under check; ``complete`` says that the command line left nothing out;
+    ``problems`` are, by engine, further reasons against it.
+    """
+    known = sorted(map(_check, checks), key=lambda check: check.order)
+    entries = {entry.name: entry for entry in list_engines()}
+    engines = [
+        _engine(
+            spec,
+            entries.get(spec.name),
+            known,
+            [case for case in results if case.engine == spec.name],
+            tuple((problems or {}).get(spec.name, ())),
+            complete=complete,
+        )
+        for spec in specs
+    ]
+    return Report(
+        suite_version=__version__,
+        protocol=PROTOCOL_VERSION,
+        created=datetime.now(UTC).replace(microsecond=0),
+        command=shlex.join(command),
+        seed=seed,
+        complete=complete,
+        environment=describe_machine((engine.distribution for engine in engines), extra="conformance"),
+        engines=tuple(engines),
+        checks=tuple(known),
+        results=tuple(results),
+    )
+
+
+def _engine(
+    spec: EngineSpec,
+    entry: EngineEntry | None,
+    checks: Sequence[CheckRecord],
+    cases: Sequence[CaseRecord],
+    problems: tuple[str, ...],
+    *,
+    complete: bool,
+) -> EngineRecord:
+    return EngineRecord(
+        name=spec.name,
+        kind=spec.kind,
+        description=spec.description,
+        distribution=entry.distribution if entry else "(this process)",
+        version=entry.version if entry else "-",
+        protocol=spec.protocol,
+        capabilities=certify(spec.capabilities, cases, needs_of(checks, spec.kind)),
+        verdict=judge(cases, problems, complete=complete),
+        problems=problems,
+    )
+
+
+def _check(check: Check) -> CheckRecord:
+    return CheckRecord(
+        identifier=check.identifier,
+        kind=check.kind,
+        partner=check.partner,
+        description=check.description,
+        requires=tuple(sorted(check.requires)),
+        provisional=check.provisional,
+    )

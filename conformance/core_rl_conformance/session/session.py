@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+import re
+from collections.abc import Collection, Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from transformers.utils import logging as hf_logging
+from xdist.scheduler import LoadScopeScheduling
 
 from core_rl.errors import CoreRLError
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.outcomes import CaseResult, Outcome
-from core_rl_conformance.session.basics import level
-from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan
+from core_rl_conformance.outcomes import CaseRecord, Outcome
+from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan, level
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.summary import Summary
 
-__all__ = ["ConformanceSession"]
+__all__ = ["ConformanceSession", "unit_of"]
 
+CASE = re.compile(r"(?P<module>[^/]*)\.py::[^\[]*\[.*?-(?P<model>[^-]+-(?:bfloat16|float32))")
+"""The name of a case, as far as its model and dtype."""
 FILTERS = ("keyword", "markexpr", "deselect", "lf", "stepwise")
 """Options of pytest that leave tests out."""
 
@@ -108,6 +111,11 @@ class ConformanceSession:
 
     # --------------------------------------------------------------- running
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> CaseScheduling | None:
+        """Ours, unless ``--dist`` asks for another."""
+        return CaseScheduling(config, log) if config.getoption("dist") == "load" else None
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         """Keep the groups of ranks for the whole session, and end them with it."""
@@ -136,9 +144,10 @@ class ConformanceSession:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        result = CaseResult.from_properties(report.user_properties)
+        result = CaseRecord.from_properties(report.user_properties)
         if result is not None:
-            self.summary.add(result)
+            failed = result.outcome in (Outcome.FAILED, Outcome.WAIVED)
+            self.summary.add(result.model_copy(update={"message": report.longreprtext if failed else ""}))
 
     # ---------------------------------------------------------------- ending
 
@@ -154,6 +163,28 @@ class ConformanceSession:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.config.option.collectonly:
             self.summary.write(terminalreporter)
+
+
+def unit_of(nodeid: str, servers: Collection[str]) -> str:
+    """The group of cases that run on one worker with the case ``nodeid``.
+
+    The cases of one module, model and dtype: they ask for the same expected values. For ``servers`` all cases of
+    a model: a server has one, and takes long to start with another.
+    """
+    found = CASE.search(nodeid)
+    if found is None:
+        return nodeid
+    engines = nodeid.partition("[")[2]
+    serves = any(engines.startswith(f"{name}-") or f"-with-{name}-" in engines for name in servers)
+    return found["model"] if serves else f"{found['module']} {found['model']}"
+
+
+class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no annotations
+    """Whole units, the largest first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        targets = self.config.stash[PLAN].targets
+        return unit_of(nodeid, [target.spec.name for target in targets if target.spec.kind == "inference"])
 
 
 def _plan(config: pytest.Config) -> Plan:

@@ -7,9 +7,8 @@ from typing import Protocol
 
 from core_rl.config.capability import Capability
 from core_rl_conformance.catalogue import load_checks, natural_order
-from core_rl_conformance.outcomes import CaseResult, Outcome
+from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.certify import certify, needs_of
-from core_rl_conformance.report.model import CaseRecord
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Target
 
@@ -40,14 +39,14 @@ class Summary:
     def __init__(self, plan: Plan, narrowed: bool) -> None:
         self.plan = plan
         self.narrowed = narrowed
-        self._results: dict[tuple[str, ...], CaseResult] = {}
+        self._results: dict[tuple[str, ...], CaseRecord] = {}
 
     @property
-    def results(self) -> list[CaseResult]:
+    def results(self) -> list[CaseRecord]:
         """All results, in the order in which they came."""
         return list(self._results.values())
 
-    def add(self, result: CaseResult) -> None:
+    def add(self, result: CaseRecord) -> None:
         """Take one result."""
         key = (result.engine, result.partner, result.check, result.layout, result.model, result.dtype)
         known = self._results.get(key)
@@ -63,13 +62,13 @@ class Summary:
     def _problems(self, target: Target) -> Iterator[str]:
         name = target.spec.name
         own = [result for result in self.results if result.engine == name]
-        beside = [result for result in self.results if result.partner == name]
-        if not any(result.outcome.executed for result in own + beside):
+        partners = [result for result in self.results if result.partner == name]
+        if not any(result.outcome.executed for result in own + partners):
             yield "no check was executed; look at the paths and filters, and run with --pyargs core_rl_conformance"
         elif not self.narrowed:
             yield from self._unproven(target, own)
 
-    def _unproven(self, target: Target, results: list[CaseResult]) -> Iterator[str]:
+    def _unproven(self, target: Target, results: list[CaseRecord]) -> Iterator[str]:
         for capability in sorted(target.spec.capabilities & self._certifiable(target)):
             if not any(capability in result.capabilities and result.outcome.executed for result in results):
                 yield (
@@ -123,9 +122,8 @@ class Summary:
                 _cell(rows, *column).ljust(size) for column, size in zip(columns, cells, strict=True)
             )
             terminal.write_line(f"  {label.ljust(width)}  {line}  {_worst(rows)}")
-        records = [CaseRecord.of(result) for result in own]
         needs = needs_of(load_checks().values(), target.spec.kind)
-        for capability in certify(target.spec.capabilities, records, needs):
+        for capability in certify(target.spec.capabilities, own, needs):
             reason = f" ({capability.reason})" if capability.reason else ""
             terminal.write_line(f"  {capability.name}: {capability.state}{reason}")
 
@@ -142,7 +140,7 @@ class Summary:
                 terminal.write_line(f"  {result.seconds:6.2f} s  {result.check} {place}")
 
 
-def _cell(rows: list[CaseResult], layout: str, dtype: str) -> str:
+def _cell(rows: list[CaseRecord], layout: str, dtype: str) -> str:
     """The outcomes of one check on one layout, over all models."""
     here = [row for row in rows if (row.layout, row.dtype) == (layout, dtype)]
     outcomes = list(dict.fromkeys(row.outcome for row in here))
@@ -150,7 +148,7 @@ def _cell(rows: list[CaseResult], layout: str, dtype: str) -> str:
     return f"{text} (prov.)" if any(row.provisional for row in here) else text
 
 
-def _worst(rows: list[CaseResult]) -> str:
+def _worst(rows: list[CaseRecord]) -> str:
     found = [measurement for row in rows if (measurement := row.worst) is not None]
     if not found:
         return next((row.reason for row in rows if row.reason), "")

@@ -381,7 +381,7 @@ MUTANTS = (
         engine=BaseTrainsAlong,
         killed_by="I20.adapter-gradients",
         issue="base not frozen",
-        says="the base model has gradients beside an adapter",
+        says="the base model has gradients next to an adapter",
     ),
     Mutant(
         engine=OnlyBTrains,

@@ -194,7 +194,7 @@ MUTANTS = (
         engine=BalanceInsteadOfLoss,
         killed_by="I18.aux-beside-loss",
         issue="a loss that another one replaces (I18)",
-        says="gradients beside a loss",
+        says="gradients next to a loss",
         family=MOE,
     ),
     Mutant(

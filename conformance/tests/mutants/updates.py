@@ -241,7 +241,7 @@ MUTANTS = (
         engine=ThrowsAwayWhatIsInFlight,
         killed_by=IN_FLIGHT,
         issue="miles #2372",
-        says="cut short by the update",
+        says="were cut short",
     ),
     Mutant(
         engine=LabelsAFailedUpdate,

@@ -1,8 +1,12 @@
-"""Routers of a mixture of experts, recorded, replayed and balanced by hooks on the plain model."""
+"""Experts of a mixture: the tensors that ``save_pretrained`` writes, and routers, recorded, replayed and balanced.
+
+transformers 5 fuses experts in memory and writes each one. Written out for the layout that the suite's mixture has,
+and sharing nothing with the core.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Choice", "balance", "watched"]
+__all__ = ["Choice", "balance", "overwrite", "watched", "written"]
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,29 @@ def balance(choices: Sequence[Choice]) -> Tensor:
             share = int((choice.experts == expert).sum()) / choice.experts.numel()
             terms.append(count * share * probabilities[:, expert].sum() / length)
     return torch.stack(terms).sum() * len(choices[0].logits) / len(choices)
+
+
+def written(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Written names and views of the parameter-shaped ``value`` that a module holds under ``name``.
+
+    Fused gates and ups are ``[experts, gates then ups, hidden]``, downs ``[experts, hidden, intermediate]``.
+    """
+    prefix, found, part = name.partition(".experts.")
+    if not found:
+        yield name, value
+        return
+    for expert, matrix in enumerate(value):
+        if part == "gate_up_proj":
+            half = len(matrix) // 2
+            yield f"{prefix}.experts.{expert}.gate_proj.weight", matrix[:half]
+            yield f"{prefix}.experts.{expert}.up_proj.weight", matrix[half:]
+        else:
+            yield f"{prefix}.experts.{expert}.{part}.weight", matrix
+
+
+def overwrite(local: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Set the ``local`` tensors in place to ``values``, which have checkpoint names."""
+    for name, tensor in local.items():
+        for own, view in written(name, tensor):
+            if own in values:
+                view.copy_(values[own])

@@ -1,0 +1,92 @@
+"""Outputs of train engines: their form, their errors as a whole, and what all ranks compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.expected_values import ExpectedOutputs, Judged
+from core_rl_conformance.hints.diagnose import compare_mean_square, compare_signed_mean
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
+from core_rl_conformance.procedures.adapters import low_rank_of
+
+__all__ = ["PROBE", "verify_form", "verify_outputs", "verify_overall", "verify_precision"]
+
+PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
+"""Lengths of a few sequences: enough to show what the ranks compute with, and for one step."""
+ENOUGH = 16
+"""So many numbers are not all round by chance."""
+
+
+def verify_outputs(subject: EngineUnderTest, group: EngineGroup, of: Judged, what: str) -> None:
+    """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
+
+    With an adapter: the base's own weights and the exported adapter. Export alone cannot show that what a rank
+    computes with is something else: an old gathered copy, or a replica that has drifted away.
+    """
+    data, model = subject.data(lengths=PROBE), of if isinstance(of, TinyModel) else of.model
+    low_rank, directory = None, subject.expected.models.directory(model)
+    if isinstance(of, TinyModel):
+        directory = subject.directory(f"weights {what}")
+        save_with(of, group.named_tensors("master"), directory)
+    else:
+        low_rank = low_rank_of(of, group)
+    name: OutputName = "logprobs" if model.head == "lm" else "values"
+    dtype, device = subject.dtype, subject.case.device
+    expected = subject.expected.outputs_at(directory, model.head, data, name, dtype, device, adapter=low_rank)
+    got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
+    subject.verify_tokens(f"{name} {what}", got, expected, subject.places(data))
+
+
+def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data: Ragged) -> None:
+    """Require one float32 value (or row) for each token of ``data``, on the CPU, and 0 at first tokens."""
+    __tracebackhide__ = True
+    kind = type(output).__name__
+    subject.require(isinstance(output, ModelOutput), f"forward() returned a {kind}, not a ModelOutput")
+    value = getattr(output, name)
+    subject.require(isinstance(value, Tensor), f"the output {name!r} is missing")
+    count = sum(data.lengths)
+    form = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    subject.require(
+        value.dtype == torch.float32 and value.shape[:1] == (count,) and value.device.type == "cpu",
+        f"the output {name!r} is {form}; expected float32 [{count}, ...] on cpu",
+    )
+    broken = (~value.isfinite().reshape(count, -1).all(dim=1)).nonzero()[:, 0]
+    subject.require(
+        not len(broken),
+        f"the output {name!r} is NaN or infinite at {len(broken)} of {count} tokens of the packed batch, "
+        f"first at {broken[:6].tolist()}",
+    )
+    verify_precision(subject, name, value)
+    firsts = value[data.batch().cu_seqlens[:-1].long()]
+    subject.require(not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts")
+
+
+def verify_precision(subject: EngineUnderTest, name: OutputName, value: Tensor) -> None:
+    """Require other numbers than those of bfloat16, which float32 holds nearly always.
+
+    Logits may come as the model has them.
+    """
+    __tracebackhide__ = True
+    known = value[value != 0]
+    rounded = known.numel() >= ENOUGH and torch.equal(known, known.bfloat16().float())
+    subject.require(
+        name == "logits" or not rounded,
+        f"every value of the output {name!r} is a bfloat16 number: it was computed, or stored, in bfloat16; "
+        "go over to float32 before the softmax, and before the scalar head",
+    )
+
+
+def verify_overall(
+    subject: EngineUnderTest, what: str, got: Sequence[Tensor], expected: ExpectedOutputs
+) -> None:
+    """Require that the errors of all tokens together are small, and do not point one way."""
+    __tracebackhide__ = True
+    subject.verify(compare_signed_mean(what, expected.signed_mean(got)))
+    subject.verify(compare_mean_square(what, expected.mean_square(got)))
