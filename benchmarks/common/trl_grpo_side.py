@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,16 +10,14 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from common.bare import build
 from common.rollouts import LOGPROB, GRPOPhases, Rollout, reward_of, word_tokenizer
+from common.trl_side import NEVER, StepGate
 from common.workload import MODEL
 
 __all__ = ["trl_grpo"]
-
-NEVER = 10**9
 
 
 def trl_grpo(
@@ -54,27 +51,21 @@ def trl_grpo(
         disable_tqdm=True,
     )
     names = [f"w{number}" for number in range(len(rollout.prompts))]
-    meeting = _Meeting(minibatches)
     trainer = _Timed(
         model=build(MODEL, packed=False, path=path),
         reward_funcs=_reward,
         args=config,
         train_dataset=datasets.Dataset.from_dict({"prompt": names}),
         processing_class=word_tokenizer(),
-        callbacks=[meeting],
         rollout_func=_Given(rollout, names),
     )
-    for printing in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(printing)
-    loop = threading.Thread(target=trainer.train, daemon=True)
+    gate = StepGate(minibatches)
+    gate.attach(trainer)
 
     def step() -> GRPOPhases:
         trainer.seconds.clear()
         start = time.perf_counter()
-        meeting.go.release()
-        if not loop.is_alive():
-            loop.start()
-        meeting.done.acquire()
+        gate.run()
         total = time.perf_counter() - start
         logprobs, scoring = trainer.seconds["logprobs"], trainer.seconds["scoring"]
         return {"logprobs": logprobs, "update": total - scoring, "other": scoring - logprobs}
@@ -124,19 +115,3 @@ class _Given:
 
 def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [reward_of(answer) for answer in completion_ids]
-
-
-class _Meeting(TrainerCallback):
-    """Holds the trainer after every ``minibatches`` updates until the next rollout is asked for."""
-
-    def __init__(self, minibatches: int) -> None:
-        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        self._minibatches = minibatches
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.go.acquire()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self._minibatches == 0:
-            self.done.release()
-            self.go.acquire()
