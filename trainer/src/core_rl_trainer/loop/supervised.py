@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.loop import Clock, GroupWriter, restore_group
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.loop.reference_cache import ReferenceCache
-from core_rl_trainer.loop.roles import open_trained, plan_trained
+from core_rl_trainer.loop.roles import plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -57,7 +57,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
-        with open_trained(plan, finetune) as group:
+        with EngineGroup(*plan, ft_spec=finetune) as group:
             yield SupervisedLoop(recipe, interface, group, (data[0], data[1]), directory)
 
     workload = Workload(
@@ -148,11 +148,8 @@ class SupervisedLoop:
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Resume from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
         restore_group(self._engine, MODEL, checkpoint)
-        self._restore_data(checkpoint.state)
+        self._data.load_state_dict(checkpoint.state["data"])
         if REFERENCE in self._interface.wanted_fields:
             self._references = {
                 name: ReferenceCache.load(self._directory.reference(name)) for name in ("train", "eval")
             }
-
-    def _restore_data(self, state: Mapping[str, Any]) -> None:
-        self._data.load_state_dict(state["data"])
