@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Field
 from torch import Tensor
 
 from core_rl.config.base import Config
@@ -16,7 +17,7 @@ from core_rl.errors import BatchError
 from core_rl_trainer.algorithms import advantages as rules
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, GROUP, TOKEN_REWARDS, VALUES
 from core_rl_trainer.algorithms.gae import gae_advantages, returns_to_go
-from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
+from core_rl_trainer.algorithms.named import Custom, NamedSection, by_type
 
 __all__ = [
     "GAE",
@@ -46,13 +47,14 @@ class AdvantageEstimator(Config):
 class _OfSequences(AdvantageEstimator):
     """One advantage for each sequence, from what all its tokens earn together."""
 
-    @abstractmethod
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        """Advantages ``[B]``; ``rewards [B]`` are float64."""
+    rule: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    """Advantages ``[B]`` from float64 rewards ``[B]`` and the one field ``[B]`` of ``fields``."""
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
-        return rules.spread_to_tokens(self._of(rewards, batch), batch)
+        (compared,) = self.fields
+        return rules.spread_to_tokens(type(self).rule(rewards, batch[compared]), batch)
 
 
 class GRPO(_OfSequences):
@@ -60,10 +62,7 @@ class GRPO(_OfSequences):
 
     type: Literal["grpo"] = "grpo"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.grpo_advantages(rewards, batch[GROUP])
+    rule = staticmethod(rules.grpo_advantages)
 
 
 class DrGRPO(_OfSequences):
@@ -71,10 +70,7 @@ class DrGRPO(_OfSequences):
 
     type: Literal["dr_grpo"] = "dr_grpo"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.dr_grpo_advantages(rewards, batch[GROUP])
+    rule = staticmethod(rules.dr_grpo_advantages)
 
 
 class RLOO(_OfSequences):
@@ -82,10 +78,7 @@ class RLOO(_OfSequences):
 
     type: Literal["rloo"] = "rloo"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.rloo_advantages(rewards, batch[GROUP])
+    rule = staticmethod(rules.rloo_advantages)
 
 
 class ReMax(_OfSequences):
@@ -93,10 +86,8 @@ class ReMax(_OfSequences):
 
     type: Literal["remax"] = "remax"
     """The name."""
+    rule = staticmethod(rules.remax_advantages)
     fields: ClassVar[frozenset[str]] = frozenset({BASELINE_REWARDS})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.remax_advantages(rewards, batch[BASELINE_REWARDS])
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
@@ -117,13 +108,10 @@ class ReinforcePlusPlusBaseline(_OfSequences):
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+    rule = staticmethod(rules.dr_grpo_advantages)
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         return rules.whiten(super().__call__(batch, comm), batch.loss_mask, comm)
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.dr_grpo_advantages(rewards, batch[GROUP])
 
 
 class GAE(AdvantageEstimator):
@@ -153,14 +141,13 @@ def _truncated(batch: SequenceBatch) -> Tensor:
     return batch[BOOTSTRAP].new_tensor([reason == "length" for reason in batch.meta["stop_reason"]])
 
 
-BUILT_IN = ("grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
-
-
 class CustomAdvantage(Custom, AdvantageEstimator):
     """A rule of your own: ``fn(batch) -> Tensor [T]``; the batch has ``token_rewards [T]``."""
 
     kind: ClassVar[str] = "advantage rule"
-    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
+    built_in: ClassVar[Mapping[str, type[Config]]] = by_type(
+        GRPO, DrGRPO, RLOO, ReMax, ReinforcePlusPlus, ReinforcePlusPlusBaseline, GAE
+    )
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         found: Tensor = self.function()(batch)
@@ -172,16 +159,5 @@ class CustomAdvantage(Custom, AdvantageEstimator):
         return found
 
 
-AdvantageConfig = Annotated[
-    Annotated[GRPO, Tag("grpo")]
-    | Annotated[DrGRPO, Tag("dr_grpo")]
-    | Annotated[RLOO, Tag("rloo")]
-    | Annotated[ReMax, Tag("remax")]
-    | Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")]
-    | Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")]
-    | Annotated[GAE, Tag("gae")]
-    | Annotated[CustomAdvantage, Tag("custom")],
-    Discriminator(named_kind(BUILT_IN)),
-    BeforeValidator(named_or_fields),
-]
+AdvantageConfig = Annotated[AdvantageEstimator, NamedSection(CustomAdvantage)]
 """A name, or its settings with the name as ``type``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from core_rl_trainer.data.datasets import (
 )
 from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.loop.evaluation import Evaluation
-from core_rl_trainer.loop.loop import Clock, GroupWriter, restore_group
+from core_rl_trainer.loop.loop import Clock, restore_group, save_group
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.loop.reference_cache import ReferenceCache
 from core_rl_trainer.loop.roles import plan_trained
@@ -139,7 +140,7 @@ class SupervisedLoop:
 
     def parts(self) -> dict[str, Any]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return {MODEL: GroupWriter(self._engine)}
+        return {MODEL: partial(save_group, self._engine)}
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, as JSON."""
