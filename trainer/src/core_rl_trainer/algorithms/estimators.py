@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from torch import Tensor
 
 from core_rl.config.base import Config
@@ -17,7 +17,7 @@ from core_rl.errors import BatchError
 from core_rl_trainer.algorithms import advantages as rules
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, GROUP, TOKEN_REWARDS, VALUES
 from core_rl_trainer.algorithms.gae import gae_advantages, returns_to_go
-from core_rl_trainer.algorithms.named import Custom, NamedSection, by_type
+from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 
 __all__ = [
     "GAE",
@@ -141,13 +141,14 @@ def _truncated(batch: SequenceBatch) -> Tensor:
     return batch[BOOTSTRAP].new_tensor([reason == "length" for reason in batch.meta["stop_reason"]])
 
 
+BUILT_IN = ("grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+
+
 class CustomAdvantage(Custom, AdvantageEstimator):
     """A rule of your own: ``fn(batch) -> Tensor [T]``; the batch has ``token_rewards [T]``."""
 
     kind: ClassVar[str] = "advantage rule"
-    built_in: ClassVar[Mapping[str, type[Config]]] = by_type(
-        GRPO, DrGRPO, RLOO, ReMax, ReinforcePlusPlus, ReinforcePlusPlusBaseline, GAE
-    )
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         found: Tensor = self.function()(batch)
@@ -159,5 +160,16 @@ class CustomAdvantage(Custom, AdvantageEstimator):
         return found
 
 
-AdvantageConfig = Annotated[AdvantageEstimator, NamedSection(CustomAdvantage)]
+AdvantageConfig = Annotated[
+    Annotated[GRPO, Tag("grpo")]
+    | Annotated[DrGRPO, Tag("dr_grpo")]
+    | Annotated[RLOO, Tag("rloo")]
+    | Annotated[ReMax, Tag("remax")]
+    | Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")]
+    | Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[GAE, Tag("gae")]
+    | Annotated[CustomAdvantage, Tag("custom")],
+    Discriminator(named_kind(BUILT_IN)),
+    BeforeValidator(named_or_fields),
+]
 """A name, or its settings with the name as ``type``."""

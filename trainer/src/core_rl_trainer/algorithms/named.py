@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.errors import ConfigError
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point, load_object
 
-__all__ = ["Custom", "NamedSection", "by_type", "declared", "find_object", "named_or_fields"]
+__all__ = ["Custom", "declared", "find_object", "named_kind", "named_or_fields"]
 
 
 def declared(name: str | None = None) -> list[EntryPoint]:
@@ -43,8 +41,8 @@ class Custom(Config):
 
     kind: ClassVar[str]
     """The word for it in messages."""
-    built_in: ClassVar[Mapping[str, type[Config]]]
-    """The classes of such sections by their names, which are taken; see `by_type`."""
+    built_in: ClassVar[tuple[str, ...]]
+    """Names that are taken."""
     type: str
     """``module:function``, or a name among the entry points ``rl_interfaces``."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -81,25 +79,11 @@ def named_or_fields(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-def by_type(*classes: type[Config]) -> dict[str, type[Config]]:
-    """``classes`` by the default of their field ``type``."""
-    return {str(cls.model_fields["type"].default): cls for cls in classes}
+def named_kind(known: Collection[str]) -> Callable[[Any], str]:
+    """The discriminator of a section: its ``type`` where that is in ``known``, else ``custom``."""
 
+    def kind(value: Any) -> str:
+        name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+        return str(name) if name in known else "custom"
 
-@dataclass(frozen=True)
-class NamedSection:
-    """Annotation of a section of a config: the built-in class that its ``type`` names, else ``custom``."""
-
-    custom: type[Custom]
-
-    def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        built_in = self.custom.built_in
-        choices = {name: handler.generate_schema(cls) for name, cls in built_in.items()}
-        choices["custom"] = handler.generate_schema(self.custom)
-
-        def kind(value: Any) -> str:
-            name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-            return str(name) if name in built_in else "custom"
-
-        union = core_schema.tagged_union_schema(choices, kind)
-        return core_schema.no_info_before_validator_function(named_or_fields, union)
+    return kind

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from torch import Tensor
 
 from core_rl.config.base import Config
@@ -15,7 +14,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.errors import LossError
 from core_rl_trainer.algorithms import surrogates
 from core_rl_trainer.algorithms.aggregation import Aggregation
-from core_rl_trainer.algorithms.named import Custom, NamedSection, by_type
+from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 from core_rl_trainer.algorithms.surrogates import Surrogate
 
 __all__ = [
@@ -123,13 +122,14 @@ class Reinforce(Objective):
         return surrogates.reinforce_surrogate(logprobs, advantages)
 
 
+BUILT_IN = ("clipped", "dual_clipped", "gspo", "sequence_clipped", "cispo", "reinforce")
+
+
 class CustomObjective(Custom, Objective):
     """An objective of your own: ``fn(logprobs, old, advantages, batch)`` gives a `Surrogate`, or its values ``[T]``."""
 
     kind: ClassVar[str] = "policy loss"
-    built_in: ClassVar[Mapping[str, type[Config]]] = by_type(
-        Clipped, DualClipped, GSPO, SequenceClipped, CISPO, Reinforce
-    )
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
         found = self.function()(logprobs, old, advantages, batch)
@@ -140,5 +140,15 @@ class CustomObjective(Custom, Objective):
         return found
 
 
-ObjectiveConfig = Annotated[Objective, NamedSection(CustomObjective)]
+ObjectiveConfig = Annotated[
+    Annotated[Clipped, Tag("clipped")]
+    | Annotated[DualClipped, Tag("dual_clipped")]
+    | Annotated[GSPO, Tag("gspo")]
+    | Annotated[SequenceClipped, Tag("sequence_clipped")]
+    | Annotated[CISPO, Tag("cispo")]
+    | Annotated[Reinforce, Tag("reinforce")]
+    | Annotated[CustomObjective, Tag("custom")],
+    Discriminator(named_kind(BUILT_IN)),
+    BeforeValidator(named_or_fields),
+]
 """A name, or its settings with the name as ``type``."""
