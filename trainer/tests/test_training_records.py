@@ -190,7 +190,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with closing(MetricsLog(tmp_path, -1)) as log:
-        monkeypatch.setattr(log._log._file, "write", full, raising=False)
+        monkeypatch.setattr(log._file, "write", full, raising=False)
         with pytest.raises(CheckpointError, match="metrics.jsonl: No space left"):
             log.write(0, {"reward": 1.0})
 
