@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -47,14 +46,13 @@ class AdvantageEstimator(Config):
 class _OfSequences(AdvantageEstimator):
     """One advantage for each sequence, from what all its tokens earn together."""
 
-    rule: ClassVar[Callable[[Tensor, Tensor], Tensor]]
-    """Advantages ``[B]`` from float64 rewards ``[B]`` and the one field ``[B]`` of ``fields``."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+    @abstractmethod
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        """Advantages ``[B]``; ``rewards [B]`` are float64."""
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
-        (compared,) = self.fields
-        return rules.spread_to_tokens(type(self).rule(rewards, batch[compared]), batch)
+        return rules.spread_to_tokens(self._of(rewards, batch), batch)
 
 
 class GRPO(_OfSequences):
@@ -62,7 +60,10 @@ class GRPO(_OfSequences):
 
     type: Literal["grpo"] = "grpo"
     """The name."""
-    rule = staticmethod(rules.grpo_advantages)
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.grpo_advantages(rewards, batch[GROUP])
 
 
 class DrGRPO(_OfSequences):
@@ -70,7 +71,10 @@ class DrGRPO(_OfSequences):
 
     type: Literal["dr_grpo"] = "dr_grpo"
     """The name."""
-    rule = staticmethod(rules.dr_grpo_advantages)
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.dr_grpo_advantages(rewards, batch[GROUP])
 
 
 class RLOO(_OfSequences):
@@ -78,7 +82,10 @@ class RLOO(_OfSequences):
 
     type: Literal["rloo"] = "rloo"
     """The name."""
-    rule = staticmethod(rules.rloo_advantages)
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.rloo_advantages(rewards, batch[GROUP])
 
 
 class ReMax(_OfSequences):
@@ -86,8 +93,10 @@ class ReMax(_OfSequences):
 
     type: Literal["remax"] = "remax"
     """The name."""
-    rule = staticmethod(rules.remax_advantages)
     fields: ClassVar[frozenset[str]] = frozenset({BASELINE_REWARDS})
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.remax_advantages(rewards, batch[BASELINE_REWARDS])
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
@@ -108,10 +117,13 @@ class ReinforcePlusPlusBaseline(_OfSequences):
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     """The name."""
-    rule = staticmethod(rules.dr_grpo_advantages)
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         return rules.whiten(super().__call__(batch, comm), batch.loss_mask, comm)
+
+    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
+        return rules.dr_grpo_advantages(rewards, batch[GROUP])
 
 
 class GAE(AdvantageEstimator):
