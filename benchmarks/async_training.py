@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def figures(result: dict[str, Any]) -> Sequence[str]:
-    """Rewards before and after; medians over the steps of their time, the part that waits for answers, and the lag."""
+    """Rewards before and after; medians over the steps of their time, that of them spent waiting, and the lag."""
     rows = [row for row in read_steps(Path(result["metrics"])) if row["step"]]
     steps = [sum(row[name] or 0.0 for name in PHASES) for row in rows]
     waits, lags = ([row[name] or 0.0 for row in rows] for name in ("time_rollout_s", "staleness_mean"))

@@ -16,9 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.bare import bare_step, build, shard_model
-from common.engine import engine_step, fsdp_engine
-from common.measure import Side, interleave, report
-from common.processes import each_rank
+from common.engine import each_rank, engine_step, start_engine, step_options, work_of
+from common.measure import Side, compare
 from common.workload import MODEL, make_batch, skewed_lengths, train_last
 
 from core_rl.distributed.process_group import RankAddress
@@ -36,13 +35,7 @@ SIDES: dict[str, tuple[float, dict[str, Any]]] = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    each_rank(measure, 1, arguments)
+    each_rank(measure, 1, step_options(__doc__).parse_args())
 
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
@@ -50,20 +43,17 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
     batch = make_batch(skewed_lengths(arguments.sequences))
     # The first engine joins the process group, and the others find it there.
     engines = {
-        name: fsdp_engine(None if number else address, model=fields)
+        name: start_engine("fsdp", None if number else address, {"model": {"config": MODEL, **fields}})
         for number, (name, (_, fields)) in enumerate(SIDES.items())
     }
     ids = batch.input_ids.split(batch.lengths)
-    loop = bare_step(shard_model(build(MODEL, packed=True)), ids, budget=arguments.budget)
-    sides = {"hand-written": Side(loop, batch.num_tokens)}
+    sides: dict[str, Side] = {
+        "hand-written": bare_step(shard_model(build(MODEL, packed=True)), ids, budget=arguments.budget)
+    }
     for name, (part, _) in SIDES.items():
-        step = engine_step(engines[name], train_last(batch, part), arguments.budget)
-        sides[name] = Side(step, batch.num_tokens)
-    seconds = interleave(sides, repeats=arguments.repeats)
-    work = (
-        f"{arguments.sequences} sequences, {batch.num_tokens} tokens, packed to {arguments.budget}, float32"
-    )
-    report(f"one rank, {work}", sides, seconds, base="hand-written")
+        sides[name] = engine_step(engines[name], train_last(batch, part), arguments.budget)
+    title = work_of(batch, arguments)
+    compare(title, sides, batch.num_tokens, base="hand-written", repeats=arguments.repeats)
     for engine in reversed(engines.values()):
         engine.destroy()
 

@@ -42,8 +42,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=4, help="answers to each prompt")
-    parser.add_argument("--tokens", type=int, default=120, help="the most tokens of an answer")
+    parser.add_argument("--group", type=int, default=4, help="completions to each prompt")
+    parser.add_argument("--tokens", type=int, default=120, help="the most tokens of a completion")
     arguments = parser.parse_args()
     register_engine(replace(get_spec("fsdp"), name=ENGINE, factory="common.busy:BusyFSDP"))
     watch_rollouts()
@@ -82,7 +82,7 @@ def write_recipe(path: Path, arguments: argparse.Namespace) -> Path:
     rows = [{"prompt": " ".join(f"w{token}" for token in prompt), "answer": ""} for prompt in prompts]
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (path / "reward.py").write_text(
-        "def reward(answer, row):\n    return len(answer) % 7 / 7\n", encoding="utf-8"
+        "def reward(completion, row):\n    return len(completion) % 7 / 7\n", encoding="utf-8"
     )
     rollout = {
         "prompts_per_step": arguments.prompts,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,9 +18,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.engine import engine_step, fsdp_engine, megatron_engine
-from common.measure import Side, interleave, report
-from common.processes import each_rank
+from common.engine import each_rank, engine_step, start_engine, step_options, work_of
+from common.measure import Side, compare
 from common.workload import make_batch, skewed_lengths
 
 from core_rl.distributed.process_group import RankAddress
@@ -29,42 +27,34 @@ from core_rl.distributed.process_group import RankAddress
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = step_options(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
-    parser.add_argument("--threads", type=int, help="of each rank; 2 in all by default")
     parser.add_argument(
         "--profile", action="store_true", help="list the operations of Megatron's step instead"
     )
     arguments = parser.parse_args()
-    arguments.threads = arguments.threads or max(1, 2 // arguments.ranks)
     each_rank(measure, arguments.ranks, arguments)
 
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
     """Both sides on this rank."""
-    ranks = arguments.ranks
-    engines = {
-        "fsdp engine": fsdp_engine(address, ranks=ranks),
-        "megatron engine": megatron_engine(ranks=ranks),
-    }
+    layout = {"layout": {"dp": arguments.ranks}}
+    engines = [start_engine("fsdp", address, layout), start_engine("megatron", None, layout)]
     whole = make_batch(skewed_lengths(arguments.sequences))
-    batch = engines["fsdp engine"].shard_data(whole)
-    steps = {name: engine_step(engine, batch, arguments.budget) for name, engine in engines.items()}
+    batch = engines[0].shard_data(whole)
+    sides: dict[str, Side] = {
+        f"{engine.spec.name} engine": engine_step(engine, batch, arguments.budget) for engine in engines
+    }
     if arguments.profile:
-        profile(steps["megatron engine"])
+        profile(sides["megatron engine"])
     else:
-        sides = {name: Side(step, whole.num_tokens) for name, step in steps.items()}
-        seconds = interleave(sides, repeats=arguments.repeats)
-        work = f"{arguments.sequences} sequences, {whole.num_tokens} tokens, packed to {arguments.budget}, float32"
-        report(f"{ranks} rank{'s' * (ranks > 1)}, {work}", sides, seconds, base="fsdp engine")
-    for engine in reversed(engines.values()):
+        title = work_of(whole, arguments)
+        compare(title, sides, whole.num_tokens, base="fsdp engine", repeats=arguments.repeats)
+    for engine in reversed(engines):
         engine.destroy()
 
 
-def profile(step: Callable[[], object]) -> None:
+def profile(step: Side) -> None:
     """Print where three steps spend their time."""
     step()
     with torch.profiler.profile() as recorded:

@@ -11,40 +11,36 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.bare import build, padded_step
-from common.engine import engine_step, fsdp_engine
-from common.measure import Side, interleave, report
+from common.engine import each_rank, engine_step, start_engine, step_options, work_of
+from common.measure import Side, compare
 from common.workload import MODEL, make_batch, skewed_lengths
+
+from core_rl.distributed.process_group import RankAddress
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--sequences", type=int, default=64)
+    parser = step_options(__doc__)
     parser.add_argument("--rows", type=int, default=8, help="sequences in one padded micro-batch")
-    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    batch = make_batch(skewed_lengths(arguments.sequences))
-    ids = batch.input_ids.split(batch.lengths)
+    each_rank(measure, 1, parser.parse_args())
 
-    engine = fsdp_engine()
-    padded = padded_step(build(MODEL, packed=False), ids, rows=arguments.rows)
-    sides = {
-        "padded": Side(padded, batch.num_tokens),
-        "fsdp engine, packed": Side(engine_step(engine, batch, arguments.budget), batch.num_tokens),
+
+def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
+    """Both sides in one process."""
+    batch = make_batch(skewed_lengths(arguments.sequences))
+    ids, rows = batch.input_ids.split(batch.lengths), arguments.rows
+    engine = start_engine("fsdp", address)
+    sides: dict[str, Side] = {
+        "padded": padded_step(build(MODEL, packed=False), ids, rows=rows),
+        "fsdp engine, packed": engine_step(engine, batch, arguments.budget),
     }
-    seconds = interleave(sides, repeats=arguments.repeats)
-    slots = sum(max(map(len, ids[i : i + arguments.rows])) * len(ids[i : i + arguments.rows])
-                for i in range(0, len(ids), arguments.rows))  # fmt: skip
-    title = f"{len(ids)} sequences, {batch.num_tokens} real tokens, {slots} when padded by {arguments.rows}, float32"
-    report(title, sides, seconds, base="padded")
+    parts = [batch.lengths[start : start + rows] for start in range(0, len(ids), rows)]
+    padded = sum(max(lengths) * len(lengths) for lengths in parts)
+    title = f"{work_of(batch, arguments)}; {padded} tokens when padded by {rows}"
+    compare(title, sides, batch.num_tokens, base="padded", repeats=arguments.repeats)
     engine.destroy()
 
 

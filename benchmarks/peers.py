@@ -19,9 +19,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.bare import bare_step, build
-from common.engine import engine_step, fsdp_engine
-from common.measure import Side, interleave, report
-from common.processes import each_rank
+from common.engine import each_rank, engine_step, start_engine, step_options, work_of
+from common.measure import Side, compare
 from common.workload import MODEL, make_batch, skewed_lengths
 
 from core_rl.distributed.process_group import RankAddress
@@ -36,16 +35,11 @@ INSTALL = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--sequences", type=int, default=64)
+    parser = step_options(__doc__)
     parser.add_argument("--rows", type=int, default=8, help="sequences in one micro-batch of TRL")
-    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-checkpointing", action="store_true",
                         help="turn off TRL's activation checkpointing, which it does by default")  # fmt: skip
-    arguments = parser.parse_args()
-    each_rank(measure, 1, arguments)
+    each_rank(measure, 1, parser.parse_args())
 
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
@@ -54,11 +48,11 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
         build(MODEL, packed=False).save_pretrained(path)
         batch = make_batch(skewed_lengths(arguments.sequences))
         ids = list(batch.input_ids.split(batch.lengths))
-        steps = {
-            "fsdp engine": engine_step(fsdp_engine(address, path=path), batch, arguments.budget),
-            "fsdp engine, compiled": engine_step(
-                fsdp_engine(address, path=path, options=COMPILED), batch, arguments.budget
-            ),
+        fields = {"model": {"path": path}}
+        compiled = start_engine("fsdp", address, {**fields, "options": COMPILED})
+        steps: dict[str, Side] = {
+            "fsdp engine": engine_step(start_engine("fsdp", None, fields), batch, arguments.budget),
+            "fsdp engine, compiled": engine_step(compiled, batch, arguments.budget),
             "bare packed loop": bare_step(build(MODEL, packed=True, path=path), ids, budget=arguments.budget),
         }
         if installed("trl"):
@@ -76,10 +70,8 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
             from common.verl_side import verl_step
 
             steps["verl, fsdp2"] = verl_step(path, ids, budget=arguments.budget)
-        sides = {name: Side(step, batch.num_tokens) for name, step in steps.items()}
-        seconds = interleave(sides, repeats=arguments.repeats)
-    work = f"{len(ids)} sequences, {batch.num_tokens} real tokens, float32"
-    report(f"{work}, {arguments.threads} threads", sides, seconds, base="fsdp engine")
+        title = work_of(batch, arguments)
+        compare(title, steps, batch.num_tokens, base="fsdp engine", repeats=arguments.repeats)
 
 
 def installed(peer: str) -> bool:

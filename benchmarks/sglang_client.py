@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.measure import Side, interleave, report
+from common.measure import compare
 
 from core_rl import get_spec, load_config, load_engine
 from core_rl.backend.meta import WeightUpdateMeta
@@ -35,7 +34,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.weight_sync.sender import send_tensors
 from core_rl_sglang.responses import generation_body
 
-REQUESTS, IN_FLIGHT, PROMPT, ANSWER = 256, 64, 32, 16
+REQUESTS, IN_FLIGHT, PROMPT, COMPLETION = 256, 64, 32, 16
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 LARGE = {"hidden_size": 768, "num_hidden_layers": 6, "intermediate_size": 2048}
 
@@ -46,30 +45,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        requests_beside_bare_http(Path(root), arguments.repeats)
+        requests_and_bare_http(Path(root), arguments.repeats)
         weight_sync_and_copy(Path(root), arguments.repeats)
 
 
-def requests_beside_bare_http(root: Path, repeats: int) -> None:
-    """256 answers of 16 tokens."""
+def requests_and_bare_http(root: Path, repeats: int) -> None:
+    """256 completions of 16 tokens."""
     engine, address, _ = started(root / "small", SMALL)
-    sampling = SamplingParams(max_new_tokens=ANSWER, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=COMPLETION, ignore_eos=True)
     requests = [
         LLMRequest(input_ids=tuple((7 * n + t) % 500 for t in range(PROMPT)), sampling=sampling)
         for n in range(REQUESTS)
     ]
-    tokens = REQUESTS * ANSWER
     sides = {
-        "bare HTTP": Side(partial(_run, partial(_bare, address, requests)), tokens),
-        "sglang engine": Side(partial(_run, partial(_ours, engine, requests)), tokens),
+        "bare HTTP": lambda: asyncio.run(_bare(address, requests)),
+        "sglang engine": lambda: asyncio.run(_ours(engine, requests)),
     }
-    seconds = interleave(sides, repeats=repeats)
-    report(f"{REQUESTS} requests, {IN_FLIGHT} in flight, on a tiny model", sides, seconds, base="bare HTTP")
+    title = f"{REQUESTS} requests, {IN_FLIGHT} in flight, on a tiny model"
+    compare(title, sides, REQUESTS * COMPLETION, base="bare HTTP", repeats=repeats)
     engine.destroy()
-
-
-def _run(work: Callable[[], object]) -> None:
-    asyncio.run(work())  # type: ignore[arg-type]
 
 
 async def _bare(address: str, requests: list[LLMRequest]) -> None:
@@ -79,8 +73,8 @@ async def _bare(address: str, requests: list[LLMRequest]) -> None:
     async def ask(session: aiohttp.ClientSession, number: int, request: LLMRequest) -> None:
         async with gate:
             body = generation_body(request, f"bare-{number}-{id(session)}")
-            async with session.post(f"http://{address}/generate", json=body) as answer:
-                await answer.json()
+            async with session.post(f"http://{address}/generate", json=body) as response:
+                await response.json()
 
     async with aiohttp.ClientSession(connector=connector) as session:
         await asyncio.gather(*(ask(session, number, request) for number, request in enumerate(requests)))
@@ -101,12 +95,11 @@ def weight_sync_and_copy(root: Path, repeats: int) -> None:
     engine, _, tensors = started(root / "large", LARGE)
     size = sum(tensor.nbytes for tensor in tensors.values())
     sides = {
-        "copy through shared memory": Side(partial(_copied, tensors), size),
-        "tensor sync": Side(partial(_synced, engine, tensors, root / "rendezvous"), size),
+        "copy through shared memory": partial(_copied, tensors),
+        "tensor sync": partial(_synced, engine, tensors, root / "rendezvous"),
     }
-    seconds = interleave(sides, repeats=repeats)
     title = f"weights of {size / 1e6:.0f} MB (speed is in bytes)"
-    report(title, sides, seconds, base="copy through shared memory")
+    compare(title, sides, size, base="copy through shared memory", repeats=repeats)
     engine.destroy()
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/trl_grpo.py
 
-The same weights, prompts and answers on both sides. The answers are given (TRL gets them from a ``rollout_func``), so
-that neither side pays for drawing them: the clock runs for the log-probs before the updates and for the updates
-alone. Core-rl's side includes advantages and the way to the engine's process. TRL's side leaves out
-rewards, decoding and metrics of its rollouts. benchmarks/README.md says how to install TRL.
+The same weights, prompts and completions on both sides. The completions are given (TRL gets them from a
+``rollout_func``), so that neither side pays for drawing them: the clock runs for the log-probs before the updates
+and for the updates alone. Core-rl's side includes advantages and the way to the engine's process. TRL's side leaves
+out rewards, decoding and metrics of its rollouts. benchmarks/README.md says how to install TRL.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=4, help="answers to each prompt")
+    parser.add_argument("--group", type=int, default=4, help="completions to each prompt")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--minibatches", type=int, default=2, help="updates of one step")
     parser.add_argument("--rows", type=int, default=8, help="sequences in one micro-batch of TRL")
@@ -118,7 +118,9 @@ def interleave(
 
 def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: int) -> None:
     """A table of the phases, and of the ratio of their sum to ours in the same round."""
-    title = f"{len(rollout.answers)} answers, {rollout.tokens} real tokens, float32, {threads} threads"
+    title = (
+        f"{len(rollout.completions)} completions, {rollout.tokens} real tokens, float32, {threads} threads"
+    )
     rounds = len(seconds[OURS])
     table = Table(title=title, caption=f"median (quartiles) of {rounds} rounds; torch {torch.__version__}")
     table.add_column("")

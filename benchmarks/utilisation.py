@@ -21,32 +21,28 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from common.engine import engine_step
-from common.measure import Side, interleave, report
-from common.workload import MODEL, skewed_lengths
+from common.engine import engine_step, start_engine
+from common.measure import Side, interleave, spread
+from common.workload import MODEL, make_batch, skewed_lengths
 
-from core_rl import get_spec, load_config, load_engine
 from core_rl.data.batch import SequenceBatch
 
+QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
+        **QWEN3,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
         "tie_word_embeddings": True,
     },
     "qwen3-8b": {
+        **QWEN3,
         "hidden_size": 4096,
         "intermediate_size": 12_288,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
         "tie_word_embeddings": False,
     },
     "tiny": MODEL,
@@ -76,19 +72,18 @@ def main() -> None:
 def measure(shape: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Time the step, and a large matrix product on the same device for comparison."""
     batch = make_packed(shape["vocab_size"], arguments)
-    step = training_step(shape, batch, arguments)
+    options = {"compile": arguments.compile, "gradient_checkpointing": arguments.checkpointing}
+    fields = {"model": {"config": shape}, "dtype": "bfloat16", "device": arguments.device, "options": options}
+    step = engine_step(start_engine("fsdp", None, fields), batch, arguments.tokens)
     product, product_flops = matrix_product(arguments.device)
-    sides = {
-        "training step": Side(step, batch.num_tokens),
-        "matrix product": Side(product, 0),
-    }
+    sides: dict[str, Side] = {"training step": step, "matrix product": product}
     seconds = interleave(sides, repeats=arguments.repeats, warmup=3)
-    size = f"{arguments.shape}, {shape['num_hidden_layers']} layers, {batch.num_tokens} tokens, bfloat16"
-    report(size, sides, seconds, base="matrix product")
     flops = model_flops(shape, batch.lengths)
     speed = flops / statistics.median(seconds["training step"])
     peak = product_flops / statistics.median(seconds["matrix product"])
-    lines = [f"model FLOPs of a step: {flops:.4g}; {speed / 1e12:.4g} TFLOP/s"]
+    size = f"{arguments.shape}, {shape['num_hidden_layers']} layers, {batch.num_tokens} tokens, bfloat16"
+    lines = [f"{size}: {spread(seconds['training step'])} s a step, median and quartiles"]
+    lines += [f"model FLOPs of a step: {flops:.4g}; {speed / 1e12:.4g} TFLOP/s"]
     lines += [f"of a large bfloat16 matrix product ({peak / 1e12:.4g} TFLOP/s): {speed / peak:.1%}"]
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else ""
     lines += [
@@ -107,29 +102,7 @@ def make_packed(vocab_size: int, arguments: argparse.Namespace) -> SequenceBatch
         if sum(lengths) + length > wanted:
             break
         lengths.append(length)
-    random = torch.Generator().manual_seed(0)
-    return SequenceBatch.from_sequences(
-        [torch.randint(0, vocab_size, (length,), generator=random) for length in lengths]
-    )
-
-
-def training_step(
-    shape: dict[str, Any], batch: SequenceBatch, arguments: argparse.Namespace
-) -> Callable[[], None]:
-    """One optimizer step of the engine."""
-    spec = get_spec("fsdp")
-    config = load_config(spec).model_validate(
-        {
-            "model": {"config": shape},
-            "dtype": "bfloat16",
-            "device": arguments.device,
-            "optimizer": {"lr": 1e-5},
-            "options": {"compile": arguments.compile, "gradient_checkpointing": arguments.checkpointing},
-        }
-    )
-    engine = load_engine(spec, config)
-    engine.initialize(None)
-    return engine_step(engine, batch, arguments.tokens)
+    return make_batch(lengths, vocab_size)
 
 
 def matrix_product(device: str) -> tuple[Callable[[], None], float]:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.measure import Side, interleave, is_first, report
-from common.processes import each_rank, join_group
+from common.engine import each_rank, join_group
+from common.measure import compare, is_first
 
 from core_rl.distributed.process_group import RankAddress
 from core_rl.toolkit.parallel_context import VocabularyShard
@@ -111,7 +111,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="few, since the naive side takes seconds")
     parser.add_argument("--threads", type=int, help="of each rank; 2 in all by default")
     arguments = parser.parse_args()
-    arguments.threads = arguments.threads or max(1, 2 // arguments.tp)
     for name in ("naive", "core-rl"):
         arguments.side = name
         each_rank(memory, arguments.tp, arguments)
@@ -145,14 +144,9 @@ def seconds(address: RankAddress, arguments: argparse.Namespace) -> None:
     join_group(address)
     runs = {name: once(function, arguments) for name, function in functions().items()}
     torch.testing.assert_close(runs["core-rl"](), runs["naive"](), rtol=1e-3, atol=1e-8)
-    sides = {name: Side(run, arguments.tokens) for name, run in runs.items()}
     where = f"vocabulary {arguments.vocabulary}, {arguments.tokens} tokens, hidden {arguments.hidden}"
-    report(
-        f"log-probs and entropy, forward and backward, {where}, tp {arguments.tp}",
-        sides,
-        interleave(sides, repeats=arguments.repeats, warmup=1),
-        base="naive",
-    )
+    title = f"log-probs and entropy, forward and backward, {where}, tp {arguments.tp}"
+    compare(title, runs, arguments.tokens, base="naive", repeats=arguments.repeats, warmup=1)
 
 
 if __name__ == "__main__":

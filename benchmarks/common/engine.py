@@ -1,76 +1,85 @@
-"""Engines on the benchmarks' work."""
+"""Training steps of engines on the benchmarks' work, on one rank or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
 from common.workload import MODEL, token_nll
-from core_rl import (
-    LossSpec,
-    MicroBatchSpec,
-    OptimizerConfig,
-    TrainEngine,
-    get_spec,
-    load_config,
-    load_engine,
-)
-from core_rl.config.layout import ParallelLayout
+from core_rl import LossSpec, MicroBatchSpec, TrainEngine, load_config, load_engine
+from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.process_group import RankAddress
 
-__all__ = ["engine_step", "fsdp_engine", "megatron_engine"]
+__all__ = ["Work", "each_rank", "engine_step", "join_group", "start_engine", "step_options", "work_of"]
+
+Work = Callable[[RankAddress, argparse.Namespace], None]
 
 
-def fsdp_engine(
-    address: RankAddress | None = None,
-    *,
-    ranks: int = 1,
-    path: str | None = None,
-    options: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
+def step_options(doc: str) -> argparse.ArgumentParser:
+    """The options of a script that times training steps; its description is the first line of ``doc``."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
+    parser.add_argument("--threads", type=int, help="of each rank; 2 in all by default")
+    parser.set_defaults(ranks=1)
+    return parser
+
+
+def work_of(batch: SequenceBatch, arguments: argparse.Namespace) -> str:
+    """The work of a step in a title."""
+    ranks = "one rank" if arguments.ranks == 1 else f"{arguments.ranks} ranks"
+    tokens = f"{batch.num_sequences} sequences, {batch.num_tokens} tokens, packed to {arguments.budget}"
+    return f"{ranks}, {tokens}, float32"
+
+
+def each_rank(work: Work, ranks: int, arguments: argparse.Namespace) -> None:
+    """Run ``work(address, arguments)`` in ``ranks`` fresh processes with ``arguments.threads`` threads each."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        multiprocessing.spawn(_entry, (work, ranks, store, arguments), nprocs=ranks)
+
+
+def _entry(rank: int, work: Work, ranks: int, store: str, arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.threads or max(1, 2 // ranks))
+    address = RankAddress(rank=rank, world_size=ranks, store_path=store, local_rank=rank)
+    work(address, arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join_group(address: RankAddress) -> None:
+    """Join the process group as an engine does, for scripts without one."""
+    store = dist.FileStore(address.store_path, address.world_size)
+    dist.init_process_group("gloo", store=store, rank=address.rank, world_size=address.world_size)
+
+
+def start_engine(
+    name: str, address: RankAddress | None = None, fields: Mapping[str, Any] = MappingProxyType({})
 ) -> TrainEngine:
-    """An engine with the benchmarks' model, or that of directory ``path``; without an address the group is there.
+    """A train engine with the benchmarks' model and optimizer, or with the ``fields`` of its config in their place.
 
-    ``model`` gives further fields of the model's config.
+    Without an address it joins the process group that is there.
     """
-    chosen = {"config": MODEL} if path is None else {"path": path}
-    return _engine("fsdp", address, ranks, {**chosen, **(model or {})}, options)
-
-
-def megatron_engine(
-    address: RankAddress | None = None, *, ranks: int = 1, options: dict[str, Any] | None = None
-) -> TrainEngine:
-    """The same of Megatron."""
-    return _engine("megatron", address, ranks, {"config": MODEL}, options)
-
-
-def _engine(
-    name: str,
-    address: RankAddress | None,
-    ranks: int,
-    model: dict[str, Any],
-    options: dict[str, Any] | None,
-) -> TrainEngine:
-    spec = get_spec(name)
-    config = load_config(spec).model_validate(
-        {
-            "model": model,
-            "optimizer": OptimizerConfig(lr=1e-4, weight_decay=0.01),
-            "layout": ParallelLayout(dp=ranks),
-            "options": options or {},
-        }
-    )
-    engine = load_engine(spec, config)
+    values = {"model": {"config": MODEL}, "optimizer": {"lr": 1e-4, "weight_decay": 0.01}, **fields}
+    config = parse_config(load_config(name), values)
+    assert isinstance(config, TrainEngineConfig)
+    engine = load_engine(name, config)
     engine.initialize(address)
     return engine
 
 
-def engine_step(engine: TrainEngine, batch: SequenceBatch, budget: int) -> Callable[[], None]:
+def engine_step(engine: TrainEngine, batch: SequenceBatch, budget: int) -> Callable[[], object]:
     """One optimizer step on ``batch``, packed to ``budget`` tokens."""
-    loss, micro_batches = LossSpec(fn=token_nll), MicroBatchSpec(max_tokens=budget)
-
-    def step() -> None:
-        engine.train_batch(batch, loss, micro_batches)
-
-    return step
+    return partial(engine.train_batch, batch, LossSpec(fn=token_nll), MicroBatchSpec(max_tokens=budget))

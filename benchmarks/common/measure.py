@@ -6,7 +6,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,15 +13,28 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-__all__ = ["Side", "interleave", "is_first", "report", "spread", "turns"]
+__all__ = ["Side", "compare", "interleave", "is_first", "spread", "turns"]
+
+Side = Callable[[], object]
+"""A function that does the work once."""
 
 
-@dataclass(frozen=True)
-class Side:
-    """One contender: a function that does the work once and the real tokens that it handles."""
-
-    run: Callable[[], None]
-    tokens: int
+def compare(
+    title: str, sides: Mapping[str, Side], tokens: int, *, base: str, repeats: int, warmup: int = 2
+) -> None:
+    """Time ``sides``; rank 0 prints seconds, real tokens/s, and the ratio to ``base`` in the same round."""
+    seconds = interleave(sides, repeats=repeats, warmup=warmup)
+    if not is_first():
+        return
+    table = Table(title=title, caption=f"median (quartiles) of {repeats} rounds; {_hardware()}")
+    table.add_column("")
+    for column in ("seconds", "real tokens/s", f"time / {base}"):
+        table.add_column(column, justify="right")
+    for name, times in seconds.items():
+        ratios = [own / other for own, other in zip(times, seconds[base], strict=True)]
+        speed = f"{tokens / statistics.median(times):,.0f}"
+        table.add_row(name, spread(times), speed, spread(ratios))
+    Console(width=max(110, Console().width)).print(table)
 
 
 def interleave(sides: Mapping[str, Side], *, repeats: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -34,7 +46,7 @@ def interleave(sides: Mapping[str, Side], *, repeats: int, warmup: int = 2) -> d
     for name, counts in turns(list(sides), repeats=repeats, warmup=warmup):
         _wait()
         start = time.perf_counter()
-        sides[name].run()
+        sides[name]()
         _wait()
         if counts:
             seconds[name].append(time.perf_counter() - start)
@@ -63,29 +75,10 @@ def _wait() -> None:
         dist.barrier()
 
 
-def report(title: str, sides: Mapping[str, Side], seconds: Mapping[str, list[float]], *, base: str) -> None:
-    """A table of seconds, real tokens/s, and the ratio to ``base`` in the same round, printed by rank 0."""
-    if not is_first():
-        return
-    table = Table(title=title, caption=f"median (quartiles) of {_rounds(seconds)} rounds; {_hardware()}")
-    table.add_column("")
-    for column in ("seconds", "real tokens/s", f"time / {base}"):
-        table.add_column(column, justify="right")
-    for name, times in seconds.items():
-        ratios = [own / other for own, other in zip(times, seconds[base], strict=True)]
-        speed = f"{sides[name].tokens / statistics.median(times):,.0f}"
-        table.add_row(name, spread(times), speed, spread(ratios))
-    Console(width=max(110, Console().width)).print(table)
-
-
 def spread(values: list[float]) -> str:
     """The median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
-def _rounds(seconds: Mapping[str, list[float]]) -> int:
-    return min(map(len, seconds.values()))
 
 
 def _hardware() -> str:

@@ -1,4 +1,4 @@
-"""Answers that are given, so that trainers are compared and not what draws the answers."""
+"""Completions that are given, so that trainers are compared and not what draws the completions."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["GRPOPhases", "Rollout", "given_rollout", "packed_rollout", "reward_o
 GRPOPhases = dict[str, float]
 """Seconds of ``logprobs``, of ``update`` and of ``other``."""
 LOGPROB = -9.0
-"""What the answers' log-probs are said to be: about those of an untrained model over 8,192 tokens."""
+"""What the completions' log-probs are said to be: about those of an untrained model over 8,192 tokens."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Groups of answers, in order: those to prompt ``i`` are at ``i * group`` and behind it."""
+    """Groups of completions, in order: those to prompt ``i`` are at ``i * group`` and behind it."""
 
     prompts: list[list[int]]
-    answers: list[list[int]]
+    completions: list[list[int]]
     group: int
 
     @property
     def tokens(self) -> int:
-        """Prompts, which each of their answers repeats, and answers."""
-        return self.group * sum(map(len, self.prompts)) + sum(map(len, self.answers))
+        """Prompts, which each of their completions repeats, and completions."""
+        return self.group * sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
 
 def given_rollout(prompts: int, group: int, prompt_tokens: int, seed: int = 0) -> Rollout:
-    """``prompts * group`` random answers of skewed lengths."""
+    """``prompts * group`` random completions of skewed lengths."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(length: int) -> list[int]:
@@ -43,26 +43,26 @@ def given_rollout(prompts: int, group: int, prompt_tokens: int, seed: int = 0) -
 
     return Rollout(
         prompts=[draw(prompt_tokens) for _ in range(prompts)],
-        answers=[draw(length) for length in skewed_lengths(prompts * group, seed=seed)],
+        completions=[draw(length) for length in skewed_lengths(prompts * group, seed=seed)],
         group=group,
     )
 
 
-def reward_of(answer: list[int]) -> float:
-    """Any function of the answer that differs within a group."""
-    return (len(answer) % 7) / 7
+def reward_of(completion: list[int]) -> float:
+    """Any function of the completion that differs within a group."""
+    return (len(completion) % 7) / 7
 
 
 def packed_rollout(rollout: Rollout) -> SequenceBatch:
     """The rollout as a workflow of core-rl hands it over."""
     rows, masks = [], []
-    for number, answer in enumerate(rollout.answers):
+    for number, completion in enumerate(rollout.completions):
         prompt = rollout.prompts[number // rollout.group]
-        rows.append(prompt + answer)
-        masks.append([False] * len(prompt) + [True] * len(answer))
+        rows.append(prompt + completion)
+        masks.append([False] * len(prompt) + [True] * len(completion))
     groups = torch.arange(len(rollout.prompts)).repeat_interleave(rollout.group)
     batch = SequenceBatch.from_sequences(rows, tokens={"loss_mask": masks})
-    rewards = torch.tensor([reward_of(answer) for answer in rollout.answers])
+    rewards = torch.tensor([reward_of(completion) for completion in rollout.completions])
     batch = batch.with_tokens(logprobs=_logprobs(batch)).with_sequences(rewards=rewards, group=groups)
     return replace(batch, unit=groups)
 

@@ -1,9 +1,8 @@
-"""TRL's GRPOTrainer on given answers, one generation batch at a time, with the seconds of its phases."""
+"""TRL's GRPOTrainer on given completions, one generation batch at a time, with the seconds of its phases."""
 
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,28 +10,26 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from common.bare import build
 from common.rollouts import LOGPROB, GRPOPhases, Rollout, reward_of, word_tokenizer
+from common.trl_side import NEVER, StepGate
 from common.workload import MODEL
 
 __all__ = ["trl_grpo"]
-
-NEVER = 10**9
 
 
 def trl_grpo(
     path: str, rollout: Rollout, *, rows: int, minibatches: int, checkpointing: bool
 ) -> Callable[[], GRPOPhases]:
-    """A function that lets the trainer take the same answers once more: log-probs, and ``minibatches`` updates.
+    """A function that lets the trainer take the same completions once more: log-probs, and ``minibatches`` updates.
 
     Everything is the trainer's default but what makes the work the same: float32, a constant learning rate,
     micro-batches of ``rows``, GRPO's loss, and no logging or saving. With several updates on one rollout the trainer
     computes the log-probs before the first of them, as GRPO's ratios need.
     """
-    updates = len(rollout.answers) // (rows * minibatches)
+    updates = len(rollout.completions) // (rows * minibatches)
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
         use_cpu=True,
@@ -44,7 +41,7 @@ def trl_grpo(
         gradient_accumulation_steps=updates,
         steps_per_generation=updates * minibatches,
         num_generations=rollout.group,
-        max_completion_length=max(map(len, rollout.answers)),
+        max_completion_length=max(map(len, rollout.completions)),
         shuffle_dataset=False,
         gradient_checkpointing=checkpointing,
         max_steps=NEVER,
@@ -54,27 +51,21 @@ def trl_grpo(
         disable_tqdm=True,
     )
     names = [f"w{number}" for number in range(len(rollout.prompts))]
-    meeting = _Meeting(minibatches)
     trainer = _Timed(
         model=build(MODEL, packed=False, path=path),
         reward_funcs=_reward,
         args=config,
         train_dataset=datasets.Dataset.from_dict({"prompt": names}),
         processing_class=word_tokenizer(),
-        callbacks=[meeting],
         rollout_func=_Given(rollout, names),
     )
-    for printing in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(printing)
-    loop = threading.Thread(target=trainer.train, daemon=True)
+    gate = StepGate(minibatches)
+    gate.attach(trainer)
 
     def step() -> GRPOPhases:
         trainer.seconds.clear()
         start = time.perf_counter()
-        meeting.go.release()
-        if not loop.is_alive():
-            loop.start()
-        meeting.done.acquire()
+        gate.run()
         total = time.perf_counter() - start
         logprobs, scoring = trainer.seconds["logprobs"], trainer.seconds["scoring"]
         return {"logprobs": logprobs, "update": total - scoring, "other": scoring - logprobs}
@@ -104,7 +95,7 @@ class _Timed(GRPOTrainer):
 
 
 class _Given:
-    """A rollout function that draws nothing: the answers of each prompt in turn."""
+    """A rollout function that draws nothing: the completions of each prompt in turn."""
 
     def __init__(self, rollout: Rollout, names: list[str]) -> None:
         self._rollout = rollout
@@ -112,31 +103,15 @@ class _Given:
 
     def __call__(self, prompts: list[str], _trainer: GRPOTrainer) -> dict[str, Any]:
         seen: Counter[int] = Counter()
-        prompt_ids, answers = [], []
+        prompt_ids, completions = [], []
         for name in prompts:
             number = self._numbers[name]
             prompt_ids.append(self._rollout.prompts[number])
-            answers.append(self._rollout.answers[number * self._rollout.group + seen[number]])
+            completions.append(self._rollout.completions[number * self._rollout.group + seen[number]])
             seen[number] += 1
-        logprobs = [[LOGPROB] * len(answer) for answer in answers]
-        return {"prompt_ids": prompt_ids, "completion_ids": answers, "logprobs": logprobs}
+        logprobs = [[LOGPROB] * len(completion) for completion in completions]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
 
 
 def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [reward_of(answer) for answer in completion_ids]
-
-
-class _Meeting(TrainerCallback):
-    """Holds the trainer after every ``minibatches`` updates until the next rollout is asked for."""
-
-    def __init__(self, minibatches: int) -> None:
-        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        self._minibatches = minibatches
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.go.acquire()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self._minibatches == 0:
-            self.done.release()
-            self.go.acquire()
+    return [reward_of(completion) for completion in completion_ids]

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     PrinterCallback,
     ProgressCallback,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -23,7 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from common.bare import build
 from common.workload import MODEL
 
-__all__ = ["trl_step"]
+__all__ = ["NEVER", "StepGate", "trl_step"]
 
 NEVER = 10**9
 
@@ -60,36 +61,44 @@ def trl_step(
     first, last = "<first>", "<last>"  # The trainer wants a tokenizer, and uses only its padding token.
     words = Tokenizer(models.WordLevel({first: 0, last: 1}, unk_token=first))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=first, eos_token=last)
-    meeting = _Meeting()
     trainer = SFTTrainer(
         model=build(MODEL, packed=False, path=path),
         args=config,
         train_dataset=datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in ids]}),
         processing_class=tokenizer,
-        callbacks=[meeting],
     )
-    for printing in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(printing)
-    loop = threading.Thread(target=trainer.train, daemon=True)
-
-    def step() -> None:
-        meeting.go.release()
-        if not loop.is_alive():
-            loop.start()
-        meeting.done.acquire()
-
-    return step
+    gate = StepGate()
+    gate.attach(trainer)
+    return gate.run
 
 
-class _Meeting(TrainerCallback):
-    """Holds the trainer at the end of each optimizer step until the next is asked for."""
+class StepGate(TrainerCallback):
+    """Blocks the trainer's own loop, in a thread, after every ``steps`` optimizer steps until `run` is called again."""
 
-    def __init__(self) -> None:
-        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+    def __init__(self, steps: int = 1) -> None:
+        self._start, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._steps = steps
+        self._loop: threading.Thread | None = None
 
-    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.go.acquire()
+    def attach(self, trainer: Trainer) -> None:
+        """Run the loop of ``trainer``, which prints nothing, from now on."""
+        trainer.add_callback(self)
+        for printing in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(printing)
+        self._loop = threading.Thread(target=trainer.train, daemon=True)
 
-    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.done.release()
-        self.go.acquire()
+    def run(self) -> None:
+        """Let the trainer take its next ``steps`` optimizer steps."""
+        assert self._loop is not None
+        self._start.release()
+        if not self._loop.is_alive():
+            self._loop.start()
+        self._done.acquire()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._start.acquire()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step % self._steps == 0:
+            self._done.release()
+            self._start.acquire()

@@ -20,7 +20,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 def _cpu_platform() -> type[PlatformBase]:
     """All that the FSDP engine asks of a platform; the other methods are never called."""
-    answers: dict[str, Any] = {
+    methods: dict[str, Any] = {
         "device_name": property(lambda _: "cpu"),
         "vendor_name": property(lambda _: "cpu"),
         "device_module": property(lambda _: torch.cpu),
@@ -35,8 +35,8 @@ def _cpu_platform() -> type[PlatformBase]:
         "ray_resource_name": lambda _: "CPU",
         "ray_noset_envvars": lambda _: [],
     }
-    unused = {name: lambda *_: None for name in PlatformBase.__abstractmethods__ - set(answers)}
-    return type("CPUPlatform", (PlatformBase,), answers | unused)
+    unused = {name: lambda *_: None for name in PlatformBase.__abstractmethods__ - set(methods)}
+    return type("CPUPlatform", (PlatformBase,), methods | unused)
 
 
 PlatformRegistry.register(platform="cpu")(_cpu_platform())

@@ -39,11 +39,11 @@ def skewed_lengths(
     return [int(n) for n in lengths.clamp(low, high)]
 
 
-def make_batch(lengths: list[int], *, seed: int = 0) -> SequenceBatch:
+def make_batch(lengths: list[int], vocab_size: int = MODEL["vocab_size"]) -> SequenceBatch:
     """Random token ids; every token but the first of each sequence is trained."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     return SequenceBatch.from_sequences(
-        [torch.randint(0, MODEL["vocab_size"], (n,), generator=random) for n in lengths]
+        [torch.randint(0, vocab_size, (length,), generator=random) for length in lengths]
     )
 
 

@@ -151,7 +151,7 @@ def last_token(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mappi
     return float(output_ids[-1])
 
 
-def test_a_reward_function_scores_the_last_answer() -> None:
+def test_a_reward_function_scores_the_last_response() -> None:
     batch = play(MultiTurnWorkflow(environment=Script, reward=last_token), TALK, Counter())
     assert batch["rewards"].tolist() == [105 + 1.25]
 

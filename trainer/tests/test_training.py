@@ -19,7 +19,7 @@ from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer import load_recipe, run_recipe
 from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.loop import TrainingLoop
-from core_rl_trainer.recipe.recipe import differing_fields
+from core_rl_trainer.loop.run_directory import differing_fields
 
 
 @pytest.fixture(scope="module")

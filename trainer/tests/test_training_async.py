@@ -22,10 +22,12 @@ from core_rl.checkpoint.run import RunCheckpoints
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCapability
+from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe
 from core_rl_trainer.data.datasets import NUMBER
@@ -35,6 +37,16 @@ from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 ASYNC = ["rollout.max_head_offpolicyness=2"]
+SHIFT = 1e-3
+SHIFTED = replace(ROLLOUT_SPEC, name="shifted-rollout", factory=f"{__name__}:ShiftedRollout")
+
+
+class ShiftedRollout(ReferenceRolloutBackend):
+    """Reports log-probs that are too high by `SHIFT`: those of the reference engines may agree to the last bit."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        response = await super().agenerate(request)
+        return replace(response, logprobs=tuple(value + SHIFT for value in response.logprobs))
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +140,13 @@ def test_an_adapter_that_is_not_there_cannot_be_sent(recipe: Path) -> None:
 
 
 def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe: Path) -> None:
-    rows = run(recipe, "algorithm.args.recompute_logprobs=false", "steps=2")
-    assert 0 <= rows[0]["mismatch_max"] < 1e-5  # 0 where both engines run the same kernels
+    with register_engine(SHIFTED):
+        rows = run(
+            recipe, "algorithm.args.recompute_logprobs=false", "steps=2", "rollout.engine=shifted-rollout"
+        )
+    for row in rows:
+        assert row["mismatch_k1"] == pytest.approx(SHIFT, abs=1e-5)
+        assert row["mismatch_max"] == pytest.approx(SHIFT, abs=1e-5)
 
 
 def outstanding(output: Path) -> list[int]:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -30,19 +31,19 @@ from core_rl_trainer.rewards.text import TextReward, integer_match, text_match
 
 
 def test_rows_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, -1) as log:
+    with closing(MetricsLog(tmp_path, -1)) as log:
         log.write(0, {"reward": 0.5, "kl": float("nan"), "ratio": float("inf")})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text) == {"step": 0, "reward": 0.5, "kl": None, "ratio": None}
 
 
 def test_going_on_drops_the_steps_that_come_again_and_a_half_written_row(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, -1) as log:
+    with closing(MetricsLog(tmp_path, -1)) as log:
         for step in range(5):
             log.write(step, {"reward": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
-    with MetricsLog(tmp_path, 2) as log:
+    with closing(MetricsLog(tmp_path, 2)) as log:
         assert [row["step"] for row in log.rows] == [0, 1, 2]
         log.write(3, {"reward": 30.0})
     assert [row["reward"] for row in read_steps(tmp_path / "metrics.jsonl")] == [0, 1, 2, 30]
@@ -50,10 +51,10 @@ def test_going_on_drops_the_steps_that_come_again_and_a_half_written_row(tmp_pat
 
 def test_tensorboard_shows_each_step_once_after_going_on(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsLog(tmp_path, -1) as log:
+    with closing(MetricsLog(tmp_path, -1)) as log:
         for step in range(5):
             log.write(step, {"reward": float(step)})
-    with MetricsLog(tmp_path, 2) as log:
+    with closing(MetricsLog(tmp_path, 2)) as log:
         log.write(3, {"reward": 30.0})
         log.sync()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
@@ -64,7 +65,7 @@ def test_without_tensorboard_metrics_are_json_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with caplog.at_level(logging.WARNING), MetricsLog(tmp_path, -1) as log:
+    with caplog.at_level(logging.WARNING), closing(MetricsLog(tmp_path, -1)) as log:
         log.write(0, {"reward": 1.0})
     assert "pip install tensorboard" in caplog.text
     assert not (tmp_path / "tensorboard").exists()
@@ -188,8 +189,8 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     def full(text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with MetricsLog(tmp_path, -1) as log:
-        monkeypatch.setattr(log._log._file, "write", full, raising=False)
+    with closing(MetricsLog(tmp_path, -1)) as log:
+        monkeypatch.setattr(log._file, "write", full, raising=False)
         with pytest.raises(CheckpointError, match="metrics.jsonl: No space left"):
             log.write(0, {"reward": 1.0})
 

@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_values_are_those_of_the_metrics_file_and_a_run_that_goes_on_is_the_same
     pytest.importorskip("wandb")
     for done, steps in ((-1, (0, 1, 2)), (1, (2, 3))):
         board = WandbBoard(OFFLINE, tmp_path, {"seed": 3})
-        with MetricsLog(tmp_path, done, [board]) as log:
+        with closing(MetricsLog(tmp_path, done, [board])) as log:
             for step in steps:
                 log.write(step, {"reward": step / 7, "kl": float("nan") if step == 1 else 1e-9})
     records = _records(tmp_path)

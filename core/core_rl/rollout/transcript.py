@@ -13,7 +13,7 @@ __all__ = ["Transcript"]
 
 
 class Transcript:
-    """One sequence: a prompt, then answers of the model, with tokens of an environment between them."""
+    """One sequence: a prompt, then completions of the model, with tokens of an environment between them."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._ids = list(prompt_ids)
@@ -21,21 +21,21 @@ class Transcript:
         self._logprobs = [0.0] * len(self._ids)
         self._versions = [-1] * len(self._ids)
         self.turns = 0
-        """Answers so far."""
-        self.last_answer: tuple[int, ...] = ()
+        """Completions so far."""
+        self.last_response: tuple[int, ...] = ()
         """The tokens of the last of them."""
         self.stop_reason: StopReason = "stop"
-        """The stop reason of the last answer, or ``length`` where the context or the turns were used up."""
+        """The stop reason of the last completion, or ``length`` where the context or the turns were used up."""
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens so far: the prompt of the next answer."""
+        """All tokens so far: the prompt of the next completion."""
         return tuple(self._ids)
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def add_answer(self, response: LLMResponse) -> None:
+    def add_response(self, response: LLMResponse) -> None:
         """Append the tokens that the model drew; they are trained."""
         assert response.input_ids == self.ids
         self._ids += response.output_ids
@@ -43,7 +43,7 @@ class Transcript:
         self._logprobs += response.logprobs
         self._versions += response.versions
         self.turns += 1
-        self.last_answer = response.output_ids
+        self.last_response = response.output_ids
         self.stop_reason = response.stop_reason
 
     def add_environment(self, ids: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Transcript:
     def pack(transcripts: Sequence[Transcript]) -> SequenceBatch:
         """The transcripts as sequences.
 
-        Token fields: ``loss_mask`` (bool; the answers, their stop tokens included), ``logprobs`` (float32;
+        Token fields: ``loss_mask`` (bool; the completions, their stop tokens included), ``logprobs`` (float32;
         those of the rollout, 0 elsewhere) and ``versions`` (int64; -1 elsewhere). Meta: ``stop_reason``.
         """
         return SequenceBatch.from_sequences(

@@ -92,5 +92,5 @@ def pack_responses(responses: Sequence[LLMResponse]) -> SequenceBatch:
     """Prompt and answer of each response as one sequence, token ids as they were; see `Transcript.pack`."""
     transcripts = [Transcript(response.input_ids) for response in responses]
     for transcript, response in zip(transcripts, responses, strict=True):
-        transcript.add_answer(response)
+        transcript.add_response(response)
     return Transcript.pack(transcripts)

@@ -9,6 +9,7 @@ import arithmetic_support as arithmetic
 import fsdp_support as support
 import pytest
 import torch
+from recipe_curves import Curve, curve_of
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -18,7 +19,6 @@ from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms import PPOActorConfig, PPOActorInterface
 from core_rl_trainer.algorithms.estimators import ReinforcePlusPlus
 from core_rl_trainer.algorithms.off_policy import TokenTruncated
-from core_rl_trainer.conformance import Curve, curve_of
 
 OWN_RANK = ["critic.layout={dp: 1}", "placement={actor: [0, 1], critic: [2]}", "colocated=true"]
 

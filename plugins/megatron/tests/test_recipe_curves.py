@@ -7,8 +7,7 @@ from pathlib import Path
 
 import arithmetic_support as support
 import pytest
-
-from core_rl_trainer.conformance import Curve, Spread, curve_of, move_weights
+from recipe_curves import Curve, Spread, curve_of, move_weights
 
 ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "fsdp, dp 2": ("fsdp", ()),

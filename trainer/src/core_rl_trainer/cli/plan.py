@@ -107,9 +107,9 @@ def _memory(roles: Sequence[RolePlan]) -> Table:
 def _ranks(role: RolePlan) -> Table:
     table = _table(f"{role.role}: rank", "dp", "tp", "pp", "cp", "sequences of a step", "micro-batches")
     for rank in role.ranks[:SHOWN]:
-        place = (str(rank.coordinates[name]) for name in ("dp", "tp", "pp", "cp"))
+        coordinates = (str(rank.coordinates[name]) for name in ("dp", "tp", "pp", "cp"))
         table.add_row(
-            str(rank.rank), *place, f"at most {rank.sequences:,}", f"at most {rank.micro_batches:,}"
+            str(rank.rank), *coordinates, f"at most {rank.sequences:,}", f"at most {rank.micro_batches:,}"
         )
     if len(role.ranks) > SHOWN:
         table.add_row(f"and {len(role.ranks) - SHOWN} more")

@@ -6,15 +6,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol
 
 from core_rl_trainer.logs.step_log import StepLog
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-__all__ = ["MetricsBoard", "MetricsLog", "Row"]
+__all__ = ["MetricsBoard", "MetricsLog", "Row", "TensorBoard"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +27,37 @@ class MetricsBoard(Protocol):
         """Called once, after the last row."""
 
 
-class MetricsLog:
+class TensorBoard:
+    """Event files in ``directory``, continuing after ``step``; an `ImportError` where TensorBoard is not installed."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events of later steps, from before an interruption, are hidden.
+        self._writer = SummaryWriter(str(directory), purge_step=step + 1)
+
+    def write(self, row: Mapping[str, float | None]) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, math.nan if value is None else value, int(row["step"] or 0))
+        self._writer.flush()  # a checkpoint may follow, after which this row does not come again
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MetricsLog(StepLog):
     """Appends to ``metrics.jsonl``, ``tensorboard/`` and ``boards``, continuing after ``step``. See `StepLog`."""
 
     def __init__(self, directory: Path, step: int, boards: Sequence[MetricsBoard] = ()) -> None:
-        self._log = StepLog(directory / "metrics.jsonl", step)
-        self._tensorboard = _tensorboard(directory / "tensorboard", step)
-        self._boards = boards
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._log.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        for board in self._boards:
-            board.close()
-
-    @property
-    def rows(self) -> list[Row]:
-        """All rows so far."""
-        return self._log.rows
+        super().__init__(directory / "metrics.jsonl", step)
+        self._boards = list(boards)
+        try:
+            self._boards.append(TensorBoard(directory / "tensorboard", step))
+        except ImportError:
+            logger.warning(
+                "TensorBoard is not installed, metrics go to metrics.jsonl only; pip install tensorboard"
+            )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the row of ``step``; numbers that are not finite become null, since JSON has none.
@@ -63,27 +66,12 @@ class MetricsLog:
         """
         row: Row = {"step": step}
         row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._log.append(row)
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+        self.append(row)
         for board in self._boards:
             board.write(row)
 
-    def sync(self) -> None:
-        """Return when all rows are on the disk; called before a checkpoint says that they are."""
-        self._log.sync()
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
-
-
-def _tensorboard(directory: Path, step: int) -> SummaryWriter | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.warning(
-            "TensorBoard is not installed, metrics go to metrics.jsonl only; pip install tensorboard"
-        )
-        return None
-    # Events of later steps, from before an interruption, are hidden.
-    return SummaryWriter(str(directory), purge_step=step + 1)
+    def close(self) -> None:
+        """Close the file and the boards."""
+        super().close()
+        for board in self._boards:
+            board.close()

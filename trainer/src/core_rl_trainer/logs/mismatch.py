@@ -33,6 +33,7 @@ from core_rl.data.batch import SequenceBatch
 __all__ = ["mismatch_by_lag", "mismatch_of", "staleness_of"]
 
 LOGPROBS, VERSIONS = "logprobs", "versions"
+NAMES = ("mismatch_k1", "mismatch_k3", "mismatch_chi2", "mismatch_max", "mismatch_ppl_ratio")
 
 
 def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = None) -> dict[str, float]:
@@ -44,22 +45,16 @@ def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = 
     """
     mask = batch.loss_mask if counted is None else batch.loss_mask & counted
     if not bool(mask.any()):
-        return dict.fromkeys(_named(()), math.nan)
+        return dict.fromkeys(NAMES, math.nan)
     d = trainer[mask].detach().double() - batch[LOGPROBS][mask].double()
-    return _named(
-        (
-            float(-d.mean()),
-            float((torch.expm1(d) - d).mean()),
-            float(torch.expm1(2 * d).mean()),
-            float(d.abs().max()),
-            float(_reduce(-d, _owners(mask, batch), "mean").exp().mean()),
-        )
+    values = (
+        -d.mean(),
+        (torch.expm1(d) - d).mean(),
+        torch.expm1(2 * d).mean(),
+        d.abs().max(),
+        _reduce(-d, _owners(mask, batch), "mean").exp().mean(),
     )
-
-
-def _named(values: tuple[float, ...]) -> dict[str, float]:
-    names = ("k1", "k3", "chi2", "max", "ppl_ratio")
-    return dict(zip((f"mismatch_{name}" for name in names), values or [math.nan] * len(names), strict=True))
+    return dict(zip(NAMES, map(float, values), strict=True))
 
 
 def _owners(mask: Tensor, batch: SequenceBatch) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,13 +24,11 @@ HELD_OUT = {
 """Metrics of an evaluation that are printed at the end of a run."""
 
 
-class TrainingProgress:
+class TrainingProgress(Progress):
     """Shows reward and KL, or the loss, tokens per second and the time that is left."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
-        self._console = console
-        self._total = total
-        self._bar = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -41,26 +38,18 @@ class TrainingProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("training", total=total, completed=done, headline="-")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        self._total = total
+        self._task = self.add_task("training", total=total, completed=done, headline="-")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of ``step``."""
         headline = f"{_headline(metrics)}  {metrics['tokens_per_s']:,.0f} tokens/s"
-        self._bar.update(self._task, completed=step, headline=headline)
-        if not self._console.is_terminal and step % max(1, self._total // LINES) == 0:
+        self.update(self._task, completed=step, headline=headline)
+        if not self.console.is_terminal and step % max(1, self._total // LINES) == 0:
             self.say(f"step {step}/{self._total}  {headline}")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 from core_rl.pages.chart import svg_document
-from core_rl_trainer.logs.metrics_log import MetricsLog, Row
+from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.step_log import StepLog
 from core_rl_trainer.logs.wandb_log import WandbBoard
@@ -48,18 +48,11 @@ class RunRecords:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             self._draw_last(error)
         self._samples.close()
-        self._metrics.__exit__(kind, error, trace)
-
-    @property
-    def rows(self) -> list[Row]:
-        """All rows of metrics."""
-        return self._metrics.rows
+        self._metrics.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of ``step``."""
@@ -78,9 +71,9 @@ class RunRecords:
     def draw(self, status: Status = "running", problem: str = "") -> None:
         """Write the page and the picture as of now."""
         text = self._page.render(
-            self.rows, self._samples.rows, status=status, best=self.best, problem=problem
+            self._metrics.rows, self._samples.rows, status=status, best=self.best, problem=problem
         )
-        chart = main_chart(self.rows)
+        chart = main_chart(self._metrics.rows)
         self._directory.write_page(text, svg_document(chart) if chart else None)
 
     def _draw_last(self, error: BaseException) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.loop.scoring import Scoring
 from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["Clock", "GroupWriter", "TrainingLoop", "interrupted", "restore_group"]
+__all__ = ["Clock", "TrainingLoop", "interrupted", "restore_group", "save_group"]
 
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class TrainingLoop:
 
     def parts(self) -> dict[str, Any]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return {name: GroupWriter(group) for name, group in self._roles.trained().items()}
+        return {name: partial(save_group, group) for name, group in self._roles.trained().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, and what was drawn and not trained on, as JSON."""
@@ -168,14 +169,9 @@ class _Sender:
             actor.upload_weights(meta)
 
 
-@dataclass(frozen=True)
-class GroupWriter:
-    """Saves a group where a run checkpoint says."""
-
-    group: EngineGroup
-
-    def __call__(self, path: Path) -> None:
-        self.group.save(saved_state(self.group, str(path)))
+def save_group(group: EngineGroup, path: Path) -> None:
+    """Save the part of a run checkpoint at ``path``."""
+    group.save(saved_state(group, str(path)))
 
 
 def restore_group(group: EngineGroup, name: str, checkpoint: RunCheckpoint) -> None:

@@ -38,7 +38,9 @@ PROVIDED = frozenset({PROXIMAL, REFERENCE, BASELINE_REWARDS}) | FROM_CRITIC
 def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRun:
     """All checks and the data."""
     _check_fields(recipe, algorithm)
-    critic = _critic(recipe)
+    critic = None
+    if recipe.critic is not None:
+        critic = make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
     plan = plan_roles(recipe, algorithm.wanted_fields)
     loaded = _load_user_code(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
@@ -138,12 +140,6 @@ def _token_reward(
     if reward is not None:
         return TextReward(reward, tokenizer)
     return None if recipe.rollout.environment else no_reward
-
-
-def _critic(recipe: Recipe) -> ModelInterface[Any] | None:
-    if recipe.critic is None:
-        return None
-    return make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
 
 
 def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.recipe.recipe import PlacementSection, Recipe
 
-__all__ = ["Plan", "Roles", "open_roles", "open_trained", "plan_roles", "plan_trained"]
+__all__ = ["Plan", "Roles", "open_roles", "plan_roles", "plan_trained"]
 
 TrainPlan = tuple[EngineSpec, TrainEngineConfig]
 
@@ -34,37 +34,29 @@ TrainPlan = tuple[EngineSpec, TrainEngineConfig]
 class Plan:
     """Specs and configs of all engines, checked before anything is started."""
 
-    actor: TrainPlan
-    critic: TrainPlan | None
-    reference: TrainPlan | None
-    """None where nothing needs it, and where it is the actor with its adapter off."""
-    reward: TrainPlan | None
+    trainers: Mapping[str, TrainPlan]
+    """By role: ``actor`` and, where the run has them, ``critic``, ``reference`` and ``reward``. There is no
+    ``reference`` where it is the actor with its adapter off."""
     rollout: tuple[EngineSpec, InferenceEngineConfig]
     finetune: FinetuneSpec
     colocated: bool
     placement: PlacementSection
 
-    def trainers(self) -> dict[str, TrainPlan]:
-        """The train roles that there are, by name."""
-        parts = (self.actor, self.critic, self.reference, self.reward)
-        names = ("actor", "critic", "reference", "reward")
-        return {name: part for name, part in zip(names, parts, strict=True) if part is not None}
-
     def roles(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
         """All roles that there are, by name."""
-        return {**self.trainers(), "rollout": self.rollout}
+        return {**self.trainers, "rollout": self.rollout}
 
     def devices(self, name: str) -> tuple[int, ...]:
         """The number of the device of each rank of the role ``name``."""
         chosen: tuple[int, ...] | None = getattr(self.placement, name)
-        return chosen or tuple(range(self.trainers()[name][1].layout.world_size))
+        return chosen or tuple(range(self.trainers[name][1].layout.world_size))
 
     def offloads(self, name: str) -> bool:
         """Return whether the role ``name`` is offloaded while others work: colocated, unless its devices are its own.
 
         Without a placement it is offloaded even alone, to make room for rollouts on its devices.
         """
-        others = {device for other in self.trainers() if other != name for device in self.devices(other)}
+        others = {device for other in self.trainers if other != name for device in self.devices(other)}
         shares = getattr(self.placement, name) is None or not others.isdisjoint(self.devices(name))
         return self.colocated and shares
 
@@ -74,23 +66,21 @@ class Plan:
         Colocated roles on the same devices share their processes where they have the same layout: a process has one
         world, and on an accelerator each costs memory.
         """
-        others = self.trainers()
         if not self.offloads(name):
             return None
-        place = (others[name][1].layout, self.devices(name))
-        same = (
+        shared = (self.trainers[name][1].layout, self.devices(name))
+        first = next(
             other
-            for other, (_, config) in others.items()
-            if self.offloads(other) and (config.layout, self.devices(other)) == place
+            for other, (_, config) in self.trainers.items()
+            if self.offloads(other) and (config.layout, self.devices(other)) == shared
         )
-        first = next(same)
         return None if first == name else first
 
     def placements(self) -> dict[str, Placement]:
         """The placements of the train roles, by name."""
         return {
             name: Placement(devices=self.devices(name), colocated_with=self.colocated_with(name))
-            for name in self.trainers()
+            for name in self.trainers
         }
 
 
@@ -147,13 +137,9 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
     """
     actor, rollout = plan_trained(recipe), _rollout(recipe)
     require_sync(actor[0], recipe.rollout.sync)
-    separate = REFERENCE in wanted_fields and recipe.model.lora is None
     prompts = recipe.rollout.prompts_per_step
     plan = Plan(
-        actor=actor,
-        critic=_critic(recipe),
-        reference=_train_plan(recipe, {"path": recipe.model.path}, None) if separate else None,
-        reward=_reward_model(recipe),
+        trainers={"actor": actor, **_other_trainers(recipe, wanted_fields)},
         rollout=rollout,
         finetune=FinetuneSpec(dataset_size=recipe.steps * prompts, train_batch_size=prompts),
         colocated=recipe.colocated,
@@ -165,12 +151,12 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
 
 def _misplaced(plan: Plan) -> Iterator[str]:
     for name in PlacementSection.model_fields:
-        chosen, trainers = getattr(plan.placement, name), plan.trainers()
+        chosen = getattr(plan.placement, name)
         if chosen is None:
             continue
-        if name not in trainers:
+        if name not in plan.trainers:
             yield f"{name} = {list(chosen)}: this run has no such role with ranks of its own; leave it out"
-        elif len(set(chosen)) != (ranks := trainers[name][1].layout.world_size):
+        elif len(set(chosen)) != (ranks := plan.trainers[name][1].layout.world_size):
             yield f"{name} = {list(chosen)}: it has {ranks} ranks; name a different device for each"
 
 
@@ -186,18 +172,17 @@ def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
     return plan
 
 
-def _critic(recipe: Recipe) -> TrainPlan | None:
-    if recipe.critic is None:
-        return None
-    model = {"path": recipe.critic.path or recipe.model.path, "head": "value"}
-    return _train_plan(recipe, model, recipe.critic.optimizer.model_dump(), recipe.critic.layout)
-
-
-def _reward_model(recipe: Recipe) -> TrainPlan | None:
-    if recipe.reward_model is None:
-        return None
-    model = {"path": recipe.reward_model.path, "head": "reward"}
-    return _train_plan(recipe, model, None, recipe.reward_model.layout)
+def _other_trainers(recipe: Recipe, wanted_fields: frozenset[str]) -> dict[str, TrainPlan]:
+    """The critic, the reference and the reward model, where the recipe or its algorithm has one."""
+    found: dict[str, TrainPlan] = {}
+    if (critic := recipe.critic) is not None:
+        model = {"path": critic.path or recipe.model.path, "head": "value"}
+        found["critic"] = _train_plan(recipe, model, critic.optimizer.model_dump(), critic.layout)
+    if REFERENCE in wanted_fields and recipe.model.lora is None:
+        found["reference"] = _train_plan(recipe, {"path": recipe.model.path}, None)
+    if (reward := recipe.reward_model) is not None:
+        found["reward"] = _train_plan(recipe, {"path": reward.path, "head": "reward"}, None, reward.layout)
+    return found
 
 
 def _train_plan(
@@ -267,11 +252,15 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
     """Start the engines; all are closed on the way out."""
     with ExitStack() as stack:
         groups: dict[str, EngineGroup] = {}
-        for name, part in plan.trainers().items():
+        for name, part in plan.trainers.items():
             host_role = plan.colocated_with(name)
-            devices = plan.devices(name) if host_role is None else None
-            host = None if host_role is None else groups[host_role]
-            groups[name] = stack.enter_context(open_trained(part, plan.finetune, devices, host))
+            group = EngineGroup(
+                *part,
+                ft_spec=plan.finetune,
+                devices=plan.devices(name) if host_role is None else None,
+                colocate_with=None if host_role is None else groups[host_role],
+            )
+            groups[name] = stack.enter_context(group)
             if plan.offloads(name):
                 groups[name].offload()  # room for the next one
         spec, config = plan.rollout
@@ -287,15 +276,3 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
             rollout=rollout,
             offloaded=tuple(group for name, group in groups.items() if plan.offloads(name)),
         )
-
-
-@contextmanager
-def open_trained(
-    plan: TrainPlan,
-    finetune: FinetuneSpec,
-    devices: Sequence[int] | None = None,
-    beside: EngineGroup | None = None,
-) -> Iterator[EngineGroup]:
-    """Start one train engine; closed on the way out."""
-    with EngineGroup(*plan, ft_spec=finetune, devices=devices, colocate_with=beside) as group:
-        yield group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
                 RunRecords(recipe, directory, done, prepared.placements) as records,
                 prepared.open(directory) as loop,
             ):
-                result = _Run(recipe, directory, loop, records, console).run(checkpoint)
+                run = _Run(recipe=recipe, directory=directory, loop=loop, records=records, console=console)
+                result = run.run(checkpoint)
                 loop.save_model(directory.model)
                 records.draw("complete")
             directory.finish(result)
@@ -105,37 +107,30 @@ def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
     return make_interface(ModelInterfaceAbstraction(chosen.type_, shared | chosen.args))
 
 
+@dataclass(kw_only=True)
 class _Run:
     """The steps of a run, with all records of them."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        directory: RunDirectory,
-        loop: Loop,
-        records: RunRecords,
-        console: Console,
-    ) -> None:
-        self._recipe = recipe
-        self._directory = directory
-        self._loop = loop
-        self._records = records
-        self._console = console
-        self._evaluations: dict[str, dict[str, float]] = {}
-        """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
+    recipe: Recipe
+    directory: RunDirectory
+    loop: Loop
+    records: RunRecords
+    console: Console
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
 
     def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
         """Train to the last step, from the first or from ``checkpoint``; the result as plain values."""
-        recipe, directory, records = self._recipe, self._directory, self._records
+        recipe, directory, records = self.recipe, self.directory, self.records
         done = checkpoint.step if checkpoint else 0
         found = checkpoint.state.get("best") if checkpoint else None
         best = BestModel(recipe.keep_best, directory.best, directory.best_model, found)
         records.best = best.state_dict()
-        with TrainingProgress(self._console, recipe.steps, done) as progress:
+        with TrainingProgress(self.console, recipe.steps, done) as progress:
             self._begin(checkpoint, best, progress)
             for step in range(done + 1, recipe.steps + 1):
-                metrics = self._loop.step(step)
-                progress.update(step, metrics)
+                metrics = self.loop.step(step)
+                progress.show(step, metrics)
                 last = step == recipe.steps
                 evaluated = last or (recipe.eval_every and step % recipe.eval_every == 0)
                 if evaluated:
@@ -151,35 +146,35 @@ class _Run:
 
     def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
         if checkpoint is not None:
-            progress.say(f"resuming from the checkpoint of step {checkpoint.step} in {self._directory.path}")
-            self._loop.restore(checkpoint)
-            self._evaluations = dict(checkpoint.state["evaluations"])
+            progress.say(f"resuming from the checkpoint of step {checkpoint.step} in {self.directory.path}")
+            self.loop.restore(checkpoint)
+            self.evaluations = dict(checkpoint.state["evaluations"])
         else:
-            self._loop.start()
-            self._records.write(0, self._evaluate(0, best))
-        self._records.draw()
+            self.loop.start()
+            self.records.write(0, self._evaluate(0, best))
+        self.records.draw()
 
     def _evaluate(self, step: int, best: BestModel) -> dict[str, float]:
-        found = self._loop.evaluate()
-        self._records.add_samples(step, found.samples)
-        self._evaluations[str(step)] = found.metrics
-        best.offer(step, found.metrics, self._loop.save_model)
-        self._records.best = best.state_dict()
+        found = self.loop.evaluate()
+        self.records.add_samples(step, found.samples)
+        self.evaluations[str(step)] = found.metrics
+        best.offer(step, found.metrics, self.loop.save_model)
+        self.records.best = best.state_dict()
         return found.metrics
 
     def _save(self, step: int, best: BestModel) -> None:
-        state = self._loop.state_dict() | {"evaluations": self._evaluations, "best": best.state_dict()}
-        self._directory.checkpoints.save(step, self._loop.parts(), state)
+        state = self.loop.state_dict() | {"evaluations": self.evaluations, "best": best.state_dict()}
+        self.directory.checkpoints.save(step, self.loop.parts(), state)
         best.prune()
 
     def _result(self, best: BestModel) -> dict[str, Any]:
-        recipe, directory = self._recipe, self._directory
+        recipe, directory = self.recipe, self.directory
         return {
             "engine": recipe.engine,
             "seed": recipe.seed,
             "steps": recipe.steps,
-            "before": self._evaluations["0"],
-            "after": self._evaluations[str(recipe.steps)],
+            "before": self.evaluations["0"],
+            "after": self.evaluations[str(recipe.steps)],
             "best": best.state_dict(),
             "output_dir": str(directory.path),
             "model": str(directory.model),

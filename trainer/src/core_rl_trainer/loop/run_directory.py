@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import yaml
 
 from core_rl.checkpoint.run import RunCheckpoints
 from core_rl.errors import ConfigError, raise_all
-from core_rl_trainer.recipe.recipe import Recipe, differing_fields
+from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["RunDirectory", "open_run_directory"]
+__all__ = ["RunDirectory", "differing_fields", "open_run_directory"]
 
 RECIPE, RESULT, PAGE, PICTURE, LOCK = "recipe.yaml", "result.json", "index.html", "reward.svg", ".lock"
 OWNED = (
@@ -62,40 +62,22 @@ class RunDirectory:
 
     def __init__(self, recipe: Recipe) -> None:
         self.path = recipe.directory
+        self.weights = self.path / "weights"
+        """The directory through which weights go to the rollout engine."""
+        self.model = self.path / "model"
+        """The trained model in Hugging Face format."""
+        self.best = self.path / "best"
+        """The directory with the model of the best evaluation."""
+        self.best_model = self.path / "best_model"
+        """A link to that model."""
+        self.picture = self.path / PICTURE
+        """The rewards, or the losses, over the steps."""
+        self.page = self.path / PAGE
+        """The page that shows the run."""
         if recipe.fresh:
             self._clear()
         self._claim(recipe.model_dump(mode="json", exclude={"fresh"}))
         self.checkpoints = RunCheckpoints(self.path / "checkpoints", recipe.keep)
-
-    @property
-    def weights(self) -> Path:
-        """The directory through which weights go to the rollout engine."""
-        return self.path / "weights"
-
-    @property
-    def model(self) -> Path:
-        """The trained model in Hugging Face format."""
-        return self.path / "model"
-
-    @property
-    def picture(self) -> Path:
-        """The rewards, or the losses, over the steps."""
-        return self.path / PICTURE
-
-    @property
-    def page(self) -> Path:
-        """The page that shows the run."""
-        return self.path / PAGE
-
-    @property
-    def best(self) -> Path:
-        """The directory with the model of the best evaluation."""
-        return self.path / "best"
-
-    @property
-    def best_model(self) -> Path:
-        """A link to that model."""
-        return self.path / "best_model"
 
     def reference(self, name: str) -> Path:
         """The file of the reference's log-probs of the training data (``train``) or the evaluation data (``eval``)."""
@@ -147,3 +129,15 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The dotted fields in which two recipes, as plain values, differ, with both values."""
+    found: list[str] = []
+    for name in sorted({*old, *new}):
+        left, right = old.get(name), new.get(name)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found += differing_fields(left, right, f"{prefix}{name}.")
+        elif left != right:
+            found.append(f"{prefix}{name}: {left!r} then, {right!r} now")
+    return found

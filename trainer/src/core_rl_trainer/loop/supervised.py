@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from core_rl_trainer.data.datasets import (
 )
 from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.loop.evaluation import Evaluation
-from core_rl_trainer.loop.loop import Clock, GroupWriter, restore_group
+from core_rl_trainer.loop.loop import Clock, restore_group, save_group
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.loop.reference_cache import ReferenceCache
-from core_rl_trainer.loop.roles import open_trained, plan_trained
+from core_rl_trainer.loop.roles import plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -57,7 +58,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
-        with open_trained(plan, finetune) as group:
+        with EngineGroup(*plan, ft_spec=finetune) as group:
             yield SupervisedLoop(recipe, interface, group, (data[0], data[1]), directory)
 
     workload = Workload(
@@ -139,7 +140,7 @@ class SupervisedLoop:
 
     def parts(self) -> dict[str, Any]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return {MODEL: GroupWriter(self._engine)}
+        return {MODEL: partial(save_group, self._engine)}
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, as JSON."""
@@ -148,11 +149,8 @@ class SupervisedLoop:
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Resume from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
         restore_group(self._engine, MODEL, checkpoint)
-        self._restore_data(checkpoint.state)
+        self._data.load_state_dict(checkpoint.state["data"])
         if REFERENCE in self._interface.wanted_fields:
             self._references = {
                 name: ReferenceCache.load(self._directory.reference(name)) for name in ("train", "eval")
             }
-
-    def _restore_data(self, state: Mapping[str, Any]) -> None:
-        self._data.load_state_dict(state["data"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,10 +27,8 @@ __all__ = [
     "RewardModelSection",
     "RolloutSection",
     "WandbSection",
-    "differing_fields",
     "load_recipe",
 ]
-
 
 RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
 """The hint for a path that does not exist."""
@@ -76,10 +74,9 @@ class RolloutSection(Config):
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     """Prompts that are completed at one time."""
     should_accept: str | None = None
-    """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions. Where it is
-    false, they are not trained on, and other prompts replace theirs.
-    ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without a signal, as DAPO
-    (arXiv:2503.14476) does."""
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions. False replaces
+    them by those of another prompt. ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without
+    a signal, as DAPO (arXiv:2503.14476) does."""
     reward_timeout_s: float | None = Field(default=None, gt=0.0)
     """The time limit of the reward of one completion, in seconds; null for none."""
     reward_processes: int = Field(default=0, ge=0)
@@ -125,10 +122,7 @@ class RewardModelSection(Config):
 
 
 class PlacementSection(Config):
-    """The devices of each role: the number of the device of each of its ranks, in rank order.
-
-    By default every role begins at device 0, so that they share their devices.
-    """
+    """The device numbers of each role's ranks, in rank order; by default every role begins at device 0."""
 
     actor: tuple[Device, ...] | None = None
     """Devices of the actor."""
@@ -198,7 +192,7 @@ class Recipe(Config):
     dtype: DType = "float32"
     """Compute dtype of all engines."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto`` takes CUDA where there is some."""
+    """``auto``: CUDA where there is a device, else the CPU."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer; a decaying schedule ends at ``steps``."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
@@ -244,23 +238,15 @@ class Recipe(Config):
     """Start over: delete what an earlier run wrote to ``output_dir``."""
 
     @model_validator(mode="after")
-    def _one_temperature(self) -> Self:
+    def _consistent(self) -> Self:
         own = self.algorithm.args.get("temperature", self.rollout.temperature)
         if own != self.rollout.temperature:
             raise ValueError(
                 f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
                 "would be of another distribution than the completions; leave the former out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluations_to_compare(self) -> Self:
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _some_reward(self) -> Self:
         if self.reward is None and self.reward_model is None and self.rollout.environment is None:
             raise ValueError(
                 "reward = null needs a rollout.environment that gives the rewards, or a reward_model"
@@ -286,7 +272,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}} can stand in braces"
         ) from error
     recipe = recipe.model_copy(update={"output_dir": directory})
-    raise_all(ConfigError, str(path), _missing_files(recipe))  # before a model is downloaded
+    missing = [
+        f"field 'data.{name}' = {file!r}: there is no such file; {RELATIVE}"
+        for name, file in (("train", recipe.data.train), ("eval", recipe.data.eval))
+        if not Path(file).exists()
+    ]
+    raise_all(ConfigError, str(path), missing)  # before a model is downloaded
     return _with_local_models(recipe, str(path))
 
 
@@ -300,27 +291,8 @@ def _with_local_models(recipe: Recipe, origin: str) -> Recipe:
             continue
         try:
             path = local_model_path(section.path, field=f"{name}.path")
+            sections[name] = section.model_copy(update={"path": path})
         except ConfigError as error:
             problems.append(f"{error}; {RELATIVE}")
-        else:
-            sections[name] = section.model_copy(update={"path": path})
     raise_all(ConfigError, origin, problems)
     return recipe.model_copy(update=sections)
-
-
-def _missing_files(recipe: Recipe) -> Iterator[str]:
-    for name, path in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        if not Path(path).exists():
-            yield f"field 'data.{name}' = {path!r}: there is no such file; {RELATIVE}"
-
-
-def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted fields in which two recipes, as plain values, differ, with both values."""
-    found: list[str] = []
-    for name in sorted({*old, *new}):
-        left, right = old.get(name), new.get(name)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found += differing_fields(left, right, f"{prefix}{name}.")
-        elif left != right:
-            found.append(f"{prefix}{name}: {left!r} then, {right!r} now")
-    return found

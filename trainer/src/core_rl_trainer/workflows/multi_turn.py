@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,12 +50,9 @@ class MultiTurnWorkflow:
     """How long the reward of one episode may take, in seconds."""
 
     def __post_init__(self) -> None:
-        raise_all(ConfigError, "MultiTurnWorkflow", self._violations())
-
-    def _violations(self) -> Iterable[str]:
-        for name in ("group_size", "max_turns"):
-            if getattr(self, name) < 1:
-                yield f"{name} = {getattr(self, name)}; it must be at least 1"
+        counts = {"group_size": self.group_size, "max_turns": self.max_turns}
+        wrong = [f"{name} = {count}; it must be at least 1" for name, count in counts.items() if count < 1]
+        raise_all(ConfigError, "MultiTurnWorkflow", wrong)
 
     async def arun_episode(
         self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
@@ -81,7 +78,7 @@ class MultiTurnWorkflow:
             transcript = Transcript(prompt)
             reward = await self._turns(engine, environment, transcript, place)
             if self.reward is not None:
-                last = transcript.last_answer
+                last = transcript.last_response
                 reward += await compute_reward(
                     self.reward, prompt, last, data, subject=subject, timeout_s=self.reward_timeout_s
                 )
@@ -96,7 +93,7 @@ class MultiTurnWorkflow:
         total = 0.0
         for turn in range(self.max_turns):
             response = await self._generate(engine, transcript, (*place, turn))
-            transcript.add_answer(response)
+            transcript.add_response(response)
             if response.stop_reason == "length":  # half a message is nothing that an environment understands
                 return total
             subject = f"sample {place[0]}, completion {place[1]}, turn {turn}:"

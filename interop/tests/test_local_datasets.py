@@ -1,4 +1,4 @@
-"""Rows from a directory that ``datasets`` wrote; ``nox -s trl`` has the package."""
+"""Examples from a directory that ``datasets`` wrote; ``nox -s trl`` has the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
     return datasets.Dataset(datasets.table.InMemoryTable(pa.Table.from_pylist(rows)), fingerprint="rows")
 
 
-def test_rows_of_a_saved_dataset(tmp_path: Path) -> None:
+def test_examples_of_a_saved_dataset(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3}]
     table(rows).save_to_disk(tmp_path / "saved")
     assert read_examples(tmp_path / "saved", check_prompt) == rows
@@ -30,9 +30,9 @@ def test_chat_messages_of_a_saved_dataset(tmp_path: Path) -> None:
     assert read_examples(tmp_path / "saved", check_prompt) == rows
 
 
-def test_a_damaged_row_is_named(tmp_path: Path) -> None:
+def test_a_damaged_example_is_named(tmp_path: Path) -> None:
     table([{"prompt": "1+1="}, {"prompt": ""}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(BatchError, match="row 1 needs a text 'prompt'"):
+    with pytest.raises(BatchError, match="example 1 needs a text 'prompt'"):
         read_examples(tmp_path / "saved", check_prompt)
 
 
