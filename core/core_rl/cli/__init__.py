@@ -1,14 +1,20 @@
-"""The command line ``core-rl``. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted."""
+"""The command line ``core-rl``. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
+
+Installed distributions add commands under the entry-point group `GROUP`: each entry point names a function with
+typer's annotations, in a module that is light to import. A command that cannot be loaded is listed with its reason,
+and hides no other.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
-from core_rl.cli.commands import PluginCommand, plugin_commands
+from core_rl import __version__
 from core_rl.cli.engines import app as engines_app
 from core_rl.errors import (
     ConfigError,
@@ -18,13 +24,46 @@ from core_rl.errors import (
     EngineIncompatible,
     EngineNotFound,
 )
-from core_rl.version import __version__
+from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
 
-__all__ = ["build_app", "main"]
+__all__ = ["GROUP", "PluginCommand", "build_app", "main", "plugin_commands"]
 
 _USAGE_ERRORS = (ConfigError, EngineNotFound, EngineAmbiguous, EngineBroken, EngineIncompatible)
 
 BUILT_IN = ("engines",)
+
+GROUP = "core_rl_commands"
+"""The entry-point group that a distribution declares its commands in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginCommand:
+    """One command; exactly one of ``function`` and ``error``."""
+
+    name: str
+    function: Callable[..., Any] | None = None
+    error: CoreRLError | None = None
+
+
+def plugin_commands() -> list[PluginCommand]:
+    """All of them in alphabetical order; of two with one name, neither works, and the error names both."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in declared_in(GROUP):
+        if point.error is None:  # `core-rl engines` reports damaged metadata
+            found.setdefault(point.name, []).append(point)
+    return [_load(name, claims) for name, claims in sorted(found.items())]
+
+
+def _load(name: str, claims: list[EntryPoint]) -> PluginCommand:
+    try:
+        function = load_entry_point("command", claims, EngineBroken)
+    except EngineBroken as broken:
+        return PluginCommand(name=name, error=broken)
+    if not callable(function):
+        return PluginCommand(
+            name=name, error=EngineBroken(f"{claims[0].described('command')} is no function")
+        )
+    return PluginCommand(name=name, function=function)
 
 
 def build_app(*, plugins: bool = True) -> typer.Typer:

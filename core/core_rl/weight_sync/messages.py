@@ -20,7 +20,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.comm import Channel
 from core_rl.errors import ConfigError, WeightsError, raise_all
 
 __all__ = [
