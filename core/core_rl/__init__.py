@@ -16,6 +16,7 @@ from core_rl.registry.engines import load_config as load_config
 from core_rl.registry.engines import register_engine as register_engine
 from core_rl.registry.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
 from core_rl.registry.spec import EngineSpec as EngineSpec
+from core_rl.version import __version__
 
 if TYPE_CHECKING:
     from core_rl.backend.loss import LossSpec as LossSpec
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from core_rl.engine.sync import sync_weights as sync_weights
     from core_rl.engine.train import TrainEngine as TrainEngine
     from core_rl.launch.group import EngineGroup as EngineGroup
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "core_rl.backend.loss": ("LossSpec",),

@@ -13,7 +13,7 @@ from core_rl.backend.sharded_state import LocalSlice
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
 from core_rl.backend.train_backend import BuildContext
-from core_rl.checkpoint.shards import ShardFiles, write_shards
+from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
@@ -21,7 +21,7 @@ from core_rl.engine.modes import MEMORY
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.grad_norm import global_grad_norm
 from core_rl.state.host_copies import HostCopies
-from core_rl.state.snapshot import Shard
+from core_rl.state.snapshot import Shard, copy_shards
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
@@ -85,7 +85,7 @@ class OwnCheckpoint(Replicated):
         world = self.context.world
         own = directory / "own"
         own.mkdir(exist_ok=True)
-        write_shards(own, world.rank, self.shards(with_optimizer), world.size)
+        write_copies(own, world.rank, copy_shards(world.rank, self.shards(with_optimizer)), world.size)
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         files = ShardFiles(directory / "own")

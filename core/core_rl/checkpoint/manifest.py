@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from core_rl import __version__
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from core_rl.version import __version__
 
 __all__ = [
     "MANIFEST",

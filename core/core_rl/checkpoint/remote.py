@@ -31,8 +31,6 @@ def is_url(path: str) -> bool:
 class RemotePlace:
     """A directory of a remote store as a place for a checkpoint."""
 
-    remote = True
-
     def __init__(self, url: str) -> None:
         self.url = url
         try:

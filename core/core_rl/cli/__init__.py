@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from core_rl import __version__
 from core_rl.cli.engines import app as engines_app
 from core_rl.errors import (
     ConfigError,
@@ -25,6 +24,7 @@ from core_rl.errors import (
     EngineNotFound,
 )
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
+from core_rl.version import __version__
 
 __all__ = ["GROUP", "PluginCommand", "build_app", "main", "plugin_commands"]
 
