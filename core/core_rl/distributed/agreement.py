@@ -54,11 +54,10 @@ def on_all(
     action: Callable[[], T],
     subject: str,
     kind: type[CoreRLError] | None = None,
-    foreign: type[CoreRLError] = CheckpointError,
 ) -> T:
     """``action()`` on every rank; returns this rank's own result, and raises as `agree` does. Collective."""
     own: list[T] = []
-    agree(comm, lambda: own.append(action()), subject, kind, foreign)
+    agree(comm, lambda: own.append(action()), subject, kind)
     return own[0]
 
 
@@ -67,10 +66,9 @@ def on_leader(
     action: Callable[[], T],
     subject: str,
     kind: type[CoreRLError] | None = None,
-    foreign: type[CoreRLError] = CheckpointError,
 ) -> T:
     """``action()`` on rank 0 alone; every rank returns its result, or raises as `agree` does. Collective."""
-    results = agree(comm, lambda: action() if comm.rank == 0 else None, subject, kind, foreign)
+    results = agree(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
     return cast("T", results[0])
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import FinetuneSpec, TensorKind
-from core_rl.backend.progress import EngineProgress
 from core_rl.backend.steps import PostHook
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
@@ -31,7 +30,6 @@ __all__ = [
     "gather_tensors",
     "initialize",
     "prepare",
-    "progress",
 ]
 
 
@@ -95,11 +93,6 @@ def _engine(state: RankState) -> TrainEngine:
 def call_method(name: str, engine: TrainEngine, *args: Any) -> Any:
     """``engine.name(*args)``."""
     return getattr(engine, name)(*args)
-
-
-def progress(engine: TrainEngine) -> EngineProgress:
-    """The engine's ``progress``."""
-    return engine.progress
 
 
 def forward(

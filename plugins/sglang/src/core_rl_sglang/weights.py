@@ -76,7 +76,7 @@ class DiskWeights:
             "weight_version": str(self.version),
             "flush_cache": True,
         }
-        await server.control("/update_weights_from_disk", body, timeout_s)
+        await server.api.post("/update_weights_from_disk", body, timeout_s)
         server.version = self.version
 
     def discard(self) -> None:
@@ -149,7 +149,7 @@ class TensorWeights:
         self, server: Server, load: Callable[[Bucket], Awaitable[None]], timeout_s: float
     ) -> None:
         """Have ``server`` load all buckets, from the first on, as they arrive."""
-        await server.control("/begin_weight_update", {}, timeout_s)
+        await server.api.post("/begin_weight_update", {}, timeout_s)
         self._loaded[server] = 0
         try:
             while (bucket := await self._next(server)) is not None:
@@ -161,7 +161,7 @@ class TensorWeights:
             async with self._changed:
                 del self._loaded[server]
                 self._changed.notify_all()
-            await server.control("/end_weight_update", {}, timeout_s)
+            await server.api.post("/end_weight_update", {}, timeout_s)
         await server.flush_cache(timeout_s)
 
     async def _next(self, server: Server) -> Bucket | None:
