@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_source
@@ -24,25 +24,6 @@ from core_rl_sglang.server import Server
 __all__ = ["DiskWeights", "TensorWeights", "Weights"]
 
 
-class Weights(Protocol):
-    """One version of the weights, which any number of servers can load, now and later."""
-
-    version: int
-
-    @property
-    def origin(self) -> str:
-        """The model path that a fresh server with these weights reports; empty if there is none."""
-        ...
-
-    async def load(self, server: Server, timeout_s: float) -> None:
-        """Load them on ``server``, which is paused; raises the errors of its interface."""
-        ...
-
-    def discard(self) -> None:
-        """Free the memory or files; no server will need them again."""
-        ...
-
-
 class DiskWeights:
     """A model directory that servers read themselves."""
 
@@ -54,6 +35,7 @@ class DiskWeights:
 
     @property
     def origin(self) -> str:
+        """The model path that a fresh server with these weights reports."""
         return str(self._name.path)
 
     @staticmethod
@@ -71,15 +53,13 @@ class DiskWeights:
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 
     async def load(self, server: Server, timeout_s: float) -> None:
-        body = {
-            "model_path": self.origin,
-            "weight_version": str(self.version),
-            "flush_cache": True,
-        }
+        """Load them on ``server``, which is paused; raises the errors of its interface."""
+        body = {"model_path": self.origin, "weight_version": str(self.version), "flush_cache": True}
         await server.api.post("/update_weights_from_disk", body, timeout_s)
         server.version = self.version
 
     def discard(self) -> None:
+        """Remove the files; no server will need them again."""
         self._name.remove()
         if self._temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -108,6 +88,7 @@ class TensorWeights:
     """Weights in buckets of shared memory, which arrive one after another while servers load them."""
 
     origin = ""
+    """No model path has these weights."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -143,6 +124,7 @@ class TensorWeights:
             self._changed.notify_all()
 
     async def load(self, server: Server, timeout_s: float) -> None:
+        """Load all buckets on ``server``, which is paused; raises the errors of its interface."""
         await self.load_each(server, lambda bucket: server.load_tensors(bucket, timeout_s), timeout_s)
 
     async def load_each(
@@ -173,4 +155,9 @@ class TensorWeights:
         return self._buckets[count] if len(self._buckets) > count else None
 
     def discard(self) -> None:
+        """Free the memory; no server will need them again."""
         self._buckets.clear()
+
+
+Weights: TypeAlias = DiskWeights | TensorWeights
+"""One version of the weights, which any number of servers can load, now and later."""
