@@ -75,7 +75,7 @@ def _kinds(contents: Contents, with_optimizer: bool) -> tuple[str, ...]:
 
 
 def _shards(contents: Contents, with_optimizer: bool) -> Iterator[Shard]:
-    """What the core writes: tensors, unless the backend does, and where asked this rank's random and opaque states."""
+    """Tensors, unless the backend writes them itself, and where asked this rank's random and opaque states."""
     if not isinstance(contents.backend, SupportsOwnCheckpoint):
         yield from contents.tensors.shards(_kinds(contents, with_optimizer))
     for name, state in _own_states(contents).items() if with_optimizer else ():
