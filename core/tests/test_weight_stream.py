@@ -209,7 +209,7 @@ def test_a_bucket_of_a_sender_that_is_gone_is_an_error() -> None:
     """The manager of shared memory removes what a dead process has left, perhaps before it is opened."""
     ours, theirs = socket.socketpair()
     with shared_by_name():
-        storage = torch.UntypedStorage._new_shared(64)
+        storage: Any = torch.UntypedStorage._new_shared(64)
     Channel(ours).send(pickled_by_name((Kind.BUCKET, [("a", torch.empty(0).set_(storage))])))
     _, name, _ = storage._share_filename_cpu_()
     Path(f"/dev/shm/{name.decode()}").unlink()

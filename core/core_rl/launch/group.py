@@ -179,7 +179,8 @@ class EngineGroup(EngineRanks):
     @property
     def progress(self) -> EngineProgress:
         """Scheduler steps, updates and version."""
-        return self.run(attrgetter("progress"))[0]
+        first: EngineProgress = self.run(attrgetter("progress"))[0]
+        return first
 
     def restore_progress(self, progress: EngineProgress) -> None:
         """Continue from ``progress``; see `TrainEngine.restore_progress`."""
