@@ -1,12 +1,21 @@
 """core-rl: one interface for LLM post-training engines, and algorithms on top of it.
 
-The names below are imported on first use (PEP 562), so that ``import core_rl`` is quick and loads
-neither torch nor any backend.
+What lists engines and reports errors is imported at once. The other names are imported on first use (PEP 562), so
+that ``import core_rl`` is quick and loads neither torch nor any backend.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
+from core_rl import errors as _errors
+from core_rl.config.capability import Capability as Capability
+from core_rl.errors import *  # noqa: F403  (the one list is in that module)
+from core_rl.registry.engines import get_spec as get_spec
+from core_rl.registry.engines import list_engines as list_engines
+from core_rl.registry.engines import load_config as load_config
+from core_rl.registry.engines import register_engine as register_engine
+from core_rl.registry.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
+from core_rl.registry.spec import EngineSpec as EngineSpec
 from core_rl.version import __version__
 
 if TYPE_CHECKING:
@@ -16,7 +25,6 @@ if TYPE_CHECKING:
     from core_rl.backend.meta import Scheduling as Scheduling
     from core_rl.backend.meta import WeightUpdateMeta as WeightUpdateMeta
     from core_rl.backend.metrics import Metric as Metric
-    from core_rl.config.capability import Capability as Capability
     from core_rl.config.engine import EngineConfig as EngineConfig
     from core_rl.config.engine import InferenceEngineConfig as InferenceEngineConfig
     from core_rl.config.engine import ModelConfig as ModelConfig
@@ -35,47 +43,12 @@ if TYPE_CHECKING:
     from core_rl.engine.loading import load_engine as load_engine
     from core_rl.engine.sync import sync_weights as sync_weights
     from core_rl.engine.train import TrainEngine as TrainEngine
-    from core_rl.errors import BatchError as BatchError
-    from core_rl.errors import CheckpointDamaged as CheckpointDamaged
-    from core_rl.errors import CheckpointError as CheckpointError
-    from core_rl.errors import CheckpointMismatch as CheckpointMismatch
-    from core_rl.errors import CheckpointNotFound as CheckpointNotFound
-    from core_rl.errors import ConfigError as ConfigError
-    from core_rl.errors import CoreRLError as CoreRLError
-    from core_rl.errors import EngineAmbiguous as EngineAmbiguous
-    from core_rl.errors import EngineBroken as EngineBroken
-    from core_rl.errors import EngineContractError as EngineContractError
-    from core_rl.errors import EngineError as EngineError
-    from core_rl.errors import EngineIncompatible as EngineIncompatible
-    from core_rl.errors import EngineNotFound as EngineNotFound
-    from core_rl.errors import EngineStateError as EngineStateError
-    from core_rl.errors import GroupError as GroupError
-    from core_rl.errors import LayoutError as LayoutError
-    from core_rl.errors import LossError as LossError
-    from core_rl.errors import RankDied as RankDied
-    from core_rl.errors import RankFailed as RankFailed
-    from core_rl.errors import RankTimeout as RankTimeout
-    from core_rl.errors import RolloutError as RolloutError
-    from core_rl.errors import UnsupportedCapability as UnsupportedCapability
-    from core_rl.errors import WeightsError as WeightsError
     from core_rl.launch.group import EngineGroup as EngineGroup
-    from core_rl.registry.engines import get_spec as get_spec
-    from core_rl.registry.engines import list_engines as list_engines
-    from core_rl.registry.engines import load_config as load_config
-    from core_rl.registry.engines import register_engine as register_engine
-    from core_rl.registry.spec import PROTOCOL_VERSION as PROTOCOL_VERSION
-    from core_rl.registry.spec import EngineSpec as EngineSpec
 
-_EXPORTS = {
+_LAZY = {
     "core_rl.backend.loss": ("LossSpec",),
-    "core_rl.backend.meta": (
-        "FinetuneSpec",
-        "SaveLoadMeta",
-        "Scheduling",
-        "WeightUpdateMeta",
-    ),
+    "core_rl.backend.meta": ("FinetuneSpec", "SaveLoadMeta", "Scheduling", "WeightUpdateMeta"),
     "core_rl.backend.metrics": ("Metric",),
-    "core_rl.config.capability": ("Capability",),
     "core_rl.config.engine": (
         "EngineConfig",
         "InferenceEngineConfig",
@@ -88,56 +61,27 @@ _EXPORTS = {
     "core_rl.data.batch": ("SequenceBatch",),
     "core_rl.data.micro_batch": ("MicroBatchSpec",),
     "core_rl.data.outputs": ("ModelOutput",),
-    "core_rl.data.requests": (
-        "LLMRequest",
-        "LLMResponse",
-        "SamplingParams",
-    ),
+    "core_rl.data.requests": ("LLMRequest", "LLMResponse", "SamplingParams"),
     "core_rl.distributed.process_group": ("RankAddress",),
     "core_rl.engine.inference": ("InferenceEngine",),
     "core_rl.engine.loading": ("load_engine",),
     "core_rl.engine.sync": ("sync_weights",),
     "core_rl.engine.train": ("TrainEngine",),
-    "core_rl.errors": (
-        "BatchError",
-        "CheckpointDamaged",
-        "CheckpointError",
-        "CheckpointMismatch",
-        "CheckpointNotFound",
-        "ConfigError",
-        "CoreRLError",
-        "EngineAmbiguous",
-        "EngineBroken",
-        "EngineContractError",
-        "EngineError",
-        "EngineIncompatible",
-        "EngineNotFound",
-        "EngineStateError",
-        "GroupError",
-        "LayoutError",
-        "LossError",
-        "RankDied",
-        "RankFailed",
-        "RankTimeout",
-        "RolloutError",
-        "UnsupportedCapability",
-        "WeightsError",
-    ),
     "core_rl.launch.group": ("EngineGroup",),
-    "core_rl.registry.engines": (
-        "get_spec",
-        "list_engines",
-        "load_config",
-        "register_engine",
-    ),
-    "core_rl.registry.spec": (
-        "PROTOCOL_VERSION",
-        "EngineSpec",
-    ),
 }
-_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
+_HOMES = {name: module for module, names in _LAZY.items() for name in names}
+_AT_ONCE = (
+    "Capability",
+    "EngineSpec",
+    "PROTOCOL_VERSION",
+    "get_spec",
+    "list_engines",
+    "load_config",
+    "register_engine",
+)
+_ERRORS = (name for name in _errors.__all__ if name != "raise_all")
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the names come from the one table)
+__all__ = ["__version__", *_ERRORS, *_AT_ONCE, *_HOMES]  # noqa: PLE0604  (the names come from tables)
 
 
 def __getattr__(name: str) -> object:

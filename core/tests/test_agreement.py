@@ -40,7 +40,6 @@ def test_results_of_all_ranks() -> None:
         (BatchError("too long"), {}, BatchError, "too long"),
         (BatchError("too long"), {"kind": CheckpointError}, CheckpointError, "too long"),
         (ValueError("odd"), {}, CheckpointError, "ValueError: odd"),
-        (ValueError("odd"), {"foreign": LossError}, LossError, "ValueError: odd"),
     ],
 )
 def test_any_exception_of_one_rank_is_raised_on_all(
@@ -51,6 +50,13 @@ def test_any_exception_of_one_rank_is_raised_on_all(
     assert {type(found) for found in raised} == {kind}
     assert {str(found) for found in raised} == {f"a step: ranks 1, 2: {reason}"}
     assert [found.__cause__ for found in raised] == [None, error, error]
+
+
+def test_the_kind_of_a_foreign_exception_can_be_chosen() -> None:
+    with pytest.raises(LossError, match="^a step: ValueError: odd$"):
+        agree(Comm(), failing(ValueError("odd"), 0)(Comm()), "a step", foreign=LossError)
+    with pytest.raises(BatchError):
+        agree(Comm(), failing(BatchError("too long"), 0)(Comm()), "a step", foreign=LossError)
 
 
 def test_an_error_of_the_leader_is_raised_on_all() -> None:

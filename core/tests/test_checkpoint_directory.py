@@ -26,8 +26,8 @@ from checkpoint_support import (
 )
 from safetensors import SafetensorError
 
-from core_rl.checkpoint.directory import opened, publish, read_state
-from core_rl.checkpoint.manifest import FileRecord, Manifest, parse_manifest
+from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.manifest import FileRecord, Manifest, parse_manifest, read_manifest
 from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.distributed.comm import Comm
 from core_rl.errors import (
@@ -45,7 +45,7 @@ def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "a"
     save_text(path, **FILES)
     assert load_text(path) == FILES
-    assert read_state(str(path)) == {"files": sorted(FILES)}
+    assert read_manifest(path).state == {"files": sorted(FILES)}
 
 
 def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
@@ -357,8 +357,6 @@ def test_nothing_at_a_place_is_not_found(tmp_path: Path, make: Callable[[Path], 
     make(tmp_path / "a")
     with pytest.raises(CheckpointNotFound, match="cannot load"):
         load_text(tmp_path / "a")
-    with pytest.raises(CheckpointNotFound):
-        read_state(str(tmp_path / "a"))
 
 
 def test_another_kind_is_refused(tmp_path: Path) -> None:

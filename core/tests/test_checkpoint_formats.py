@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta
 from core_rl.checkpoint.contents import Contents
-from core_rl.checkpoint.directory import read_state
-from core_rl.checkpoint.portable import save_portable
+from core_rl.checkpoint.formats import save_contents
+from core_rl.checkpoint.manifest import read_manifest
 from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
@@ -405,7 +405,7 @@ def test_damage_of_any_file_is_refused_before_anything_changes(
 
 
 class StreamingTensors:
-    """Just enough of a `TensorStore` for `save_portable`: streams are collective, rank 0 writes."""
+    """Just enough of a `TensorStore` for a portable save: streams are collective, rank 0 writes."""
 
     optimizer_kinds = ("exp_avg", "exp_avg_sq")
 
@@ -450,10 +450,10 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     def save(world: Comm) -> None:
         tensors = StreamingTensors(world, together)
         engines.append(tensors)
-        save_portable(contents_of(world, tensors), SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
+        save_contents(contents_of(world, tensors), SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
 
     assert on_ranks(2, save) == [None, None]
-    saved = read_state(str(tmp_path / "a"))
+    saved = read_manifest(tmp_path / "a").state
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -463,7 +463,7 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     assert [type(error) for error in raised] == [CheckpointError] * 2
     assert "rank 0: master-00001.safetensors: No space left on device" in str(raised[1])
     assert all(engine.visited == list(ALL_KINDS) for engine in engines)
-    assert read_state(str(tmp_path / "a")) == saved
+    assert read_manifest(tmp_path / "a").state == saved
     assert hidden(tmp_path) == []
 
 
@@ -483,7 +483,7 @@ def test_the_state_is_readable_without_loading(start: Start, tmp_path: Path) -> 
     engine = start()
     train(engine, 2)
     engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
-    state = read_state(str(tmp_path / "a"))
+    state = read_manifest(tmp_path / "a").state
     assert state["progress"] == {"lr_steps": 2, "updates": 2, "version": 0}
     assert state["model"]["vocab_size"] == support.VOCABULARY
     assert json.loads((tmp_path / "a" / "manifest.json").read_text())["kind"] == "portable"

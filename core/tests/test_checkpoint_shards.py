@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core_rl.checkpoint.shards import ShardFiles, write_shards
+from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -23,7 +23,7 @@ from core_rl.errors import (
     EngineContractError,
     WeightsError,
 )
-from core_rl.state.slices import Shard
+from core_rl.state.slices import Shard, copy_shards
 
 
 def cut(tensor: Tensor, bounds: list[list[int]], name: str = "w") -> Iterator[Shard]:
@@ -64,7 +64,7 @@ def test_any_slice_of_any_cut_is_read(
             held[rank].append(piece)
     with tempfile.TemporaryDirectory() as name:
         for rank, mine in enumerate(held):
-            write_shards(Path(name), rank, iter(mine), world_size)
+            write_copies(Path(name), rank, copy_shards(rank, iter(mine)), world_size)
         files = ShardFiles(Path(name))
         assert files.names() == ["w"]
         assert files.shape("w") == shape
@@ -86,7 +86,7 @@ def test_a_region_that_no_piece_covers_is_refused(
     lost.tensor.fill_(1)
     wanted = marks if slices is None else marks[slices]
     with tempfile.TemporaryDirectory() as name:
-        write_shards(Path(name), 0, [piece for piece in pieces if piece is not lost], 1)
+        write_copies(Path(name), 0, copy_shards(0, [piece for piece in pieces if piece is not lost]), 1)
         if len(pieces) == 1:
             assert ShardFiles(Path(name)).names() == []
         elif wanted.any():
@@ -99,7 +99,7 @@ def test_a_region_that_no_piece_covers_is_refused(
 def test_pieces_may_overlap_and_share_memory(tmp_path: Path) -> None:
     whole = torch.arange(10.0)
     pieces = [Shard("w", whole[start:stop], (10,), (start,)) for start, stop in ((0, 6), (4, 10), (2, 3))]
-    write_shards(tmp_path, 0, [*pieces, Shard("v", whole, (10,), (0,))], 1)
+    write_copies(tmp_path, 0, copy_shards(0, [*pieces, Shard("v", whole, (10,), (0,))]), 1)
     assert torch.equal(ShardFiles(tmp_path).read("w", (slice(1, 9),)), whole[1:9])
 
 
@@ -116,13 +116,13 @@ def test_a_piece_outside_of_its_tensor_is_refused(
     tmp_path: Path, tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> None:
     with pytest.raises(EngineContractError, match="rank 3: 'w'"):
-        write_shards(tmp_path, 3, [Shard("w", tensor, shape, offsets)], 4)
+        write_copies(tmp_path, 3, copy_shards(3, [Shard("w", tensor, shape, offsets)]), 4)
 
 
 def two_ranks(directory: Path, second_shape: tuple[int, ...] = (4,)) -> None:
     for rank in (0, 1):
         shape = (4,) if rank == 0 else second_shape
-        write_shards(directory, rank, [Shard("w", torch.zeros(2), shape, (2 * rank,))], 2)
+        write_copies(directory, rank, copy_shards(rank, [Shard("w", torch.zeros(2), shape, (2 * rank,))]), 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -160,6 +160,6 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: .*too large"):
-            write_shards(tmp_path, 0, [Shard("w", torch.zeros(1000), (1000,), (0,))], 1)
+            write_copies(tmp_path, 0, copy_shards(0, [Shard("w", torch.zeros(1000), (1000,), (0,))]), 1)
 
     assert in_child(save) == 0

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl.distributed.channel import HEADER, Channel
+from core_rl.distributed.comm import FRAME_HEADER as HEADER
+from core_rl.distributed.comm import Channel
 
 Ends = tuple[socket.socket, socket.socket]
 

@@ -14,8 +14,14 @@ from core_rl import errors
 from core_rl.config.capability import Capability
 from core_rl.engine.loading import load_backend
 from core_rl.registry import engines as registry
-from core_rl.registry.discovery import declared_engines, installable_engines
-from core_rl.registry.engines import get_spec, list_engines, load_config, register_engine
+from core_rl.registry.engines import (
+    declared_engines,
+    get_spec,
+    installable_engines,
+    list_engines,
+    load_config,
+    register_engine,
+)
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
 GOOD = """

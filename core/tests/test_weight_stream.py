@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -17,15 +19,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
+from core_rl.distributed.comm import Channel
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync import group as weight_group
 from core_rl.weight_sync import sender as weight_sender
 from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
-from core_rl.weight_sync.messages import AdapterMetadata
+from core_rl.weight_sync.messages import (
+    AdapterMetadata,
+    Kind,
+    pickled_by_name,
+    receive_message,
+    shared_by_name,
+)
 from core_rl.weight_sync.sender import send_tensors
 from core_rl.weight_sync.stream import Bucket, abandon, receiving
 
@@ -172,6 +182,55 @@ def test_a_sender_that_is_killed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="the sender of the weights is gone"):
         collect(what, 60)
     process.join()
+
+
+def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: Path) -> None:
+    what, replaced = meta(tmp_path, bucket_bytes=1), threading.Event()
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.full((4,), 1.0)
+        yield "b", torch.full((4,), 2.0)  # "a" is sent, and the sender keeps nothing of it
+        replaced.set()
+        yield "c", torch.full((4,), 3.0)
+
+    def receive() -> list[float]:
+        with receiving(what, 20) as received:
+            assert replaced.wait(20)
+            return [float(tensor[0]) for bucket in received for _, tensor in bucket]
+
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(receive)
+        send_tensors(stream(), what)
+        assert arrival.result(20) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="files of shared memory are listed on Linux alone")
+def test_a_bucket_of_a_sender_that_is_gone_is_an_error() -> None:
+    """The manager of shared memory removes what a dead process has left, perhaps before it is opened."""
+    ours, theirs = socket.socketpair()
+    with shared_by_name():
+        storage: Any = torch.UntypedStorage._new_shared(64)
+    Channel(ours).send(pickled_by_name((Kind.BUCKET, [("a", torch.empty(0).set_(storage))])))
+    _, name, _ = storage._share_filename_cpu_()
+    Path(f"/dev/shm/{name.decode()}").unlink()
+    del storage
+    with pytest.raises(EOFError, match="its shared memory is gone: unable to open"):
+        receive_message(Channel(theirs))
+
+
+def test_threads_leave_the_sharing_strategy_as_it_was() -> None:
+    before, entered = get_sharing_strategy(), threading.Event()
+
+    def share() -> None:
+        with shared_by_name():
+            entered.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with shared_by_name():
+            call = pool.submit(share)
+            assert not entered.wait(0.2), "it would take the strategy of this context for the one before"
+        call.result(20)
+    assert get_sharing_strategy() == before
 
 
 def test_damaged_buckets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from core_rl.backend.meta import StatePart
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import LocalSlice, MappedSource, NamedTensors, TensorSource
 from core_rl.backend.train_backend import BuildContext
-from core_rl.checkpoint.shards import ShardFiles, write_shards
+from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
@@ -20,7 +20,7 @@ from core_rl.engine.modes import MEMORY
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.host_copies import HostCopies
 from core_rl.state.reductions import global_grad_norm
-from core_rl.state.slices import Shard
+from core_rl.state.slices import Shard, copy_shards
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
@@ -84,7 +84,7 @@ class OwnCheckpoint(Replicated):
         world = self.context.world
         own = directory / "own"
         own.mkdir(exist_ok=True)
-        write_shards(own, world.rank, self.shards(with_optimizer), world.size)
+        write_copies(own, world.rank, copy_shards(world.rank, self.shards(with_optimizer)), world.size)
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         files = ShardFiles(directory / "own")

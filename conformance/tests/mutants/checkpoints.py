@@ -12,10 +12,11 @@ from torch import Tensor
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
 from core_rl.checkpoint.background import Later, publish_later
-from core_rl.checkpoint.shards import ShardFiles, write_shards
+from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
+from core_rl.state.slices import copy_shards
 from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
@@ -206,7 +207,8 @@ class _SavesByReference(Persistence):
         def write(directory: Path) -> None:
             time.sleep(0.5)
             (directory / "shards").mkdir(exist_ok=True)
-            write_shards(directory / "shards", run.world.rank, shards, run.world.size)
+            copies = copy_shards(run.world.rank, shards)
+            write_copies(directory / "shards", run.world.rank, copies, run.world.size)
 
         self.saving = publish_later(
             meta.path,

@@ -18,7 +18,7 @@ from typing import Any
 
 from core_rl.checkpoint.directory import place_of, staged_on_leader
 from core_rl.checkpoint.manifest import seal
-from core_rl.distributed.agreement import describe, on_all
+from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
 
@@ -61,35 +61,31 @@ def publish_later(
     with ExitStack() as stack:
         staged = staged_on_leader(path, state, world, stack, subject)
         later = on_all(world, lambda: prepare(staged), subject, CheckpointError)
+        rank, size, resources = world.rank, world.size, stack.pop_all()
 
-        def commit() -> None:
-            _await_parts(staged, world_size, timeout_s)
-            if later.finish is not None:
-                later.finish(staged)
-            seal(staged, kind, state, in_background=True)
-            place_of(path).commit(staged)
+        def complete() -> None:
+            with resources:
+                try:
+                    _write_part(staged, rank, later.write)
+                finally:
+                    # Also after a failure: no other rank writes into the directory any more when it is removed.
+                    if rank == 0 and _await_parts(staged, size, timeout_s):
+                        if later.finish is not None:
+                            later.finish(staged)
+                        seal(staged, kind, state, in_background=True)
+                        place_of(path).commit(staged)
 
-        world_size = world.size
-        save = BackgroundSave(path, staged, world.rank, later.write)
-        save.begin(commit if world.rank == 0 else None, stack.pop_all())
-        return save
+        return BackgroundSave(path, complete)
 
 
 class BackgroundSave:
     """One save on its way to the disk, on this rank."""
 
-    def __init__(self, path: str, staged: Path, rank: int, write: Write) -> None:
+    def __init__(self, path: str, complete: Callable[[], None]) -> None:
         self.path = path
-        self._staged = staged
-        self._rank = rank
-        self._write: Write | None = write
         self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    def begin(self, commit: Callable[[], None] | None, stack: ExitStack) -> None:
-        """Write this rank's part in a thread, and on rank 0 then ``commit``; ``stack`` is closed at the end."""
         # Not a daemon: a program that ends normally ends when its checkpoint is complete.
-        self._thread = threading.Thread(target=self._run, args=(commit, stack), name=f"save {self.path}")
+        self._thread = threading.Thread(target=self._run, args=(complete,), name=f"save {path}")
         self._thread.start()
 
     def wait(self, world: Comm) -> None:
@@ -97,7 +93,6 @@ class BackgroundSave:
 
         Raises one `CheckpointError` on all ranks when anything failed on any of them.
         """
-        assert self._thread is not None
         self._thread.join()
         subject = (
             f"the save of {self.path!r} in the background failed, and what was there before is untouched"
@@ -108,47 +103,31 @@ class BackgroundSave:
         if self._failure is not None:
             raise self._failure
 
-    def _run(self, commit: Callable[[], None] | None, stack: ExitStack) -> None:
-        with stack:
-            self._attempt(self._write_part)
-            if commit is not None:
-                # Also after a failure: it waits until no other rank writes into the directory any more.
-                self._attempt(commit)
-
-    def _attempt(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except _ElsewhereError:
-            pass  # who failed tells
-        except Exception as error:  # noqa: BLE001  # nobody is there to catch it: `wait` raises it
-            self._failure = self._failure or error
-            logger.error("the save of %r in the background failed: %s", self.path, describe(error))
-
-    def _write_part(self) -> None:
-        """Write, and tell rank 0 how it went, whatever happens."""
-        assert self._write is not None
-        outcome = "failed"
-        try:
-            self._write(self._staged)
-            outcome = "done"
-        finally:
-            self._write = None  # the snapshot's memory
-            _marker(self._staged, self._rank, outcome).touch()  # empty: a full disk takes it
+    def _run(self, complete: Callable[[], None]) -> None:
+        self._failure = error_of(complete)  # `wait` raises it
+        if self._failure is not None:
+            logger.error("the save of %r in the background failed: %s", self.path, describe(self._failure))
 
 
-class _ElsewhereError(Exception):
-    """Some rank could not write its part."""
+def _write_part(staged: Path, rank: int, write: Write) -> None:
+    """Write the files of this rank, and leave a marker for rank 0, whatever happens."""
+    outcome = "failed"
+    try:
+        write(staged)
+        outcome = "done"
+    finally:
+        _marker(staged, rank, outcome).touch()  # empty: a full disk takes it
 
 
 def _marker(staged: Path, rank: int, outcome: str) -> Path:
     return staged / f".rank-{rank:05d}.{outcome}"
 
 
-def _await_parts(staged: Path, world_size: int, timeout_s: float) -> None:
-    """Return when all ranks have written; the markers are gone then."""
+def _await_parts(staged: Path, world_size: int, timeout_s: float) -> bool:
+    """Return when all ranks have written, True if none has failed; the markers are gone then."""
     deadline = time.monotonic() + timeout_s
     waiting = set(range(world_size))
-    failed = False
+    whole = True
     while waiting:
         for rank in list(waiting):
             for outcome in ("done", "failed"):
@@ -156,10 +135,9 @@ def _await_parts(staged: Path, world_size: int, timeout_s: float) -> None:
                 if marker.exists():
                     marker.unlink()
                     waiting.discard(rank)
-                    failed |= outcome == "failed"
+                    whole &= outcome == "done"
         if waiting and time.monotonic() > deadline:
             raise CheckpointError(f"rank(s) {sorted(waiting)} did not finish writing within {timeout_s:g} s")
         if waiting:
             time.sleep(POLL_S)
-    if failed:
-        raise _ElsewhereError
+    return whole

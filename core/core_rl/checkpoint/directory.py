@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.local import LocalPlace
-from core_rl.checkpoint.manifest import MANIFEST, find_damage, parse_manifest, read_manifest, seal, to_json
+from core_rl.checkpoint.manifest import MANIFEST, find_damage, read_manifest, seal, to_json
 from core_rl.checkpoint.remote import RemotePlace, is_url
 from core_rl.distributed.agreement import on_all, on_leader
 from core_rl.distributed.comm import Comm
@@ -20,7 +20,7 @@ from core_rl.errors import (
     raise_all,
 )
 
-__all__ = ["opened", "place_of", "publish", "read_state", "staged_on_leader"]
+__all__ = ["opened", "place_of", "publish", "staged_on_leader"]
 
 
 def publish(
@@ -90,14 +90,6 @@ def opened(path: str, world: Comm, *, kind: str | None, require_manifest: bool =
         yield directory
         if is_url(path):
             world.barrier()  # rank 0 removes the download when it leaves
-
-
-def read_state(path: str) -> dict[str, Any]:
-    """The ``state`` in the manifest at ``path``, without reading or verifying any other file. No collective."""
-    text = place_of(path).manifest_bytes()
-    if text is None:
-        raise CheckpointNotFound(f"there is no checkpoint at {path!r}: no {MANIFEST}")
-    return dict(parse_manifest(text, path).state)
 
 
 def place_of(path: str) -> LocalPlace | RemotePlace:

@@ -1,19 +1,175 @@
-"""The formats in which a train engine saves itself; see `SaveLoadMeta.format`."""
+"""The formats in which a train engine saves itself; see `SaveLoadMeta.format`.
+
+``hf`` is a model directory of transformers. ``portable`` has the named tensors of weights and moments, and progress,
+for any engine and layout. ``sharded`` and ``adapter`` have modules of their own.
+"""
 
 from __future__ import annotations
 
-from core_rl.backend.meta import EngineProgress, SaveLoadMeta
+import copy
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from core_rl.backend.meta import EngineProgress, SaveLoadMeta, TensorKind
+from core_rl.backend.protocols import SupportsOwnExport
+from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.adapters import load_adapter, save_adapter
-from core_rl.checkpoint.background import BackgroundSave
-from core_rl.checkpoint.contents import Contents
-from core_rl.checkpoint.hf import load_hf, save_hf
-from core_rl.checkpoint.portable import load_portable, save_portable
+from core_rl.checkpoint.background import BackgroundSave, Later, Write
+from core_rl.checkpoint.contents import Contents, load_parts, publish_save
+from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.sharded import load_sharded, save_sharded
+from core_rl.checkpoint.shards import ShardFiles, write_copies
+from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
+from core_rl.distributed.agreement import on_all
+from core_rl.errors import CheckpointError
+from core_rl.state.slices import copy_shards
 
 __all__ = ["load_contents", "save_contents"]
 
-SAVE = {"hf": save_hf, "portable": save_portable, "sharded": save_sharded, "adapter": save_adapter}
-LOAD = {"hf": load_hf, "portable": load_portable, "sharded": load_sharded, "adapter": load_adapter}
+PARTS = ".parts"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+
+
+def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
+    """Safetensors, config, generation config and tokenizer; collective."""
+    kinds = contents.tensors.weight_kinds("params")
+
+    def write(directory: Path) -> None:
+        stream = (item for kind in kinds for item in contents.tensors.stream(kind))
+        write_tensors(directory, "model", stream, writes=contents.is_writer)
+        if contents.is_writer:
+            write_rest(directory)
+
+    def write_rest(directory: Path) -> None:
+        config.save_pretrained(directory)
+        _copy_model_files(contents.config.model.path, meta.tokenizer_path, directory)
+
+    config = copy.deepcopy(contents.backend.hf_config())
+    config.dtype = contents.config.dtype
+    state = {"model": contents.fingerprint(), "version": contents.progress.version}
+    return publish_save(
+        contents, meta, write, state, lambda: _tensors_later(contents, {"model": kinds}, write_rest)
+    )
+
+
+def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
+    """Weights only: progress, and moments if there are some, stay as they are; collective."""
+    with opened(meta.path, contents.world, kind="hf", require_manifest=False) as directory:
+
+        def parts() -> Mapping[TensorKind, TensorSource]:
+            source, buffers = TensorFiles(directory, "model"), set(contents.tensors.shapes("buffers"))
+            params = MappedSource(source, {name: name for name in source.names() if name not in buffers})
+            present = MappedSource(source, {name: name for name in source.names() if name in buffers})
+            return {"params": params, "buffers": present} if buffers else {"params": params}
+
+        load_parts(contents, parts, f"cannot load {meta.path!r}")
+
+
+def _copy_model_files(model_path: str | None, tokenizer_path: str | None, directory: Path) -> None:
+    """The tokenizer, and the model's generation config, from where they are."""
+    if model_path is not None:
+        _copy(Path(model_path), ("generation_config.json",), directory)
+    if tokenizer_path is not None:
+        if not _copy(Path(tokenizer_path), TOKENIZER_FILES, directory):
+            raise CheckpointError(
+                f"tokenizer_path = {tokenizer_path!r} holds no tokenizer files; correct the path"
+            )
+    elif model_path is not None:
+        _copy(Path(model_path), TOKENIZER_FILES, directory)
+
+
+def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
+    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+    for path in found:
+        target = directory / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+    return len(found)
+
+
+def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
+    """Float32 weights, and where asked moments; collective."""
+    kinds = _kinds(contents, meta)
+
+    def write(directory: Path) -> None:
+        errors = []
+        for kind in kinds:
+            try:
+                write_tensors(directory, kind, contents.tensors.stream(kind), writes=contents.is_writer)
+            except CheckpointError as error:  # of this rank alone: the others continue with the next kind
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    files: dict[str, Sequence[TensorKind]] = {kind: (kind,) for kind in kinds}
+    state = contents.state(contents.with_moments(meta))
+    return publish_save(contents, meta, write, state, lambda: _tensors_later(contents, files))
+
+
+def _load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
+    """Weights, and where asked moments; returns the progress where asked. Collective."""
+    subject = f"cannot load {meta.path!r}"
+    with opened(meta.path, contents.world, kind="portable") as directory:
+        state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
+        kinds = _kinds(contents, meta)
+        load_parts(contents, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
+    return EngineProgress(**state["progress"]) if meta.with_optimizer else None
+
+
+def _kinds(contents: Contents, meta: SaveLoadMeta) -> tuple[TensorKind, ...]:
+    moments = contents.tensors.optimizer_kinds if contents.with_moments(meta) else ()
+    return (*contents.tensors.weight_kinds("master"), *moments)
+
+
+def _tensors_later(
+    contents: Contents, files: Mapping[str, Sequence[TensorKind]], write_rest: Write | None = None
+) -> Later | None:
+    """Named tensors from a snapshot: every rank writes its slices, and rank 0 joins them.
+
+    ``files`` gives the kinds for the files of each prefix, and ``write_rest`` writes all other files. None where the
+    backend exports by itself, so that only it knows what to copy.
+    """
+    if isinstance(contents.backend, SupportsOwnExport):
+        return None
+    rank, size = contents.world.rank, contents.world.size
+    names = {
+        prefix: [(kind, name) for kind in kinds for name in contents.tensors.shapes(kind)]
+        for prefix, kinds in files.items()
+    }
+    copies = copy_shards(rank, contents.tensors.shards([kind for kinds in files.values() for kind in kinds]))
+
+    def write(directory: Path) -> None:
+        parts = directory / PARTS
+        parts.mkdir(exist_ok=True)
+        write_copies(parts, rank, copies, size)
+        copies.clear()
+
+    def finish(directory: Path) -> None:
+        parts = ShardFiles(directory / PARTS)
+        for prefix, found in names.items():
+            stream = ((name, parts.read(f"{kind}/{name}")) for kind, name in found)
+            write_tensors(directory, prefix, stream, writes=True)
+        shutil.rmtree(directory / PARTS)
+        if write_rest is not None:
+            write_rest(directory)
+
+    return Later(write, finish)
+
+
+SAVE = {"hf": _save_hf, "portable": _save_portable, "sharded": save_sharded, "adapter": save_adapter}
+LOAD = {"hf": _load_hf, "portable": _load_portable, "sharded": load_sharded, "adapter": load_adapter}
 
 
 def save_contents(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:

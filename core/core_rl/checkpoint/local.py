@@ -29,8 +29,6 @@ STALE_AFTER_S = 24 * 3600.0
 class LocalPlace:
     """A local directory as a place for a checkpoint."""
 
-    remote = False
-
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser().resolve()
         if not self.path.name:

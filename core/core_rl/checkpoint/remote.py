@@ -31,8 +31,6 @@ def is_url(path: str) -> bool:
 class RemotePlace:
     """A directory of a remote store as a place for a checkpoint."""
 
-    remote = True
-
     def __init__(self, url: str) -> None:
         self.url = url
         try:
@@ -55,11 +53,11 @@ class RemotePlace:
     def commit(self, staged: Path) -> None:
         """Upload the complete directory ``staged``."""
         before = self._set_previous_aside()
-        self._make_folder(self._root)
+        self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(self._at(INCOMPLETE), b"")
         files = {file.relative_to(staged).as_posix() for file in staged.rglob("*") if file.is_file()}
         for name in [*sorted(files - {MANIFEST}), MANIFEST]:
-            self._make_folder(str(PurePosixPath(self._at(name)).parent))
+            self._fs.makedirs(str(PurePosixPath(self._at(name)).parent), exist_ok=True)
             self._fs.put_file(str(staged / name), self._at(name))
         for leftover in before - files | {INCOMPLETE}:
             self._remove(self._at(leftover))
@@ -72,7 +70,9 @@ class RemotePlace:
             directory = Path(name)
             root = self._current()
             for file in self._files(root) or self._everything(root):
-                self._get(f"{root}/{file}", directory / file)
+                (directory / file).parent.mkdir(parents=True, exist_ok=True)
+                with suppress(FileNotFoundError):  # the verification that follows names what is missing
+                    self._fs.get_file(f"{root}/{file}", str(directory / file))
             yield directory
 
     def manifest_bytes(self) -> bytes | None:
@@ -102,7 +102,7 @@ class RemotePlace:
         files = self._files(self._root)
         for name in [*sorted(files - {MANIFEST}), MANIFEST]:
             target = self._at(f"{PREVIOUS}/{name}")
-            self._make_folder(str(PurePosixPath(target).parent))
+            self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
             with suppress(FileNotFoundError):  # a damaged checkpoint may be replaced too
                 self._fs.cp_file(self._at(name), target)
         self._remove(self._at(MANIFEST))
@@ -122,14 +122,6 @@ class RemotePlace:
     def _everything(self, root: str) -> set[str]:
         found = self._fs.find(root) if self._fs.exists(root) else []
         return {str(PurePosixPath(file).relative_to(root)) for file in found}
-
-    def _get(self, source: str, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # the verification that follows names what is missing
-            self._fs.get_file(source, str(target))
-
-    def _make_folder(self, folder: str) -> None:
-        self._fs.makedirs(folder, exist_ok=True)
 
     def _remove(self, target: str, recursive: bool = False) -> None:
         if self._fs.exists(target):

@@ -31,15 +31,18 @@ def save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | Non
         if isinstance(contents.backend, SupportsOwnCheckpoint):
             return None
         copies = copy_shards(rank, _shards(contents, with_optimizer))
-        return Later(lambda directory: write_copies(_inside(directory), rank, copies, size))
+
+        def write_later(directory: Path) -> None:
+            write_copies(_inside(directory), rank, copies, size)
+            copies.clear()
+
+        return Later(write_later)
 
     def write(directory: Path) -> None:
         if isinstance(contents.backend, SupportsOwnCheckpoint):
             contents.backend.save_sharded(_inside(directory), with_optimizer)
-            own = _local_state(contents) if with_optimizer else iter(())
-            write_copies(_inside(directory), rank, copy_shards(rank, own), size)
-        else:
-            write_copies(_inside(directory), rank, copy_shards(rank, _shards(contents, with_optimizer)), size)
+        copies = copy_shards(rank, _shards(contents, with_optimizer))
+        write_copies(_inside(directory), rank, copies, size)
 
     return publish_save(contents, meta, write, contents.state(with_optimizer), snapshot)
 
@@ -71,14 +74,10 @@ def _kinds(contents: Contents, with_optimizer: bool) -> tuple[str, ...]:
 
 
 def _shards(contents: Contents, with_optimizer: bool) -> Iterator[Shard]:
-    yield from contents.tensors.shards(_kinds(contents, with_optimizer))
-    if with_optimizer:
-        yield from _local_state(contents)
-
-
-def _local_state(contents: Contents) -> Iterator[Shard]:
-    """This rank's random and opaque states."""
-    for name, state in _own_states(contents).items():
+    """Tensors, unless the backend writes them itself, and where asked this rank's random and opaque states."""
+    if not isinstance(contents.backend, SupportsOwnCheckpoint):
+        yield from contents.tensors.shards(_kinds(contents, with_optimizer))
+    for name, state in _own_states(contents).items() if with_optimizer else ():
         yield Shard(f"{name}/{contents.world.rank}", state, tuple(state.shape), (0,) * state.dim())
 
 

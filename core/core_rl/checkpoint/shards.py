@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,11 @@ from torch import Tensor
 
 from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, WeightsError
-from core_rl.state.slices import Shard, copy_shards
+from core_rl.state.slices import Shard
 
-__all__ = ["ShardFiles", "write_copies", "write_shards"]
+__all__ = ["ShardFiles", "write_copies"]
 
 HEADER = "core_rl_shards"
-
-
-def write_shards(directory: Path, rank: int, shards: Iterable[Shard], world_size: int) -> None:
-    """Write one file with all pieces of this rank, which is one of ``world_size``. No collective.
-
-    Raises `EngineContractError` for a piece that does not lie in its tensor, and `CheckpointError`
-    if the file cannot be written.
-    """
-    write_copies(directory, rank, copy_shards(rank, shards), world_size)
 
 
 def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size: int) -> None:

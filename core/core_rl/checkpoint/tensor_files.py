@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core_rl.distributed.agreement import describe
+from core_rl.distributed.agreement import describe, error_of
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
 __all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]
@@ -41,19 +41,11 @@ def write_tensors(
     failure: Exception | None = None
     for name, tensor in stream:
         if writes and failure is None:
-            failure = _failure_of(partial(writer.add, name, tensor))
+            failure = error_of(partial(writer.add, name, tensor))
     if writes and failure is None:
-        failure = _failure_of(writer.finish)
+        failure = error_of(writer.finish)
     if failure is not None:
         raise CheckpointError(describe(failure)) from failure
-
-
-def _failure_of(step: Callable[[], None]) -> Exception | None:
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001  # the other ranks are in the middle of the stream
-        return error
-    return None
 
 
 class _Writer:

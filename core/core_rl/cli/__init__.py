@@ -1,14 +1,18 @@
-"""The command line ``core-rl``. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted."""
+"""The command line ``core-rl``. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
+
+Installed distributions add commands under the entry-point group `GROUP`: each entry point names a function with
+typer's annotations, in a module that is light to import. A command that cannot be loaded is listed with its reason,
+and hides no other.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
-from core_rl.cli.commands import PluginCommand, plugin_commands
 from core_rl.cli.engines import app as engines_app
 from core_rl.errors import (
     ConfigError,
@@ -18,13 +22,39 @@ from core_rl.errors import (
     EngineIncompatible,
     EngineNotFound,
 )
+from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
 from core_rl.version import __version__
 
-__all__ = ["build_app", "main"]
+__all__ = ["GROUP", "build_app", "main", "plugin_commands"]
 
 _USAGE_ERRORS = (ConfigError, EngineNotFound, EngineAmbiguous, EngineBroken, EngineIncompatible)
 
 BUILT_IN = ("engines",)
+
+GROUP = "core_rl_commands"
+"""The entry-point group that a distribution declares its commands in."""
+
+
+def plugin_commands() -> dict[str, Callable[..., Any] | EngineBroken]:
+    """Functions by the names of their commands, in alphabetical order, or the error of what cannot be loaded.
+
+    Of two with one name neither works, and the error names both.
+    """
+    claims: dict[str, list[EntryPoint]] = {}
+    for point in declared_in(GROUP):
+        if point.error is None:  # `core-rl engines` reports damaged metadata
+            claims.setdefault(point.name, []).append(point)
+    return {name: _load(points) for name, points in sorted(claims.items())}
+
+
+def _load(claims: list[EntryPoint]) -> Callable[..., Any] | EngineBroken:
+    try:
+        function = load_entry_point("command", claims, EngineBroken)
+    except EngineBroken as broken:
+        return broken
+    return (
+        function if callable(function) else EngineBroken(f"{claims[0].described('command')} is no function")
+    )
 
 
 def build_app(*, plugins: bool = True) -> typer.Typer:
@@ -39,24 +69,24 @@ def build_app(*, plugins: bool = True) -> typer.Typer:
     )
     app.callback()(_root)
     app.add_typer(engines_app, name="engines")
-    for command in plugin_commands() if plugins else []:
-        if command.name not in BUILT_IN:
-            _add(app, command)
+    for name, found in plugin_commands().items() if plugins else ():
+        if name not in BUILT_IN:
+            _add(app, name, found)
     return app
 
 
-def _add(app: typer.Typer, command: PluginCommand) -> None:
-    if command.function is not None:
-        app.command(name=command.name)(command.function)
+def _add(app: typer.Typer, name: str, found: Callable[..., Any] | EngineBroken) -> None:
+    if not isinstance(found, EngineBroken):
+        app.command(name=name)(found)
         return
+    error = found
 
     def broken() -> None:
-        assert command.error is not None
-        raise command.error
+        raise error
 
     # Whatever its arguments are, the answer is the error.
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name=command.name, help=f"(broken) {command.error}", context_settings=anything)(broken)
+    app.command(name=name, help=f"(broken) {error}", context_settings=anything)(broken)
 
 
 def _print_version(wanted: bool) -> None:

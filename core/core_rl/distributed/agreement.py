@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CoreRLError, raise_all
 
-__all__ = ["agree", "describe", "first_on_each_machine", "on_all", "on_leader"]
+__all__ = ["agree", "describe", "error_of", "first_on_each_machine", "on_all", "on_leader"]
 
 T = TypeVar("T")
 
@@ -54,11 +54,10 @@ def on_all(
     action: Callable[[], T],
     subject: str,
     kind: type[CoreRLError] | None = None,
-    foreign: type[CoreRLError] = CheckpointError,
 ) -> T:
     """``action()`` on every rank; returns this rank's own result, and raises as `agree` does. Collective."""
     own: list[T] = []
-    agree(comm, lambda: own.append(action()), subject, kind, foreign)
+    agree(comm, lambda: own.append(action()), subject, kind)
     return own[0]
 
 
@@ -67,10 +66,9 @@ def on_leader(
     action: Callable[[], T],
     subject: str,
     kind: type[CoreRLError] | None = None,
-    foreign: type[CoreRLError] = CheckpointError,
 ) -> T:
     """``action()`` on rank 0 alone; every rank returns its result, or raises as `agree` does. Collective."""
-    results = agree(comm, lambda: action() if comm.rank == 0 else None, subject, kind, foreign)
+    results = agree(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
     return cast("T", results[0])
 
 
@@ -82,6 +80,15 @@ def first_on_each_machine(comm: Comm, action: Callable[[bool], T], subject: str)
     is_first = comm.gather(node()).index(node()) == comm.rank
     own = on_all(comm, lambda: action(True) if is_first else None, subject)
     return on_all(comm, lambda: cast("T", own) if is_first else action(False), subject)
+
+
+def error_of(step: Callable[[], None]) -> Exception | None:
+    """The error of ``step()`` where the other ranks are in the middle of a collective stream; None for none."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001  # this rank takes part to the end, whatever failed on it
+        return error
+    return None
 
 
 def describe(error: Exception) -> str:

@@ -7,7 +7,8 @@ only a part of its gradient there. The kind of the value decides the backward pa
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,12 @@ __all__ = ["all_to_all", "copy_to_region", "gather", "reduce_from_region", "redu
 
 def copy_to_region(value: Tensor, comm: Comm) -> Tensor:
     """The identity on a ``value`` that is equal on all ranks; the backward pass sums its gradient over the ranks."""
-    return value if comm.size == 1 else _apply(_CopyToRegion, value, comm)
+    return _apply(value, comm, lambda whole: whole.view_as(whole), lambda grad: _all_reduce(grad, comm))
 
 
 def reduce_from_region(value: Tensor, comm: Comm) -> Tensor:
     """The sum over ranks, on every rank. The gradient passes unchanged: all ranks have the whole of it."""
-    return value if comm.size == 1 else _apply(_ReduceFromRegion, value, comm)
+    return _apply(value, comm, lambda part: _all_reduce(part, comm), lambda grad: grad)
 
 
 def gather(value: Tensor, comm: Comm, dim: int, *, partial: bool) -> Tensor:
@@ -34,12 +35,21 @@ def gather(value: Tensor, comm: Comm, dim: int, *, partial: bool) -> Tensor:
     ``partial`` says that the gradient of the result is a part on each rank: the backward pass adds
     the parts up, and each rank takes its own piece; otherwise it takes its piece of the whole.
     """
-    return value if comm.size == 1 else _apply(_Gather, value, comm, dim, partial)
+
+    def own_piece(grad: Tensor) -> Tensor:
+        return _reduce_scatter(grad, comm, dim) if partial else grad.chunk(comm.size, dim)[comm.rank]
+
+    return _apply(value, comm, lambda piece: _all_gather(piece, comm, dim), own_piece)
 
 
 def reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
     """This rank's piece, along ``dim``, of the sum over ranks. The backward pass joins the pieces' gradients."""
-    return value if comm.size == 1 else _apply(_ReduceScatter, value, comm, dim)
+    return _apply(
+        value,
+        comm,
+        lambda whole: _reduce_scatter(whole, comm, dim),
+        lambda grad: _all_gather(grad, comm, dim),
+    )
 
 
 def all_to_all(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
@@ -48,68 +58,35 @@ def all_to_all(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
     What was whole along ``split`` and a part along ``join`` becomes the reverse (arXiv:2309.14509). The
     backward pass goes the other way round.
     """
-    return value if comm.size == 1 else _apply(_AllToAll, value, comm, split, join)
+    return _apply(
+        value,
+        comm,
+        lambda whole: _exchange(whole, comm, split, join),
+        lambda grad: _exchange(grad, comm, join, split),
+    )
 
 
-def _apply(function: Any, *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
+Step: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class _Collective(torch.autograd.Function):
+    """A linear collective; ``backward`` is the one that its gradient takes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, forward: Step, backward: Step) -> Tensor:
+        ctx.pass_back = backward
+        return forward(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.pass_back(grads[0]), None, None
+
+
+def _apply(value: Tensor, comm: Comm, forward: Step, backward: Step) -> Tensor:
+    if comm.size == 1:
+        return value
+    result: Tensor = _Collective.apply(value, forward, backward)  # type: ignore[no-untyped-call]
     return result
-
-
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_reduce(grads[0], ctx.comm), None
-
-
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, comm: Comm) -> Tensor:
-        return _all_reduce(value, comm)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, comm: Comm, dim: int, partial: bool) -> Tensor:
-        ctx.comm, ctx.dim, ctx.partial = comm, dim, partial
-        return _all_gather(value, comm, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.partial:
-            return _reduce_scatter(grads[0], ctx.comm, ctx.dim), None, None, None
-        return grads[0].chunk(ctx.comm.size, ctx.dim)[ctx.comm.rank], None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, comm: Comm, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return _reduce_scatter(value, comm, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_gather(grads[0], ctx.comm, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
-        ctx.comm, ctx.split, ctx.join = comm, split, join
-        return _exchange(value, comm, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(grads[0], ctx.comm, ctx.join, ctx.split), None, None, None
 
 
 def _all_reduce(value: Tensor, comm: Comm) -> Tensor:

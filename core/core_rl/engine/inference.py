@@ -24,8 +24,8 @@ from core_rl.engine import guards, inference_guards
 from core_rl.engine.request_gate import InferenceComponents
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
+from core_rl.rollout.episodes import StalenessLimit
 from core_rl.rollout.executor import WorkflowExecutor
-from core_rl.rollout.staleness import StalenessLimit
 from core_rl.rollout.workflow import AcceptFn, RolloutWorkflow
 
 __all__ = ["InferenceEngine"]

@@ -15,9 +15,8 @@ from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngi
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineBroken, EngineContractError, raise_all
-from core_rl.registry.discovery import MIGRATION_PAGE
 from core_rl.registry.engines import get_spec, load_class
-from core_rl.registry.spec import EngineSpec
+from core_rl.registry.spec import MIGRATION_PAGE, EngineSpec
 
 __all__ = ["check_backend", "load_backend", "load_engine"]
 

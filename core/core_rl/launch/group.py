@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,7 +178,8 @@ class EngineGroup(EngineRanks):
     @property
     def progress(self) -> EngineProgress:
         """Scheduler steps, updates and version."""
-        return self.run(remote.progress)[0]
+        first: EngineProgress = self.run(attrgetter("progress"))[0]
+        return first
 
     def restore_progress(self, progress: EngineProgress) -> None:
         """Continue from ``progress``; see `TrainEngine.restore_progress`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,18 +102,14 @@ def unpack_reply(payload: bytearray) -> Reply:
 
 
 def _pack_error(error: BaseException) -> bytes | None:
-    try:
+    with suppress(Exception):  # `__reduce__` of a user's exception may raise anything
         return pickle.dumps(error, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - `__reduce__` of a user's exception may raise anything
-        return None
+    return None
 
 
 def _unpack_error(payload: bytes | None) -> BaseException | None:
     """The exception, or None: many exceptions pickle and then fail to be restored."""
-    if payload is None:
-        return None
-    try:
-        error = pickle.loads(payload)  # noqa: S301 - our own rank sent it
-    except Exception:  # noqa: BLE001 - the constructor of a user's exception may raise anything
-        return None
-    return error if isinstance(error, BaseException) else None
+    with suppress(Exception):  # the constructor of a user's exception may raise anything
+        error = None if payload is None else pickle.loads(payload)  # noqa: S301 - our own rank sent it
+        return error if isinstance(error, BaseException) else None
+    return None

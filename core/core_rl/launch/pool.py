@@ -45,11 +45,6 @@ class RankPool:
         return [rank.pid for rank in self._ranks]
 
     @property
-    def ended(self) -> str | None:
-        """The reason why the ranks have ended, or None while they run."""
-        return self._ended
-
-    @property
     def is_idle(self) -> bool:
         """True while the ranks wait for a call."""
         return self._ended is None and not self._busy.locked()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import EngineProgress, FinetuneSpec, TensorKind
+from core_rl.backend.meta import FinetuneSpec, TensorKind
 from core_rl.backend.steps import PostHook
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
@@ -30,7 +30,6 @@ __all__ = [
     "gather_tensors",
     "initialize",
     "prepare",
-    "progress",
 ]
 
 
@@ -94,11 +93,6 @@ def _engine(state: RankState) -> TrainEngine:
 def call_method(name: str, engine: TrainEngine, *args: Any) -> Any:
     """``engine.name(*args)``."""
     return getattr(engine, name)(*args)
-
-
-def progress(engine: TrainEngine) -> EngineProgress:
-    """The engine's ``progress``."""
-    return engine.progress
 
 
 def forward(

@@ -18,7 +18,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.comm import Channel
 from core_rl.launch.messages import Done, Failure, pack_reply, unpack_call
 
 __all__ = ["DUMP_SIGNAL", "RankState", "end_with_driver", "rank_main"]

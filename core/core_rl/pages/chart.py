@@ -1,15 +1,31 @@
-"""Charts as SVG: their geometry. ``chart.html.jinja`` draws them inside a page, `svg_document` as a file."""
+"""Environment of HTML pages, and the geometry of charts as SVG.
+
+``chart.html.jinja`` draws charts inside a page, `svg_document` as a file.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from core_rl.pages.environment import page_environment
+import jinja2
 
-__all__ = ["POINTS", "WIDE", "Area", "Chart", "Curve", "Dot", "Tick", "line_chart", "svg_document"]
+__all__ = [
+    "POINTS",
+    "WIDE",
+    "Area",
+    "Chart",
+    "Curve",
+    "Dot",
+    "Tick",
+    "line_chart",
+    "page_environment",
+    "svg_document",
+]
 
+SHARED = Path(__file__).parent
 POINTS = 240
 """The most points of a curve: several values are drawn as their mean, inside the band of all of them."""
 FEW = 40
@@ -123,6 +139,24 @@ def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], 
         x_ticks=tuple(Tick(at=area.x(mark / (last or 1.0)), label=f"{mark:g}") for mark in x_marks),
         y_ticks=tuple(Tick(at=place(0.0, mark)[1], label=f"{mark:.6g}") for mark in y_marks),
     )
+
+
+def page_environment(*directories: Path) -> jinja2.Environment:
+    """The environment of the templates in ``directories``, which may extend ``base.html.jinja``.
+
+    Text is escaped, and a name that is missing is an error. ``style`` is the shared style with the ``style.css`` of
+    each directory behind it.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*directories, SHARED]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    sheets = (SHARED / "page.css", *(directory / "style.css" for directory in directories))
+    environment.globals["style"] = "\n".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
+    return environment
 
 
 def svg_document(chart: Chart) -> str:

@@ -4,37 +4,72 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections import Counter
-from types import TracebackType
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-from core_rl.errors import EngineAmbiguous, EngineBroken, EngineNotFound
-from core_rl.registry.discovery import (
-    EngineEntry,
-    check_spec,
-    declared_engines,
-    installable_engines,
-)
-from core_rl.registry.objects import load_object
-from core_rl.registry.spec import EngineSpec
+import importlib_metadata as metadata
+
+from core_rl.errors import EngineAmbiguous, EngineBroken, EngineError, EngineNotFound
+from core_rl.registry.objects import EntryPoint, declared_in, load_object
+from core_rl.registry.spec import EngineSpec, check_spec
 
 if TYPE_CHECKING:
     from core_rl.config.engine import EngineConfig
 
 __all__ = [
+    "GROUP",
     "EngineEntry",
     "Registration",
+    "declared_engines",
     "get_spec",
+    "installable_engines",
     "list_engines",
     "load_class",
     "load_config",
     "register_engine",
 ]
 
+GROUP = "rl_engines"
+"""The entry-point group that a plugin declares its engines in."""
+_CORE = "core-rl"
+
 # The one state of core-rl that belongs to the whole process: the calls of `register_engine`.
 _registered: list[Registration] = []
 
 _Class = TypeVar("_Class")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineEntry(EntryPoint):
+    """One engine as a distribution declares it; exactly one of ``spec`` and ``error`` after reading.
+
+    ``spec`` is kept next to an `EngineAmbiguous`.
+    """
+
+    spec: EngineSpec | None = None
+
+    @property
+    def origin(self) -> str:
+        """Name and distribution of the engine, for messages."""
+        return self.described("engine")
+
+    def read(self) -> EngineEntry:
+        """The entry with its spec, or with the error that explains why there is none."""
+        if self.spec is not None or self.error is not None:
+            return self
+        try:
+            found = load_object(self.value, self.origin)
+            return dataclasses.replace(self, spec=check_spec(found, self.origin, self.name))
+        except EngineError as error:
+            return dataclasses.replace(self, error=error)
+
+
+def declared_engines() -> Iterator[EngineEntry]:
+    """Every engine that an installed distribution declares; see `declared_in`. No plugin is imported."""
+    for point in declared_in(GROUP):
+        yield EngineEntry(**vars(point))
 
 
 def list_engines() -> list[EngineEntry]:
@@ -119,9 +154,7 @@ class Registration:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -198,3 +231,13 @@ def _not_found(name: str, entries: list[EngineEntry]) -> EngineNotFound:
         lines.append(f"If a plugin provides it, install that one, by custom: pip install core-rl-{name}")
     lines += [f"Unreadable: {entry.error}" for entry in entries if entry.error is not None]
     return EngineNotFound("\n".join(lines))
+
+
+def installable_engines() -> list[str]:
+    """Engines that an extra of core-rl installs: each extra ``X`` that requires ``core-rl-X``."""
+    try:
+        requirements = metadata.requires(_CORE) or []
+    except metadata.PackageNotFoundError:  # imported from a source tree that is not installed
+        return []
+    pattern = re.compile(rf"{_CORE}-([a-z0-9-]+)\b.*;.*\bextra == ['\"]\1['\"]")
+    return sorted(match[1] for line in requirements if (match := pattern.match(line)))

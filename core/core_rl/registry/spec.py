@@ -1,17 +1,27 @@
-"""`EngineSpec`: the declaration of an engine, light to import."""
+"""`EngineSpec`: the declaration of an engine and its check, light to import."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from core_rl.config.capability import Capability
+from core_rl.errors import EngineBroken, EngineIncompatible, raise_all
+from core_rl.registry.objects import is_reference
+
+__all__ = ["MIGRATION_PAGE", "PROTOCOL_VERSION", "EngineKind", "EngineSpec", "check_spec"]
 
 EngineKind = Literal["train", "inference"]
 
 PROTOCOL_VERSION: tuple[int, int] = (0, 2)
 """The version of the interface that this core speaks. The major number of an engine is equal; below 1.0 its minor
 number is equal as well, and from 1.0 on it is not larger."""
+
+MIGRATION_PAGE = "docs/engine-migration.md"
+"""Changes between versions of the engine interface, and what an engine author does about them."""
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +50,57 @@ class EngineSpec:
     def supports(self, capability: Capability) -> bool:
         """True if the engine declares ``capability``."""
         return capability in self.capabilities
+
+
+def check_spec(spec: object, origin: object, name: str | None = None) -> EngineSpec:
+    """``spec`` itself if it is a valid `EngineSpec`, called ``name`` if given, that this core can drive.
+
+    Raises:
+        EngineBroken: with every malformed field.
+        EngineIncompatible: the plugin was written for another version of the interface.
+    """
+    if not isinstance(spec, EngineSpec):
+        raise EngineBroken(f"{origin}: expected an EngineSpec, found {spec!r} of type {type(spec).__name__}")
+    if _is_version(spec.protocol):
+        _check_protocol(spec, origin)
+    raise_all(EngineBroken, origin, _violations(spec, name))
+    return spec
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def _is_version(protocol: object) -> bool:
+    return isinstance(protocol, tuple) and len(protocol) == 2 and all(type(part) is int for part in protocol)
+
+
+def _check_protocol(spec: EngineSpec, origin: object) -> None:
+    (major, minor), (core_major, core_minor) = spec.protocol, PROTOCOL_VERSION
+    if major == core_major and (minor == core_minor or (major > 0 and minor < core_minor)):
+        return
+    fix = "upgrade core-rl" if spec.protocol > PROTOCOL_VERSION else f"upgrade the plugin ({MIGRATION_PAGE})"
+    raise EngineIncompatible(
+        f"{origin} was written for version {major}.{minor} of the engine interface; "
+        f"this core-rl speaks {core_major}.{core_minor}; {fix}"
+    )
+
+
+def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
+    if name is not None and spec.name != name:
+        yield f"the spec calls itself {spec.name!r}; name and entry point must be equal"
+    if not _is_name(spec.name):
+        yield f"name {spec.name!r} must be lower-case letters, digits and single hyphens, such as 'my-engine'"
+    if spec.kind not in get_args(EngineKind):
+        yield f"kind {spec.kind!r} must be 'train' or 'inference'"
+    if not _is_version(spec.protocol):
+        yield f"protocol {spec.protocol!r} must be two integers (major, minor)"
+    for field in ("factory", "config", "conformance"):
+        value = getattr(spec, field)
+        optional = field == "conformance" and value is None
+        if not optional and not is_reference(value):
+            yield f"{field} {value!r} must be of the form 'module:attribute'"
+    if not isinstance(spec.capabilities, frozenset):
+        yield f"capabilities must be a frozenset, found {type(spec.capabilities).__name__}"
+    elif unknown := [c for c in spec.capabilities if type(c) is not Capability]:
+        yield f"capabilities must be members of Capability, found {unknown!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.comm import Channel
 from core_rl.errors import ConfigError, WeightsError, raise_all
 
 __all__ = [
@@ -38,6 +39,7 @@ Bucket = list[tuple[str, Tensor]]
 """Tensors with their names, as views of one piece of shared memory."""
 REPLY_TIMEOUT_S = 1800.0
 """The longest wait of either side between two messages."""
+_sharing_strategy = threading.Lock()
 
 
 class Kind(StrEnum):
@@ -93,18 +95,26 @@ def pickled_by_name(value: object) -> bytes:
 
 @contextmanager
 def shared_by_name() -> Iterator[None]:
-    """Torch passes file descriptors by default, which only a child of the sender can open."""
-    before = get_sharing_strategy()
-    set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        set_sharing_strategy(before)
+    """Torch passes file descriptors by default, which only a child of the sender can open.
+
+    The strategy belongs to the whole process: of two threads inside, the first to leave would end it for the other.
+    """
+    with _sharing_strategy:
+        before = get_sharing_strategy()
+        set_sharing_strategy("file_system")
+        try:
+            yield
+        finally:
+            set_sharing_strategy(before)
 
 
 def receive_message(channel: Channel) -> Any:
-    """The next message; raises `EOFError`, `TimeoutError` or `ConnectionError` if none arrives."""
-    return pickle.loads(channel.receive(time.monotonic() + REPLY_TIMEOUT_S))  # noqa: S301  # from a rank of the same run
+    """The next message; raises `EOFError` where the other side is gone, `TimeoutError` or `ConnectionError`."""
+    payload = channel.receive(time.monotonic() + REPLY_TIMEOUT_S)
+    try:
+        return pickle.loads(payload)  # noqa: S301  # from a rank of the same run
+    except RuntimeError as error:  # torch's: a bucket lives as long as its sender, until it is opened
+        raise EOFError(f"its shared memory is gone: {error}") from error
 
 
 def rendezvous_file(meta: WeightUpdateMeta) -> Path:

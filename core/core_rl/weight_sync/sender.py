@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.distributed.agreement import describe, on_all
-from core_rl.distributed.channel import Channel
-from core_rl.distributed.comm import Comm
+from core_rl.distributed.agreement import describe, error_of, on_all
+from core_rl.distributed.comm import Channel, Comm
 from core_rl.errors import CoreRLError, WeightsError
 from core_rl.weight_sync.group import ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import (
@@ -77,26 +76,18 @@ def send_tensors(
     sender = _Sender(meta, device, adapter)
     failure: Exception | None = None
     try:
-        failure = _failure_of(sender.connect) if is_writer else None
+        failure = error_of(sender.connect) if is_writer else None
         for name, tensor in stream:
             if is_writer and failure is None:
-                failure = _failure_of(partial(sender.add, name, tensor))
+                failure = error_of(partial(sender.add, name, tensor))
         if is_writer and failure is None:
-            failure = _failure_of(sender.finish)
+            failure = error_of(sender.finish)
     except BaseException as error:  # of the export itself: the receiver waits for the rest
         sender.close(f"the export failed: {error!r}")
         raise
     sender.close(None if failure is None else describe(failure))
     if failure is not None:
         raise failure if isinstance(failure, CoreRLError) else WeightsError(describe(failure)) from failure
-
-
-def _failure_of(step: Callable[[], None]) -> Exception | None:
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001  # the other ranks are in the middle of the stream
-        return error
-    return None
 
 
 class _Sender:

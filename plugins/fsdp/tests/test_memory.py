@@ -15,7 +15,7 @@ from typing import Any
 import fsdp_support as support
 import pytest
 import torch
-from memory_probe import own_bytes, peaks_of
+from memory_probe import peaks_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.meta import SaveLoadMeta
@@ -42,7 +42,8 @@ MODEL: dict[str, Any] = {
 }
 MMAP_THRESHOLD = -3
 """Of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
-FILE_BYTES = 8 * 2**20
+FILE_BYTES = 64 * 2**20
+"""`tensor_files.MAX_FILE_BYTES` in these tests: a quarter of the model, and more than any tensor of it."""
 SLACK = 0.1
 """Of the full model: python objects, the process group, what the allocator keeps."""
 
@@ -92,21 +93,19 @@ def config(path: Path) -> FSDPConfig:
 def test_loading_and_exporting_hold_a_part_of_the_model(
     group: EngineGroup, directory: Path, full: int, tmp_path: Path
 ) -> None:
-    """At most 0.35 of the full model while it loads (a rank's own quarter), and 0.65 while it exports.
+    """Loading takes a rank's own quarter; an export two buckets, and on the rank that writes one file more.
 
-    The export adds two buckets (what arrives, and gloo's copy of it) and the tensors between them.
+    The buckets are the tensors that arrive, and gloo's copy of them.
     """
-    start = [own_bytes(pid) for pid in group.pids]
     with peaks_of(group.pids) as loading:
         group.initialize(config=config(directory))
     assert max(loading.growth) < (1 / RANKS + SLACK) * full, [growth / full for growth in loading.growth]
     with peaks_of(group.pids) as exporting:
         group.save(SaveLoadMeta(path=str(tmp_path / "export"), format="hf"))
-    assert max(exporting.growth) < 2 * BUCKET_BYTES + SLACK * full, [
-        growth / full for growth in exporting.growth
-    ]
-    totals = [high - before for high, before in zip(exporting.highest, start, strict=True)]
-    assert max(totals) < 0.65 * full, [total / full for total in totals]
+    writer, *others = exporting.growth
+    assert max(others) < 2 * BUCKET_BYTES + SLACK * full, [growth / full for growth in others]
+    assert FILE_BYTES < writer < FILE_BYTES + 2 * BUCKET_BYTES + SLACK * full, writer / full
+    assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 3
     saved = TensorFiles(tmp_path / "export", "model")
     original = TensorFiles(directory, "model")
     assert set(saved.names()) == set(original.names())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -43,12 +43,14 @@ class Api:
     def __init__(self, address: str, session: aiohttp.ClientSession, api_key: str | None) -> None:
         self.address = address
         self._session = session
+        self._name = f"SGLang server {address}"
         self._url = f"http://{address}"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def get(self, path: str, timeout_s: float) -> Any:
         """The JSON response to ``GET path``; see `post`."""
-        return await self._call("GET", path, None, timeout_s)
+        async with self._call("GET", path, None, timeout_s) as response:
+            return self._parsed(await response.read(), path)
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float, *, parse: bool = True) -> Any:
         """The JSON response to ``POST path``, None for an empty one and without ``parse``.
@@ -56,62 +58,44 @@ class Api:
         Raises `Unreachable`, `ServerTimeout`, or `Refused` for any other status than 200 and for
         a response that is not JSON; each names the server.
         """
-        return await self._call("POST", path, body, timeout_s, parse)
+        async with self._call("POST", path, body, timeout_s) as response:
+            content = await response.read()
+            return self._parsed(content, path) if parse else None
 
     async def events(self, path: str, body: Mapping[str, Any], timeout_s: float) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event of the response to ``POST path``; closing it breaks the connection.
 
         Raises as `post` does; ``timeout_s`` is for all events together.
         """
-        what, limit = self._named("POST", path), aiohttp.ClientTimeout(total=timeout_s)
-        call = self._session.post(self._url + path, json=body, headers=self._headers, timeout=limit)
+        async with self._call("POST", path, body, timeout_s) as response:
+            async for content in _event_data(response.content):
+                yield self._parsed(content, path)
+
+    @asynccontextmanager
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """A response with the status 200. Errors while the context reads it are translated too."""
+        subject, limit = f"{self._name}: {method} {path}", aiohttp.ClientTimeout(total=timeout_s)
+        call = self._session.request(
+            method, self._url + path, json=body, headers=self._headers, timeout=limit
+        )
         try:
             async with call as response:
                 if response.status != 200:
-                    content = await response.read()
-                    raise Refused(
-                        f"{what} returned status {response.status}: {_reason(content)}",
-                        response.status,
-                    )
-                async for content in _event_data(response.content):
-                    yield self._parsed(content, what)
+                    reason = _reason(await response.read())
+                    raise Refused(f"{subject} returned status {response.status}: {reason}", response.status)
+                yield response
         except TimeoutError as error:
-            raise ServerTimeout(f"{what} got no response within {timeout_s:g} s") from error
+            raise ServerTimeout(f"{subject} got no response within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+            raise Unreachable(f"{subject}: {type(error).__name__}: {error}") from error
 
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, parse: bool = True
-    ) -> Any:
-        content = await self._content(method, path, body, timeout_s)
-        return self._parsed(content, self._named(method, path)) if content and parse else None
-
-    @staticmethod
-    def _parsed(content: bytes, what: str) -> Any:
+    def _parsed(self, content: bytes, path: str) -> Any:
         try:
-            return json.loads(content)
+            return json.loads(content) if content else None
         except ValueError as error:
-            raise Refused(f"{what} returned no JSON: {_shown(content)}") from error
-
-    def _named(self, method: str, path: str) -> str:
-        return f"SGLang server {self.address}: {method} {path}"
-
-    async def _content(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> bytes:
-        what = self._named(method, path)
-        try:
-            async with asyncio.timeout(timeout_s):
-                call = self._session.request(method, self._url + path, json=body, headers=self._headers)
-                async with call as response:
-                    status, content = response.status, await response.read()
-        except TimeoutError as error:
-            raise ServerTimeout(f"{what} got no response within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
-        if status != 200:
-            raise Refused(f"{what} returned status {status}: {_reason(content)}", status)
-        return content
+            raise Refused(f"{self._name}: {path} returned no JSON: {_shown(content)}") from error
 
 
 async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:

@@ -17,6 +17,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.distributed.process_group import pick_device
 from core_rl.errors import LayoutError
 from core_rl.rollout.loop_thread import LoopThread
+from core_rl_sglang.api import Api
 from core_rl_sglang.calls import Requests
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.fleet import Fleet
@@ -24,7 +25,7 @@ from core_rl_sglang.model import ServedModel
 from core_rl_sglang.process import free_ports
 from core_rl_sglang.receiving import WeightReceiver
 from core_rl_sglang.scores import Scorer
-from core_rl_sglang.server import Server, api_of, start_server
+from core_rl_sglang.server import Server, start_server
 from core_rl_sglang.weights import DiskWeights
 
 __all__ = ["SGLangBackend"]
@@ -64,7 +65,7 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
         loop = self._open_loop()
         own = {server.address: server for server in self._own}
-        servers = [own.get(a) or Server(api_of(a, self._session, options), None, None) for a in addresses]
+        servers = [own.get(a) or Server(Api(a, self._session, options.key), None, None) for a in addresses]
         fleet = Fleet(options, servers, self._session, DiskWeights(self.model.path, 0))
         self._connected = fleet
         self._wait(fleet.connect())

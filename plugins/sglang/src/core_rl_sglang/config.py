@@ -54,6 +54,11 @@ class SglangOptions(Config):
     """Requests in flight when weights change: they continue under the new weights, from the tokens that they have, or
     end as they are with ``stop_reason = "abort"``."""
 
+    @property
+    def key(self) -> str | None:
+        """The text of ``api_key``."""
+        return None if self.api_key is None else self.api_key.get_secret_value()
+
 
 class SglangConfig(InferenceEngineConfig):
     """The common config and SGLang's own section.

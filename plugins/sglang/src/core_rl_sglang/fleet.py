@@ -230,7 +230,7 @@ class Fleet:
             raise error
 
     async def _post_to_ready(self, path: str) -> None:
-        await asyncio.gather(*(server.control(path, {}, self._timeout_s) for server in self.pool.ready))
+        await asyncio.gather(*(server.api.post(path, {}, self._timeout_s) for server in self.pool.ready))
 
     async def _reload_adapter(self, server: Server) -> None:
         """Load the adapter again: the server's copy may have been freed with the memory."""

@@ -65,16 +65,15 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     return [*given, *flags, *adapter, *options.extra_args]
 
 
-def _free_port(host: str) -> int:
-    """A port of ``host`` that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
+    """The ports of ``count`` servers; raises `ConfigError` for ``options.ports`` that do not suffice or are taken."""
+    if options.ports and len(options.ports) != count:
+        raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
+    return tuple(_free_port(options.host, port) for port in options.ports or [0] * count)
 
 
-def _require_free(host: str, port: int) -> None:
-    """Raise `ConfigError` unless a server can listen on ``port``."""
+def _free_port(host: str, port: int) -> int:
+    """``port`` of ``host``, or for 0 any that is free at this moment; `ConfigError` if a server cannot listen on it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -84,17 +83,8 @@ def _require_free(host: str, port: int) -> None:
                 f"options.ports: port {port} of {host} cannot be listened on ({error.strerror}); "
                 "choose another, or leave 'ports' empty"
             ) from error
-
-
-def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
-    """The ports of ``count`` servers; raises `ConfigError` for ``options.ports`` that do not suffice or are taken."""
-    if not options.ports:
-        return tuple(_free_port(options.host) for _ in range(count))
-    if len(options.ports) != count:
-        raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
-    for port in options.ports:
-        _require_free(options.host, port)
-    return options.ports
+        found: int = probe.getsockname()[1]
+        return found
 
 
 class ServerProcess:

@@ -20,11 +20,11 @@ from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket, pickled_by_name
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
-from core_rl_sglang.config import SglangConfig, SglangOptions
+from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.model import ServedModel
 from core_rl_sglang.process import ServerProcess, arguments_of
 
-__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server", "api_of", "start_server"]
+__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server", "start_server"]
 
 logger = logging.getLogger(__name__)
 
@@ -136,33 +136,27 @@ class Server:
 
     async def abort(self, rid: str) -> None:
         """Abort the request ``rid``; a server that cannot be reached has lost it."""
-        try:
-            await self.api.post("/abort_request", {"rid": rid}, PROBE_TIMEOUT_S)
-        except RolloutError as error:
-            logger.debug("request %s was not aborted: %s", rid, error)
+        await self._post_if_up("/abort_request", {"rid": rid})
 
     async def load_tensors(self, bucket: Bucket, timeout_s: float) -> None:
         """Copy ``bucket`` into the weights, between the beginning and the end of an update."""
         # One for each rank: opening a name releases a reference that pickling has taken.
         payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
         body = {"serialized_named_tensors": payloads, "flush_cache": False}
-        await self.control("/update_weights_from_tensor", body, timeout_s)
+        await self.api.post("/update_weights_from_tensor", body, timeout_s)
 
     async def load_adapter(self, adapter: ServedAdapter, timeout_s: float) -> None:
         """Load ``adapter`` in addition to those that are loaded."""
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
         try:
-            await self.control("/load_lora_adapter", body, timeout_s)
+            await self.api.post("/load_lora_adapter", body, timeout_s)
         except Refused as error:
             if "already loaded" not in error.message:  # a server of which only the connection was lost
                 raise
 
     async def unload_adapter(self, adapter: ServedAdapter) -> None:
         """Unload ``adapter``, which no request needs; a server that cannot do it has lost it before."""
-        try:
-            await self.control("/unload_lora_adapter", {"lora_name": adapter.name}, PROBE_TIMEOUT_S)
-        except RolloutError as error:
-            logger.debug("the adapter %s was not unloaded: %s", adapter.name, error)
+        await self._post_if_up("/unload_lora_adapter", {"lora_name": adapter.name})
 
     async def join(self, group: GroupAddress, rank: int, timeout_s: float) -> None:
         """Have its ranks join ``group``, the first of them as ``rank``; returns when all members have joined."""
@@ -174,7 +168,7 @@ class Server:
             "group_name": group.name,
             "backend": group.backend,
         }
-        await self.control("/init_weights_update_group", body, timeout_s)
+        await self.api.post("/init_weights_update_group", body, timeout_s)
 
     async def load_broadcast(self, bucket: Bucket, group: str, timeout_s: float) -> None:
         """Copy the broadcasts of rank 0 of ``group`` into the weights: ``bucket``, tensor by tensor."""
@@ -185,40 +179,35 @@ class Server:
             "group_name": group,
             "flush_cache": False,
         }
-        await self.control("/update_weights_from_distributed", body, timeout_s)
+        await self.api.post("/update_weights_from_distributed", body, timeout_s)
 
     async def leave(self, group: str) -> None:
         """Leave ``group``: ranks that wait for this server get an error. One that cannot be reached has left."""
-        try:
-            await self.control("/destroy_weights_update_group", {"group_name": group}, PROBE_TIMEOUT_S)
-        except RolloutError as error:
-            logger.debug("the group %s was not left: %s", group, error)
+        await self._post_if_up("/destroy_weights_update_group", {"group_name": group})
 
     async def flush_cache(self, timeout_s: float) -> None:
         """Drop the keys and values of earlier weights."""
         await self.api.post("/flush_cache", {}, timeout_s, parse=False)
 
-    async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
-        """``POST`` one step of a weight update."""
-        return await self.api.post(path, body, timeout_s)
+    async def _post_if_up(self, path: str, body: dict[str, Any]) -> None:
+        """``POST`` the end of something that a server which cannot be reached has lost anyway."""
+        try:
+            await self.api.post(path, body, PROBE_TIMEOUT_S)
+        except RolloutError as error:
+            logger.debug("%s %s had no effect: %s", path, body, error)
 
 
 def start_server(
     config: SglangConfig, model: ServedModel, port: int, session: aiohttp.ClientSession
 ) -> Server:
     """Start the process of a server of ``model``; it is not ready yet."""
-    options = config.options
-    device = pick_device(config.device, 0).type
-    key = None if options.api_key is None else options.api_key.get_secret_value()
+    options, device = config.options, pick_device(config.device, 0).type
+    api = Api(f"{options.host}:{port}", session, options.key)
     log = None if options.log_path is None else Path(options.log_path) / f"sglang-{port}.log"
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
     arguments = arguments_of(config, model, port, device)
-    start = partial(ServerProcess, config.server_python, arguments, key, device, log, config.layout.tp)
-    return Server(api_of(f"{options.host}:{port}", session, options), start, start())
-
-
-def api_of(address: str, session: aiohttp.ClientSession, options: SglangOptions) -> Api:
-    """The interface of the server at ``address``."""
-    key = options.api_key
-    return Api(address, session, None if key is None else key.get_secret_value())
+    start = partial(
+        ServerProcess, config.server_python, arguments, options.key, device, log, config.layout.tp
+    )
+    return Server(api, start, start())

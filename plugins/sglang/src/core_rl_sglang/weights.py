@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_source
@@ -24,25 +24,6 @@ from core_rl_sglang.server import Server
 __all__ = ["DiskWeights", "TensorWeights", "Weights"]
 
 
-class Weights(Protocol):
-    """One version of the weights, which any number of servers can load, now and later."""
-
-    version: int
-
-    @property
-    def origin(self) -> str:
-        """The model path that a fresh server with these weights reports; empty if there is none."""
-        ...
-
-    async def load(self, server: Server, timeout_s: float) -> None:
-        """Load them on ``server``, which is paused; raises the errors of its interface."""
-        ...
-
-    def discard(self) -> None:
-        """Free the memory or files; no server will need them again."""
-        ...
-
-
 class DiskWeights:
     """A model directory that servers read themselves."""
 
@@ -54,6 +35,7 @@ class DiskWeights:
 
     @property
     def origin(self) -> str:
+        """The model path that a fresh server with these weights reports."""
         return str(self._name.path)
 
     @staticmethod
@@ -71,15 +53,13 @@ class DiskWeights:
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 
     async def load(self, server: Server, timeout_s: float) -> None:
-        body = {
-            "model_path": self.origin,
-            "weight_version": str(self.version),
-            "flush_cache": True,
-        }
-        await server.control("/update_weights_from_disk", body, timeout_s)
+        """Load them on ``server``, which is paused; raises the errors of its interface."""
+        body = {"model_path": self.origin, "weight_version": str(self.version), "flush_cache": True}
+        await server.api.post("/update_weights_from_disk", body, timeout_s)
         server.version = self.version
 
     def discard(self) -> None:
+        """Remove the files; no server will need them again."""
         self._name.remove()
         if self._temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -108,6 +88,7 @@ class TensorWeights:
     """Weights in buckets of shared memory, which arrive one after another while servers load them."""
 
     origin = ""
+    """No model path has these weights."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -143,13 +124,14 @@ class TensorWeights:
             self._changed.notify_all()
 
     async def load(self, server: Server, timeout_s: float) -> None:
+        """Load all buckets on ``server``, which is paused; raises the errors of its interface."""
         await self.load_each(server, lambda bucket: server.load_tensors(bucket, timeout_s), timeout_s)
 
     async def load_each(
         self, server: Server, load: Callable[[Bucket], Awaitable[None]], timeout_s: float
     ) -> None:
         """Have ``server`` load all buckets, from the first on, as they arrive."""
-        await server.control("/begin_weight_update", {}, timeout_s)
+        await server.api.post("/begin_weight_update", {}, timeout_s)
         self._loaded[server] = 0
         try:
             while (bucket := await self._next(server)) is not None:
@@ -161,7 +143,7 @@ class TensorWeights:
             async with self._changed:
                 del self._loaded[server]
                 self._changed.notify_all()
-            await server.control("/end_weight_update", {}, timeout_s)
+            await server.api.post("/end_weight_update", {}, timeout_s)
         await server.flush_cache(timeout_s)
 
     async def _next(self, server: Server) -> Bucket | None:
@@ -173,4 +155,9 @@ class TensorWeights:
         return self._buckets[count] if len(self._buckets) > count else None
 
     def discard(self) -> None:
+        """Free the memory; no server will need them again."""
         self._buckets.clear()
+
+
+Weights: TypeAlias = DiskWeights | TensorWeights
+"""One version of the weights, which any number of servers can load, now and later."""
