@@ -251,7 +251,7 @@ def test_checks_run_beside_a_foreign_conftest(pytester: pytest.Pytester) -> None
     )
     junit = (pytester.path / "junit.xml").read_text()
     assert (
-        'property name="core_rl_conformance"' in junit and "&quot;outcome&quot;: &quot;passed&quot;" in junit
+        'property name="core_rl_conformance"' in junit and "&quot;outcome&quot;:&quot;passed&quot;" in junit
     )
 
 
