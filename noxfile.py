@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nox
@@ -91,10 +91,10 @@ def _server_python(session: nox.Session) -> str:
     return python
 
 
-def _sglang(session: nox.Session, *arguments: str) -> None:
-    """The engine's own tests and the suite against real servers, one after another: each takes a gigabyte or two."""
+def _sglang(session: nox.Session, *arguments: str, chosen: Sequence[str] = ()) -> None:
+    """The engine's own tests, of which ``chosen`` selects, and the suite, on real servers of a gigabyte or two each."""
     env = {**ENV, SERVER_PYTHON: _server_python(session)}
-    session.run("pytest", "plugins/sglang/server_tests", env=env)
+    session.run("pytest", "plugins/sglang/server_tests", *WORKERS, "--dist=loadfile", *chosen, env=env)
     session.run("pytest", "--engine=sglang", "conformance/", *arguments, env=env)
 
 
@@ -125,7 +125,7 @@ def tests(session: nox.Session) -> None:
     if not quick:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
         _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=2", *checks)
-    _sglang(session, "--quick", "--layout=dp1")
+    _sglang(session, "--quick", "--layout=dp1", chosen=["-m", "not nightly"])
 
 
 @nox.session

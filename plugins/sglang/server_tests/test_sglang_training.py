@@ -161,6 +161,7 @@ def test_an_adapter_is_served_over_the_base_as_it_was_trained(
     assert not [path.name for path in output.rglob("*.adapter-*")], "files of adapters are removed"
 
 
+@pytest.mark.nightly
 def test_servers_that_are_killed_cost_no_sample(
     start: Path,
     tmp_path: Path,
