@@ -66,19 +66,19 @@ class DPOLoss:
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The scalar sum over pairs; metrics are means over pairs, rewards are ``beta`` times log-ratios."""
-        pairs, mask = find_pairs(batch), batch.loss_mask
+        (chosen, rejected), mask = find_pairs(batch), batch.loss_mask
         difference = masked_fill(output["logprobs"], mask) - masked_fill(batch[REFERENCE], mask)
         ratios = segment_sum(difference, batch.cu_seqlens)
-        gain = ratios[pairs.chosen] - ratios[pairs.rejected]
+        gain = ratios[chosen] - ratios[rejected]
         match self.variant:
             case "dpo":
                 losses = dpo_loss(gain, self.beta, self.label_smoothing)
             case "ipo":
                 means = sequence_mean(difference, batch)
-                losses = ipo_loss(means[pairs.chosen] - means[pairs.rejected], self.beta)
+                losses = ipo_loss(means[chosen] - means[rejected], self.beta)
             case "hinge":
                 losses = hinge_loss(gain, self.beta)
-        return losses.sum(), self._metrics(losses, ratios[pairs.chosen], ratios[pairs.rejected])
+        return losses.sum(), self._metrics(losses, ratios[chosen], ratios[rejected])
 
     def _metrics(self, losses: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
         means = {
