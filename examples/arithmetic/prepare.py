@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
@@ -31,6 +32,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import get_spec
 from core_rl_trainer.algorithms import SFTConfig, SFTInterface
+from core_rl_trainer.environments import ToolEnvironment
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 CHARACTERS = "0123456789+="
@@ -110,6 +112,19 @@ def make_tokenizer(tool: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=64
     )
+
+
+def calculator(answer: str, _sample: Mapping[str, Any]) -> str | None:
+    """The reply to a question such as ``?23+45``, or None for an answer."""
+    if not answer.startswith("?"):
+        return None
+    question = re.fullmatch(r"\?(\d{1,4})\+(\d{1,4})", answer)
+    return f":{int(question[1]) + int(question[2]):03d}=" if question else ":="
+
+
+def calculator_environment(tokenizer: PreTrainedTokenizerBase) -> ToolEnvironment:
+    """The environment of one episode of ``examples/tool_arithmetic.yaml``: the model may ask before it answers."""
+    return ToolEnvironment(tokenizer, calculator)
 
 
 def model_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

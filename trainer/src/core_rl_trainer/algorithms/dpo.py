@@ -17,7 +17,7 @@ from core_rl.data.masked import masked_fill, segment_sum
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl_trainer.algorithms.aggregation import sequence_mean
-from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE
+from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE, require_fields
 from core_rl_trainer.algorithms.interface import TrainEngineLike
 from core_rl_trainer.algorithms.preferences import (
     check_pairs,
@@ -28,7 +28,6 @@ from core_rl_trainer.algorithms.preferences import (
     ipo_loss,
 )
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.algorithms.updates import require_fields
 
 __all__ = ["DPOConfig", "DPOInterface", "DPOLoss"]
 
