@@ -4,12 +4,10 @@
     python benchmarks/train_step.py options --ranks 2
     python benchmarks/train_step.py megatron --profile
 
-loops     the ``fsdp`` engine, a hand-written ``fully_shard`` loop that packs in the same way, and a loop without FSDP
-options   the engine with gradients reduced once and weights kept gathered, for several ranks
-gains     work that the engine leaves out: the loop computes the head at every token, as loops do that multiply by a
-          mask afterwards, and the engine where a token is trained, and no gradients for what is frozen
-padded    packed against padded training on rollouts of skewed lengths, as real tokens a second
-megatron  the ``megatron`` engine against the ``fsdp`` engine
+``loops``: a hand-written ``fully_shard`` loop that packs in the same way, and a loop without FSDP. ``options``:
+gradients reduced once and weights kept gathered, for several ranks. ``gains``: work that the engine leaves out. The loop
+computes the head at every token. The engine computes it where a token is trained, and no gradients for what is frozen.
+``padded``: padded against packed training on rollouts of skewed lengths. ``megatron``: the two engines.
 """
 
 from __future__ import annotations
