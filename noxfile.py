@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -33,6 +33,7 @@ EXAMPLE_SUITE = "examples/core-rl-ddp/tests/test_ddp_engine.py::test_the_conform
 SERVER_REQUIREMENTS = ROOT / "constraints" / "sglang-server.txt"
 SERVER_UNRESOLVED = ROOT / "constraints" / "sglang-server-unresolved.txt"
 SERVER_PYTHON = "CORE_RL_SGLANG_PYTHON"
+MUTANTS = "conformance/tests/test_mutants.py"
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
@@ -61,11 +62,6 @@ def _quick(session: nox.Session) -> tuple[bool, list[str]]:
 def _lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-
-
-def _import_contract(session: nox.Session) -> None:
-    """The layers of the packages, as `[tool.importlinter]` has them."""
-    session.run("lint-imports")
 
 
 def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> None:
@@ -116,7 +112,7 @@ def tests(session: nox.Session) -> None:
     quick, arguments = _quick(session)
     _install(session, "dev")
     _lint(session)
-    _import_contract(session)
+    session.run("lint-imports")
     session.run("mypy")
     chosen = ["-m", "not slow and not nightly" if quick else "not nightly", f"--deselect={EXAMPLE_SUITE}"]
     session.run("pytest", *STEALING, *chosen, *arguments, env=ENV)
@@ -180,9 +176,7 @@ def wheels(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Prove the suite with three seeds and print the kill matrix; `-- --full` adds every check that kills."""
     _install(session, "conformance")
-    session.run(
-        "pytest", "conformance/tests/test_mutants.py", "--seeds=3", *STEALING, *session.posargs, env=ENV
-    )
+    session.run("pytest", MUTANTS, "--seeds=3", *STEALING, *session.posargs, env=ENV)
 
 
 @nox.session
@@ -195,7 +189,7 @@ def trl(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks, or those that are named: `-- fsdp_step`."""
+    """Run the benchmarks, or those that are named: `-- train_step`."""
     _install(session, "train")
     scripts = sorted((ROOT / "benchmarks").glob("*.py"))
     chosen = [script for script in scripts if not session.posargs or script.stem in session.posargs]
@@ -215,47 +209,23 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict")
 
 
-def _nightly_engine(engine: str) -> Callable[[nox.Session, int], None]:
-    def run(session: nox.Session, seed: int) -> None:
-        _conformance(session, [engine], f"--seed={seed}")
-
-    return run
-
-
-def _nightly_pairs(session: nox.Session, seed: int) -> None:
-    _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
-
-
-def _nightly_tests(session: nox.Session, seed: int) -> None:
-    session.run(
-        "pytest",
-        *STEALING,
-        "--ignore=conformance/tests/test_mutants.py",
-        f"--hypothesis-seed={seed}",
-        env=ENV,
-    )
-
-
-def _nightly_mutants(session: nox.Session, seed: int) -> None:
-    zoo = "conformance/tests/test_mutants.py"
-    session.run("pytest", zoo, f"--first-seed={seed}", *STEALING, env=ENV)
-
-
-def _nightly_sglang(session: nox.Session, seed: int) -> None:
-    _sglang(session, f"--seed={seed}")
-
-
-NIGHTLY: dict[str, Callable[[nox.Session, int], None]] = {
-    "tests": _nightly_tests,
-    "mutants": _nightly_mutants,
-    "reference": _nightly_engine("reference"),
-    "rollout": _nightly_engine("reference-rollout"),
-    "fsdp": _nightly_engine("fsdp"),
-    "megatron": _nightly_engine("megatron"),
-    "pairs": _nightly_pairs,
-    "sglang": _nightly_sglang,
-}
+NIGHTLY = ["tests", "mutants", "reference", "rollout", "fsdp", "megatron", "pairs", "sglang"]
 NIGHTLY_RECORD = ROOT / ".nox" / "nightly.json"
+
+
+def _nightly_part(session: nox.Session, part: str, seed: int) -> None:
+    match part:
+        case "tests":
+            chosen = [f"--ignore={MUTANTS}", f"--hypothesis-seed={seed}"]
+            session.run("pytest", *STEALING, *chosen, env=ENV)
+        case "mutants":
+            session.run("pytest", MUTANTS, f"--first-seed={seed}", *STEALING, env=ENV)
+        case "pairs":
+            _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
+        case "sglang":
+            _sglang(session, f"--seed={seed}")
+        case engine:
+            _conformance(session, ["reference-rollout" if engine == "rollout" else engine], f"--seed={seed}")
 
 
 @nox.session
@@ -274,7 +244,7 @@ def nightly(session: nox.Session) -> None:
             continue
         seed, started = secrets.randbelow(2**20), time.monotonic()
         session.log(f"{part}: seed {seed}")
-        NIGHTLY[part](session, seed)
+        _nightly_part(session, part, seed)
         if not dirty:
             minutes = round((time.monotonic() - started) / 60, 1)
             passed[part] = {"commit": commit, "seed": seed, "minutes": minutes}

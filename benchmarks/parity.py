@@ -9,6 +9,7 @@ data): prints the largest differences of losses and of gradient norms, and draws
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,25 +19,24 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
-from core_rl import EngineGroup, LossSpec, MicroBatchSpec, get_spec, load_config
-from core_rl.backend.metrics import Metric
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common.workload import MODEL, token_nll
+
+from core_rl import EngineGroup, LossSpec, MicroBatchSpec
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
 
 VOCABULARY = 211
-MODEL = {
-    "model_type": "qwen3",
+SHAPE = {
+    **MODEL,
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 12,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
 }
 
 
@@ -94,19 +94,16 @@ def main() -> None:
 
 def train(run: Run, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm before clipping of each step."""
-    spec = get_spec(run.engine)
-    config = load_config(spec).model_validate(
-        {
-            "model": {"config": MODEL},
-            "optimizer": {"lr": 3e-3, "weight_decay": 0.01, "eps": 1e-4, "max_grad_norm": 0.5},
-            "layout": dict(run.layout),
-            "options": dict(run.options),
-            "device": "cpu",
-        }
-    )
     loss, cut = LossSpec(fn=token_nll), MicroBatchSpec(count=run.count)
     curve = []
-    with EngineGroup(spec, config) as group:  # type: ignore[arg-type]
+    with EngineGroup(
+        run.engine,
+        model={"config": SHAPE},
+        optimizer={"lr": 3e-3, "weight_decay": 0.01, "eps": 1e-4, "max_grad_norm": 0.5},
+        layout=run.layout,
+        options=run.options,
+        device="cpu",
+    ) as group:
         for step in range(steps):
             metrics = group.train_batch(batch_of(step), loss, cut)
             curve.append((metrics["loss"], metrics["grad_norm"]))
@@ -123,11 +120,6 @@ def batch_of(step: int) -> SequenceBatch:
             row.append((3 * row[-1] + noise) % VOCABULARY)
         rows.append(row)
     return SequenceBatch.from_sequences(rows)
-
-
-def token_nll(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
-    """Sum of negative log-probs over the trained tokens."""
-    return -torch.where(batch.loss_mask, output["logprobs"], 0.0).sum(), {}
 
 
 def differences(curve: list[tuple[float, float]], first: list[tuple[float, float]]) -> list[float]:

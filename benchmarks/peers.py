@@ -12,13 +12,14 @@ import argparse
 import importlib.util
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.bare import bare_step, build
+from common.bare import bare_step, build, pack
 from common.engine import each_rank, engine_step, start_engine, step_options, work_of
 from common.measure import Side, compare
 from common.workload import MODEL, make_batch, skewed_lengths
@@ -48,12 +49,12 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
         build(MODEL, packed=False).save_pretrained(path)
         batch = make_batch(skewed_lengths(arguments.sequences))
         ids = list(batch.input_ids.split(batch.lengths))
-        fields = {"model": {"path": path}}
+        fields, cut = {"model": {"path": path}}, partial(pack, budget=arguments.budget)
         compiled = start_engine("fsdp", address, {**fields, "options": COMPILED})
         steps: dict[str, Side] = {
             "fsdp engine": engine_step(start_engine("fsdp", None, fields), batch, arguments.budget),
             "fsdp engine, compiled": engine_step(compiled, batch, arguments.budget),
-            "bare packed loop": bare_step(build(MODEL, packed=True, path=path), ids, budget=arguments.budget),
+            "bare packed loop": bare_step(build(MODEL, packed=True, path=path), ids, cut),
         }
         if installed("trl"):
             from common.trl_side import trl_step

@@ -1,67 +1,141 @@
-"""One training step of the ``fsdp`` engine against hand-written loops, on one rank or several.
+"""One training step of the engines against hand-written loops, and against each other.
 
-    python benchmarks/train_step.py
-    python benchmarks/train_step.py --ranks 2
+    python benchmarks/train_step.py [loops] [gains] [padded] [megatron]
+    python benchmarks/train_step.py options --ranks 2
+    python benchmarks/train_step.py megatron --profile
 
-The hand-written ``fully_shard`` loop packs in the same way; at one rank, the bare loop does without FSDP. At
-several ranks the engine runs with other options too: gradients reduced once, weights kept gathered.
+``loops``: a hand-written ``fully_shard`` loop that packs in the same way, and a loop without FSDP. ``options``:
+gradients reduced once and weights kept gathered, for several ranks. ``gains``: work that the engine leaves out. The
+loop computes the head at every token. The engine computes it where a token is trained, and no gradients for what is
+frozen. ``padded``: padded against packed training on rollouts of skewed lengths. ``megatron``: the two engines.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.bare import bare_step, build, shard_model
+from common.bare import bare_step, build, pack, pad, shard_model
 from common.engine import each_rank, engine_step, start_engine, step_options, work_of
 from common.measure import Side, compare
-from common.workload import MODEL, make_batch, skewed_lengths
+from common.workload import MODEL, make_batch, skewed_lengths, train_last
 
+from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.process_group import RankAddress
 
-OPTIONS = {
-    "fsdp engine": {},
-    "fsdp engine, reduce_scatter=last": {"reduce_scatter": "last"},
-    "fsdp engine, reshard_after_forward=false": {"reshard_after_forward": False},
-    "fsdp engine, both": {"reduce_scatter": "last", "reshard_after_forward": False},
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine with fields of its config, and the part of each sequence that is trained, from its end."""
+
+    engine: str = "fsdp"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    trained: float = 1.0
+
+
+def _options(**options: Any) -> Variant:
+    return Variant(fields={"options": options})
+
+
+def _model(**fields: Any) -> Variant:
+    return Variant(fields={"model": {"config": MODEL, **fields}})
+
+
+LOWER_HALF = [f"model.layers.{layer}.*" for layer in range(MODEL["num_hidden_layers"] // 2)]
+COMPARISONS: dict[str, dict[str, Variant]] = {
+    "loops": {"fsdp engine": Variant()},
+    "options": {
+        "fsdp engine": Variant(),
+        "fsdp engine, reduce_scatter=last": _options(reduce_scatter="last"),
+        "fsdp engine, reshard_after_forward=false": _options(reshard_after_forward=False),
+        "fsdp engine, both": _options(reduce_scatter="last", reshard_after_forward=False),
+    },
+    "gains": {
+        "every token trained": Variant(),
+        "half of the tokens trained": Variant(trained=0.5),
+        "a tenth of the tokens trained": Variant(trained=0.1),
+        "embeddings and the lower half frozen": _model(frozen=["model.embed_tokens.*", *LOWER_HALF]),
+        "LoRA of rank 8": _model(lora={"rank": 8}),
+    },
+    "padded": {"fsdp engine, packed": Variant()},
+    "megatron": {"fsdp engine": Variant(), "megatron engine": Variant("megatron")},
 }
+"""The engines of each comparison; the sides of `by_hand` come first, and the first side of all is the base."""
 
 
 def main() -> None:
     """Measure and print."""
     parser = step_options(__doc__)
+    parser.add_argument("comparisons", nargs="*", metavar="COMPARISON", help=f"of {', '.join(COMPARISONS)}")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=8, help="sequences in one padded micro-batch")
+    parser.add_argument("--profile", action="store_true", help="list the operations of the last side instead")
     arguments = parser.parse_args()
-    each_rank(measure, arguments.ranks, arguments)
+    for name in arguments.comparisons or [name for name in COMPARISONS if name != "options"]:
+        arguments.comparison = name
+        each_rank(measure, arguments.ranks, arguments)
 
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
-    """All sides on this rank."""
-    ranks, budget = arguments.ranks, arguments.budget
-    names = list(OPTIONS) if ranks > 1 else ["fsdp engine"]
+    """All sides of ``arguments.comparison`` on this rank."""
+    whole = make_batch(skewed_lengths(arguments.sequences))
+    variants, layout = COMPARISONS[arguments.comparison], {"layout": {"dp": arguments.ranks}}
     # The first engine joins the process group, and the others find it there.
     engines = {
-        name: start_engine(
-            "fsdp", None if number else address, {"layout": {"dp": ranks}, "options": OPTIONS[name]}
-        )
-        for number, name in enumerate(names)
+        name: start_engine(variant.engine, None if number else address, {**layout, **variant.fields})
+        for number, (name, variant) in enumerate(variants.items())
     }
-    whole = make_batch(skewed_lengths(arguments.sequences))
-    batch = engines["fsdp engine"].shard_data(whole)
-    ids = batch.input_ids.split(batch.lengths)
-    sides: dict[str, Side] = {
-        "hand-written": bare_step(shard_model(build(MODEL, packed=True)), ids, budget=budget)
-    }
-    sides |= {name: engine_step(engine, batch, budget) for name, engine in engines.items()}
-    if ranks == 1:
-        sides["bare, no FSDP"] = bare_step(build(MODEL, packed=True), ids, budget=budget)
-    title = work_of(whole, arguments)
-    compare(title, sides, whole.num_tokens, base="hand-written", repeats=arguments.repeats)
+    batch = next(iter(engines.values())).shard_data(whole)
+    sides = by_hand(arguments, batch)
+    for name, variant in variants.items():
+        sides[name] = engine_step(engines[name], train_last(batch, variant.trained), arguments.budget)
+    base, *_, last = sides
+    if arguments.profile:
+        profile(sides[last])
+    else:
+        title = work_of(whole, arguments)
+        compare(title, sides, whole.num_tokens, base=base, repeats=arguments.repeats)
     for engine in reversed(engines.values()):
         engine.destroy()
+
+
+def by_hand(arguments: argparse.Namespace, batch: SequenceBatch) -> dict[str, Side]:
+    """The hand-written sides of ``arguments.comparison``."""
+    ids, rows = batch.input_ids.split(batch.lengths), arguments.rows
+    cut = partial(pack, budget=arguments.budget)
+    if arguments.comparison == "megatron":
+        return {}
+    if arguments.comparison == "padded":
+        cut = partial(pad, rows=rows)
+        size = sum(tokens.numel() for tokens, *_ in cut(ids))
+        return {f"padded by {rows} to {size} tokens": bare_step(build(MODEL, packed=False), ids, cut)}
+    sides: dict[str, Side] = {
+        "hand-written": bare_step(shard_model(build(MODEL, packed=True)), ids, cut),
+    }
+    if arguments.comparison == "loops" and arguments.ranks == 1:
+        sides["bare, no FSDP"] = bare_step(build(MODEL, packed=True), ids, cut)
+    return sides
+
+
+def profile(step: Side) -> None:
+    """Print where three steps spend their time."""
+    step()
+    with torch.profiler.profile() as recorded:
+        for _ in range(3):
+            step()
+    Console().print(
+        recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,7 +30,7 @@ from common.measure import spread, turns
 from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
 from common.workload import MODEL
 
-from core_rl import EngineGroup, MicroBatchSpec, OptimizerConfig, get_spec, load_config
+from core_rl import EngineGroup, MicroBatchSpec
 from core_rl_trainer.algorithms import ModelInterfaceAbstraction, make_interface
 from core_rl_trainer.algorithms.fields import BEHAVIOUR, PROXIMAL
 
@@ -63,7 +64,9 @@ def measure(arguments: argparse.Namespace) -> None:
     rollout = given_rollout(arguments.prompts, arguments.group, arguments.prompt_tokens)
     with tempfile.TemporaryDirectory() as path:
         build(MODEL, packed=False).save_pretrained(path)
-        with fsdp_group(path, arguments.threads) as group:
+        fields: dict[str, Any] = {"model": {"path": path}, "optimizer": {"lr": 1e-6}, "device": "cpu"}
+        # One rank in a process of its own, as ``core-rl train`` starts it.
+        with EngineGroup("fsdp", threads_per_rank=arguments.threads, **fields) as group:
             sides = {
                 OURS: core_rl_step(group, rollout, arguments.minibatches, arguments.budget),
                 "TRL, default": trl_grpo(path, rollout, rows=arguments.rows, minibatches=arguments.minibatches,
@@ -73,17 +76,6 @@ def measure(arguments: argparse.Namespace) -> None:
             }  # fmt: skip
             seconds = interleave(sides, arguments.repeats)
     report(rollout, seconds, arguments.threads)
-
-
-def fsdp_group(path: str, threads: int) -> EngineGroup:
-    """One rank in a process of its own, as ``core-rl train`` starts it."""
-    spec = get_spec("fsdp")
-    config = load_config(spec).model_validate(
-        {"model": {"path": path}, "optimizer": OptimizerConfig(lr=1e-6), "device": "cpu"}
-    )
-    group = EngineGroup(spec, config, threads_per_rank=threads)
-    group.initialize()
-    return group
 
 
 def core_rl_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-__all__ = ["bare_step", "build", "pack", "padded_step", "shard_model"]
+__all__ = ["bare_step", "build", "pack", "pad", "shard_model"]
 
 CHUNK = 512
+MicroBatch = tuple[Tensor, Tensor, list[int] | None, Tensor | None]
+"""Token ids, positions, the bounds of packed sequences, and the mask of padded ones: arguments of `WithLoss`."""
 
 
 def segment_attention(
@@ -45,10 +47,10 @@ def build(config: dict[str, Any], *, packed: bool, seed: int = 0, path: str | No
         model = AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=implementation, dtype=torch.float32
         )
-        return model.train()
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), attn_implementation=implementation
-    )
+    else:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), attn_implementation=implementation
+        )
     return model.train()
 
 
@@ -86,17 +88,17 @@ def shard_model(model: nn.Module) -> nn.Module:
     return fully_shard(wrapped)
 
 
-def pack(ids: Sequence[Tensor], budget: int) -> list[tuple[Tensor, Tensor, list[int]]]:
-    """Equally many and balanced bins on all ranks, as ``(ids [1, T], positions [1, T], bounds)``."""
+def pack(ids: Sequence[Tensor], budget: int) -> list[MicroBatch]:
+    """Equally many and balanced bins on all ranks."""
     count = int(_over_ranks(_first_fit(ids, budget), dist.ReduceOp.MAX))
     bins: list[list[Tensor]] = [[] for _ in range(count)]
     for row in sorted(ids, key=len, reverse=True):
         min(bins, key=lambda rows: sum(map(len, rows))).append(row)
-    packed = []
+    packed: list[MicroBatch] = []
     for rows in bins:
-        bounds = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
+        bounds = [0, *accumulate(map(len, rows))]
         positions = torch.cat([torch.arange(len(row)) for row in rows])
-        packed.append((torch.cat(rows)[None], positions[None], bounds))
+        packed.append((torch.cat(rows)[None], positions[None], bounds, None))
     return packed
 
 
@@ -120,45 +122,33 @@ def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
     return float(tensor)
 
 
+def pad(ids: Sequence[Tensor], rows: int) -> list[MicroBatch]:
+    """Right-padded micro-batches of ``rows`` sequences."""
+    padded: list[MicroBatch] = []
+    for start in range(0, len(ids), rows):
+        part = list(ids[start : start + rows])
+        tokens = nn.utils.rnn.pad_sequence(part, batch_first=True)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in part], batch_first=True)
+        padded.append((tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None, mask))
+    return padded
+
+
 def bare_step(
-    model: nn.Module, ids: Sequence[Tensor], *, budget: int, lr: float = 1e-4
+    model: nn.Module, ids: Sequence[Tensor], cut: Callable[[Sequence[Tensor]], list[MicroBatch]]
 ) -> Callable[[], None]:
-    """A packed optimizer step: forward, backward, clip, AdamW; packing is part of the step, as in the engine.
+    """An optimizer step: forward, backward, clip, AdamW; ``cut``, as `pack`, is part of the step, as in the engine.
 
     ``model`` is what `shard_model` gives, or a plain model in one process.
     """
     module = model if isinstance(model, WithLoss) else WithLoss(model)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, foreach=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def step() -> None:
         optimizer.zero_grad()
         count = _over_ranks(sum(len(row) - 1 for row in ids), dist.ReduceOp.SUM)
-        for tokens, positions, bounds in pack(ids, budget):
-            # FSDP averages gradients over the ranks.
-            (module(tokens, positions, bounds, None) * (ranks / count)).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True)
-        optimizer.step()
-
-    return step
-
-
-def padded_step(
-    model: nn.Module, ids: Sequence[Tensor], *, rows: int, lr: float = 1e-4
-) -> Callable[[], None]:
-    """The same with right padding, in micro-batches of ``rows`` sequences."""
-    module = WithLoss(model)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, foreach=True)
-    count = sum(len(row) - 1 for row in ids)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for start in range(0, len(ids), rows):
-            part = list(ids[start : start + rows])
-            tokens = nn.utils.rnn.pad_sequence(part, batch_first=True)
-            mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in part], batch_first=True)
-            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-            (module(tokens, positions, None, mask) / count).backward()
+        for micro_batch in cut(ids):
+            (module(*micro_batch) * (ranks / count)).backward()  # FSDP averages gradients over the ranks
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=True)
         optimizer.step()
 

@@ -15,24 +15,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
-from core_rl.registry.engines import get_spec, load_config
+from core_rl.registry.engines import get_spec
 from core_rl_trainer.algorithms import SFTConfig, SFTInterface
+from core_rl_trainer.environments import ToolEnvironment
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 CHARACTERS = "0123456789+="
@@ -69,10 +69,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Problem:
-    """A sum."""
+    """A sum, with the right answer or a guess."""
 
     left: int
     right: int
+    guess: int | None = None
 
     @property
     def prompt(self) -> str:
@@ -81,25 +82,13 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Correct response."""
-        return f"{self.left + self.right:03d}"
+        """Correct response, or the guess."""
+        return f"{self.left + self.right if self.guess is None else self.guess:03d}"
 
     def turns(self, tool: bool) -> list[tuple[str, bool]]:
         """Text after the prompt, and whether the model writes it: the answer, or a question and then the answer."""
         question = [(f"?{self.left:02d}+{self.right:02d}{EOS}", True), (f":{self.answer}=", False)]
         return [*(question if tool else []), (self.answer + EOS, True)]
-
-
-@dataclass(frozen=True)
-class Guess(Problem):
-    """A sum with any answer."""
-
-    guessed: int
-
-    @property
-    def answer(self) -> str:
-        """Right by chance."""
-        return f"{self.guessed:03d}"
 
 
 def make_problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
@@ -108,11 +97,6 @@ def make_problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
     problems = [Problem(left, right) for left in numbers for right in numbers]
     random.Random(settings.seed).shuffle(problems)
     return problems[settings.held_out :], problems[: settings.held_out]
-
-
-def guess(problem: Problem, draw: random.Random) -> Guess:
-    """The same sum with a drawn answer."""
-    return Guess(problem.left, problem.right, draw.randrange(200))
 
 
 def make_tokenizer(tool: bool = False) -> PreTrainedTokenizerFast:
@@ -128,6 +112,19 @@ def make_tokenizer(tool: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=64
     )
+
+
+def calculator(answer: str, _sample: Mapping[str, Any]) -> str | None:
+    """The reply to a question such as ``?23+45``, or None for an answer."""
+    if not answer.startswith("?"):
+        return None
+    question = re.fullmatch(r"\?(\d{1,4})\+(\d{1,4})", answer)
+    return f":{int(question[1]) + int(question[2]):03d}=" if question else ":="
+
+
+def calculator_environment(tokenizer: PreTrainedTokenizerBase) -> ToolEnvironment:
+    """The environment of one episode of ``examples/tool_arithmetic.yaml``: the model may ask before it answers."""
+    return ToolEnvironment(tokenizer, calculator)
 
 
 def model_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
@@ -149,20 +146,20 @@ def model_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> dict
     }
 
 
-def engine_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> TrainEngineConfig:
+def make_engine(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> EngineGroup:
     """The engine with randomly drawn weights, on two ranks where it can be data parallel."""
-    spec = get_spec(settings.engine)
-    schedule = {"warmup_steps": settings.warmup_steps}
-    values = {
-        "model": {"config": model_config(settings, tokenizer)},
-        "optimizer": {"lr": settings.lr, "betas": (0.9, 0.98), "schedule": schedule},
-        "layout": {"dp": 2 if spec.supports(Capability.DATA_PARALLEL) else 1},
-        "seed": settings.seed,
-        "device": "cpu",
-    }
-    config = parse_config(load_config(spec), values, f"engine {settings.engine!r}")
-    assert isinstance(config, TrainEngineConfig)
-    return config
+    return EngineGroup(
+        settings.engine,
+        model={"config": model_config(settings, tokenizer)},
+        optimizer={
+            "lr": settings.lr,
+            "betas": (0.9, 0.98),
+            "schedule": {"warmup_steps": settings.warmup_steps},
+        },
+        layout={"dp": 2 if get_spec(settings.engine).supports(Capability.DATA_PARALLEL) else 1},
+        seed=settings.seed,
+        device="cpu",
+    )
 
 
 def make_batch(
@@ -204,12 +201,13 @@ def warm_up(
     ways = [False, True] if settings.tool else [False]
     probes = [make_batch(probed, tokenizer, [tool] * len(probed)) for tool in ways]
     target, right = settings.tool_target if settings.tool else settings.target, 0.0
-    with EngineGroup(settings.engine, engine_config(settings, tokenizer)) as engine:
+    with make_engine(settings, tokenizer) as engine:
         for step in range(1, settings.max_steps + 1):
             chosen = draw.sample(problems, settings.batch_size)
             tools = [settings.tool and draw.random() < settings.tool_share for _ in chosen]
             if settings.tool:
-                chosen = [p if tool else guess(p, draw) for p, tool in zip(chosen, tools, strict=True)]
+                pairs = zip(chosen, tools, strict=True)
+                chosen = [p if tool else replace(p, guess=draw.randrange(200)) for p, tool in pairs]
             batch = make_batch(chosen, tokenizer, tools)
             metrics = sft.train_step(engine, batch, MICRO_BATCH)
             engine.lr_scheduler_step()
@@ -224,22 +222,23 @@ def warm_up(
 
 
 def write_problems(path: Path, problems: Sequence[Problem]) -> None:
-    """One JSON object on each line."""
-    lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    """Prompts and right answers."""
+    write_rows(path, [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
 
 
 def write_pairs(path: Path, problems: Sequence[Problem], seed: int) -> None:
     """The right answer to each problem as ``chosen``, and one that is off by a little as ``rejected``."""
-    draw = random.Random(seed)
-    lines = []
+    draw, rows = random.Random(seed), []
     for problem in problems:
         right = int(problem.answer)
         wrong = draw.choice([n for n in range(max(0, right - 11), right + 12) if n != right])
-        lines.append(
-            json.dumps({"prompt": problem.prompt, "chosen": problem.answer, "rejected": f"{wrong:03d}"})
-        )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        rows.append({"prompt": problem.prompt, "chosen": problem.answer, "rejected": f"{wrong:03d}"})
+    write_rows(path, rows)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """One JSON object on each line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def prepare(settings: Settings, output: Path, console: Console) -> None:

@@ -53,7 +53,7 @@ def test_a_trained_answer_earns_the_reward(example: ModuleType) -> None:
 def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(example: ModuleType) -> None:
     """Played by an engine that writes what the warm-up says: the tokens and their mask are the same."""
     calculator = load_callable(
-        "rollout.environment", f"{EXAMPLES}/arithmetic/calculator.py:calculator_environment"
+        "rollout.environment", f"{EXAMPLES}/arithmetic/prepare.py:calculator_environment"
     )
     tokenizer, problem = example.make_tokenizer(tool=True), example.Problem(9, 95)
     expected = example.make_batch([problem], tokenizer, [True])
@@ -86,7 +86,7 @@ def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(ex
     ("answer", "reply"), [("068", None), ("?23+45", ":068="), ("?23+", ":="), ("?1+2+3", ":="), ("", None)]
 )
 def test_the_calculator_replies_to_questions_alone(answer: str, reply: str | None) -> None:
-    calculator = load_callable("tool", f"{EXAMPLES}/arithmetic/calculator.py:calculator")
+    calculator = load_callable("tool", f"{EXAMPLES}/arithmetic/prepare.py:calculator")
     assert calculator(answer, {}) == reply
 
 
@@ -101,7 +101,7 @@ RECIPES = {
         "eval",
         [
             "rollout.prompts_per_step=4",
-            f"rollout.environment={EXAMPLES}/arithmetic/calculator.py:calculator_environment",
+            f"rollout.environment={EXAMPLES}/arithmetic/prepare.py:calculator_environment",
         ],
     ),
 }

@@ -13,9 +13,9 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError
+from core_rl_trainer.algorithms.fields import check_finite
 
 __all__ = [
-    "check_finite",
     "dr_grpo_advantages",
     "grpo_advantages",
     "remax_advantages",
@@ -83,16 +83,6 @@ def spread_to_tokens(values: Tensor, batch: SequenceBatch) -> Tensor:
     """Sequence values ``[B]`` as token values ``[T]``: each token gets its sequence's."""
     lengths = torch.tensor(batch.lengths, device=values.device, dtype=torch.long)
     return torch.repeat_interleave(values, lengths)
-
-
-def check_finite(rewards: Tensor, name: str) -> None:
-    """Raise `BatchError` that names the first sequence whose entry of ``rewards [B]`` is not finite."""
-    wrong = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
-    if wrong:
-        raise BatchError(
-            f"the {name} of sequence {wrong[0]} is {float(rewards[wrong[0]])} ({len(wrong)} of {len(rewards)} "
-            "are not finite); make the reward function return finite numbers"
-        )
 
 
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from core_rl.data.masked import masked_fill, segment_sum
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl_trainer.algorithms.aggregation import sequence_mean
-from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE
+from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE, require_fields
 from core_rl_trainer.algorithms.interface import TrainEngineLike
 from core_rl_trainer.algorithms.preferences import (
     check_pairs,
@@ -28,7 +28,6 @@ from core_rl_trainer.algorithms.preferences import (
     ipo_loss,
 )
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.algorithms.updates import require_fields
 
 __all__ = ["DPOConfig", "DPOInterface", "DPOLoss"]
 
@@ -66,19 +65,19 @@ class DPOLoss:
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The scalar sum over pairs; metrics are means over pairs, rewards are ``beta`` times log-ratios."""
-        pairs, mask = find_pairs(batch), batch.loss_mask
+        (chosen, rejected), mask = find_pairs(batch), batch.loss_mask
         difference = masked_fill(output["logprobs"], mask) - masked_fill(batch[REFERENCE], mask)
         ratios = segment_sum(difference, batch.cu_seqlens)
-        gain = ratios[pairs.chosen] - ratios[pairs.rejected]
+        gain = ratios[chosen] - ratios[rejected]
         match self.variant:
             case "dpo":
                 losses = dpo_loss(gain, self.beta, self.label_smoothing)
             case "ipo":
                 means = sequence_mean(difference, batch)
-                losses = ipo_loss(means[pairs.chosen] - means[pairs.rejected], self.beta)
+                losses = ipo_loss(means[chosen] - means[rejected], self.beta)
             case "hinge":
                 losses = hinge_loss(gain, self.beta)
-        return losses.sum(), self._metrics(losses, ratios[pairs.chosen], ratios[pairs.rejected])
+        return losses.sum(), self._metrics(losses, ratios[chosen], ratios[rejected])
 
     def _metrics(self, losses: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
         means = {

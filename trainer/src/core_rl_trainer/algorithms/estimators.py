@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -44,15 +45,15 @@ class AdvantageEstimator(Config):
 
 
 class _OfSequences(AdvantageEstimator):
-    """One advantage for each sequence, from what all its tokens earn together."""
+    """One advantage for each sequence, by ``rule``: from what all its tokens earn, and from its one field."""
 
-    @abstractmethod
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        """Advantages ``[B]``; ``rewards [B]`` are float64."""
+    rule: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
-        return rules.spread_to_tokens(self._of(rewards, batch), batch)
+        (field,) = self.fields
+        return rules.spread_to_tokens(type(self).rule(rewards, batch[field]), batch)
 
 
 class GRPO(_OfSequences):
@@ -60,10 +61,7 @@ class GRPO(_OfSequences):
 
     type: Literal["grpo"] = "grpo"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.grpo_advantages(rewards, batch[GROUP])
+    rule: ClassVar = rules.grpo_advantages
 
 
 class DrGRPO(_OfSequences):
@@ -71,10 +69,7 @@ class DrGRPO(_OfSequences):
 
     type: Literal["dr_grpo"] = "dr_grpo"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.dr_grpo_advantages(rewards, batch[GROUP])
+    rule: ClassVar = rules.dr_grpo_advantages
 
 
 class RLOO(_OfSequences):
@@ -82,10 +77,7 @@ class RLOO(_OfSequences):
 
     type: Literal["rloo"] = "rloo"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.rloo_advantages(rewards, batch[GROUP])
+    rule: ClassVar = rules.rloo_advantages
 
 
 class ReMax(_OfSequences):
@@ -93,10 +85,8 @@ class ReMax(_OfSequences):
 
     type: Literal["remax"] = "remax"
     """The name."""
+    rule: ClassVar = rules.remax_advantages
     fields: ClassVar[frozenset[str]] = frozenset({BASELINE_REWARDS})
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.remax_advantages(rewards, batch[BASELINE_REWARDS])
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
@@ -117,13 +107,10 @@ class ReinforcePlusPlusBaseline(_OfSequences):
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     """The name."""
-    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+    rule: ClassVar = rules.dr_grpo_advantages
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
         return rules.whiten(super().__call__(batch, comm), batch.loss_mask, comm)
-
-    def _of(self, rewards: Tensor, batch: SequenceBatch) -> Tensor:
-        return rules.dr_grpo_advantages(rewards, batch[GROUP])
 
 
 class GAE(AdvantageEstimator):

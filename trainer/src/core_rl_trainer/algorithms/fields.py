@@ -1,6 +1,14 @@
-"""Names of the batch fields that algorithms read and write."""
+"""Names of the batch fields that algorithms read and write, and checks of them."""
 
 from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.errors import BatchError
 
 # Token fields, float32 [T].
 BEHAVIOUR = "logprobs"
@@ -35,3 +43,21 @@ CHOSEN = "chosen"
 """Whether the sequence is the preferred one of its pair: bool."""
 MARGIN = "margin"
 """Optional: by how much the preferred one should be ahead, the same for both of a pair."""
+
+
+def require_fields(who: str, batch: SequenceBatch, needed: AbstractSet[str]) -> None:
+    """Raise `BatchError` that lists the fields that ``who`` needs and ``batch`` lacks."""
+    missing = sorted(name for name in needed if name not in batch)
+    if missing:
+        found = sorted([*batch.tokens, *batch.sequences])
+        raise BatchError(f"{who} needs the fields {missing}; the batch has {found}")
+
+
+def check_finite(rewards: Tensor, name: str) -> None:
+    """Raise `BatchError` that names the first sequence whose entry of ``rewards [B]`` is not finite."""
+    wrong = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
+    if wrong:
+        raise BatchError(
+            f"the {name} of sequence {wrong[0]} is {float(rewards[wrong[0]])} ({len(wrong)} of {len(rewards)} "
+            "are not finite); make the reward function return finite numbers"
+        )

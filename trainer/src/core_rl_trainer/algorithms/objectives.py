@@ -1,8 +1,13 @@
-"""The ``loss`` section of an actor's config: which policy objective, with which clip range and aggregation."""
+"""The ``loss`` section of an actor's config: which policy objective, with which clip range and aggregation.
+
+An objective is the quantity that is maximised at each token. The entropy bonus, the KL term and off-policy weights
+are added by `PolicyLoss`, which turns the sign.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -11,11 +16,12 @@ from torch import Tensor
 
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.masked import masked_fill, segment_sum
 from core_rl.errors import LossError
-from core_rl_trainer.algorithms import surrogates
-from core_rl_trainer.algorithms.aggregation import Aggregation
+from core_rl_trainer.algorithms.advantages import spread_to_tokens
+from core_rl_trainer.algorithms.aggregation import Aggregation, sequence_mean
+from core_rl_trainer.algorithms.kl import MAX_LOG_RATIO, log_ratio
 from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
-from core_rl_trainer.algorithms.surrogates import Surrogate
 
 __all__ = [
     "CISPO",
@@ -27,7 +33,18 @@ __all__ = [
     "ObjectiveConfig",
     "Reinforce",
     "SequenceClipped",
+    "Surrogate",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogate:
+    """An objective at each token, to be maximised."""
+
+    values: Tensor
+    """``[T]``."""
+    clipped: Tensor
+    """Bool ``[T]``: where the clip range took the gradient away (or, for CISPO, bounded its weight)."""
 
 
 class Objective(Config):
@@ -38,7 +55,10 @@ class Objective(Config):
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        """The objective at each token; arguments are ``[T]``, and 0 where ``loss_mask`` is false."""
+        """The objective at each token.
+
+        ``logprobs`` (with a graph), ``old`` and ``advantages`` are ``[T]``, and 0 where ``loss_mask`` is false.
+        """
 
 
 class _ClipRange(Objective):
@@ -47,19 +67,33 @@ class _ClipRange(Objective):
     clip_high: float = Field(default=0.2, ge=0.0)
     """Ratios above ``1 + clip_high`` gain nothing."""
 
+    def log_ratios(self, logprobs: Tensor, old: Tensor, batch: SequenceBatch) -> Tensor:
+        """The log of the ratio ``r`` that counts for each token, ``[T]``; by default the token's own."""
+        return log_ratio(logprobs, old)
+
+    def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
+        """``min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)``."""
+        ratios = self.log_ratios(logprobs, old, batch).exp()
+        plain = ratios * advantages
+        clipped = ratios.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
+        return Surrogate(values=torch.minimum(plain, clipped), clipped=clipped < plain)
+
 
 class Clipped(_ClipRange):
-    """PPO's clipped objective (arXiv:1707.06347); with a larger ``clip_high`` DAPO's (arXiv:2503.14476)."""
+    """PPO (arXiv:1707.06347, equation 7): ``min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)`` for each token.
+
+    With ``clip_high > clip_low`` this is DAPO's clip-higher (arXiv:2503.14476, section 3.1).
+    """
 
     type: Literal["clipped"] = "clipped"
     """The name."""
 
-    def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        return surrogates.clipped_surrogate(logprobs, old, advantages, self.clip_low, self.clip_high)
-
 
 class DualClipped(_ClipRange):
-    """Clipped, and bounded where the advantage is negative (arXiv:1912.09729)."""
+    """Dual-clip PPO (arXiv:1912.09729, equation 5): where ``A < 0``, at least ``limit * A``.
+
+    It bounds what one token with a huge ratio and a negative advantage can do.
+    """
 
     type: Literal["dual_clipped"] = "dual_clipped"
     """The name."""
@@ -67,13 +101,17 @@ class DualClipped(_ClipRange):
     """Ratios above it count as this much where the advantage is negative."""
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        return surrogates.dual_clipped_surrogate(
-            logprobs, old, advantages, self.clip_low, self.clip_high, self.limit
-        )
+        plain = super().__call__(logprobs, old, advantages, batch)
+        floor = self.limit * advantages
+        bounded = (advantages < 0) & (plain.values < floor)
+        return Surrogate(values=torch.where(bounded, floor, plain.values), clipped=plain.clipped | bounded)
 
 
 class GSPO(_ClipRange):
-    """Clipped with the geometric mean of a sequence's ratios (arXiv:2507.18071)."""
+    """GSPO (arXiv:2507.18071, equations 5 to 7): clipped with the geometric mean of a sequence's ratios.
+
+    Each token carries its sequence's value, so that the mean over the tokens of a sequence is the paper's.
+    """
 
     type: Literal["gspo"] = "gspo"
     """The name."""
@@ -81,25 +119,32 @@ class GSPO(_ClipRange):
     clip_high: float = Field(default=4e-4, ge=0.0)
     aggregation: Aggregation = "sequence_mean"
 
-    def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        return surrogates.gspo_surrogate(logprobs, old, advantages, batch, self.clip_low, self.clip_high)
+    def log_ratios(self, logprobs: Tensor, old: Tensor, batch: SequenceBatch) -> Tensor:
+        ratios = sequence_mean(logprobs - old, batch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return spread_to_tokens(ratios, batch)
 
 
 class SequenceClipped(_ClipRange):
-    """Clipped with the product of a sequence's ratios: the whole completion is one action (arXiv:2402.14740)."""
+    """RLOO with clipping: the whole completion is one action (arXiv:2402.14740, section 3.2), and so is its ratio.
+
+    The ratio is the product over the sequence's trained tokens. Each token carries its sequence's value.
+    """
 
     type: Literal["sequence_clipped"] = "sequence_clipped"
     """The name."""
     aggregation: Aggregation = "sequence_mean"
 
-    def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        return surrogates.sequence_clipped_surrogate(
-            logprobs, old, advantages, batch, self.clip_low, self.clip_high
-        )
+    def log_ratios(self, logprobs: Tensor, old: Tensor, batch: SequenceBatch) -> Tensor:
+        difference = masked_fill(logprobs - old, batch.loss_mask)
+        ratios = segment_sum(difference, batch.cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return spread_to_tokens(ratios, batch)
 
 
 class CISPO(Objective):
-    """The clipped ratio as a weight without gradient (arXiv:2506.13585)."""
+    """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): ``sg(clip(r, 1 - low, 1 + high)) * A * log-prob``.
+
+    The clipped ratio is a weight without gradient, so no token loses its gradient.
+    """
 
     type: Literal["cispo"] = "cispo"
     """The name."""
@@ -109,17 +154,19 @@ class CISPO(Objective):
     """Weights are at most ``1 + clip_high``; 5 as in ScaleRL (arXiv:2510.13786)."""
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        return surrogates.cispo_surrogate(logprobs, old, advantages, self.clip_low, self.clip_high)
+        ratios = log_ratio(logprobs.detach(), old).exp()
+        weights = ratios.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return Surrogate(values=weights * advantages * logprobs, clipped=weights != ratios)
 
 
 class Reinforce(Objective):
-    """Advantage times log-prob, without a ratio (Williams 1992)."""
+    """REINFORCE (Williams, Machine Learning 8, 1992): ``A * log-prob``, for one update on fresh samples."""
 
     type: Literal["reinforce"] = "reinforce"
     """The name."""
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        return surrogates.reinforce_surrogate(logprobs, advantages)
+        return Surrogate(values=advantages * logprobs, clipped=torch.zeros_like(advantages, dtype=torch.bool))
 
 
 BUILT_IN = ("clipped", "dual_clipped", "gspo", "sequence_clipped", "cispo", "reinforce")

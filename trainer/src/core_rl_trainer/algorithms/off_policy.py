@@ -32,75 +32,48 @@ __all__ = [
     "TokenMasked",
     "TokenTruncated",
     "importance_metrics",
-    "mask_weights",
-    "sequence_ratios",
-    "token_ratios",
-    "truncate_weights",
 ]
-
-
-def token_ratios(proximal: Tensor, behaviour: Tensor, batch: SequenceBatch) -> Tensor:
-    """``proximal / behaviour`` for each trained token, ``[T]``; 1 at others."""
-    mask = batch.loss_mask
-    return log_ratio(masked_fill(proximal, mask), masked_fill(behaviour, mask)).exp()
-
-
-def sequence_ratios(proximal: Tensor, behaviour: Tensor, batch: SequenceBatch) -> Tensor:
-    """The product of a sequence's token ratios, at each of its tokens, ``[T]``."""
-    mask = batch.loss_mask
-    difference = masked_fill(proximal, mask) - masked_fill(behaviour, mask)
-    sums = segment_sum(difference, batch.cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return spread_to_tokens(sums.exp(), batch)
-
-
-def truncate_weights(weights: Tensor, limit: float) -> Tensor:
-    """Truncated importance sampling (Ionides, J. Comput. Graph. Stat. 17, 2008): ``min(w, limit)``."""
-    return weights.clamp(max=limit)
-
-
-def mask_weights(weights: Tensor, low: float, high: float) -> Tensor:
-    """Masked importance sampling: ``w`` where ``low <= w <= high``, else 0. What is masked still counts in means."""
-    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
 class Correction(Config):
     """The weights of tokens."""
 
     def ratios(self, batch: SequenceBatch) -> Tensor:
-        """Weights before any limit, ``[T]``."""
-        return token_ratios(batch[PROXIMAL], batch[BEHAVIOUR], batch)
+        """``proximal / behaviour`` before any limit, ``[T]``: each trained token's, and 1 at others."""
+        return log_ratio(*_masked_logprobs(batch)).exp()
 
     @abstractmethod
     def limited(self, ratios: Tensor) -> Tensor:
         """Weights from ratios, ``[T]``."""
 
 
-class Decoupled(Correction):
-    """Decoupled PPO without a limit (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, equation 5)."""
-
-    type: Literal["decoupled"] = "decoupled"
-    """The name."""
-
-    def limited(self, ratios: Tensor) -> Tensor:
-        return ratios
+def _masked_logprobs(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs under the proximal and the behaviour policy, 0 where tokens are not trained."""
+    mask = batch.loss_mask
+    return masked_fill(batch[PROXIMAL], mask), masked_fill(batch[BEHAVIOUR], mask)
 
 
-class TokenTruncated(Correction):
-    """Truncated at each token: V-trace's clipped weights (IMPALA, arXiv:1802.01561) as in TIS.
+class _OfSequences(Correction):
+    def ratios(self, batch: SequenceBatch) -> Tensor:
+        """The product of a sequence's token ratios, at each of its tokens, ``[T]``."""
+        proximal, behaviour = _masked_logprobs(batch)
+        sums = segment_sum(proximal - behaviour, batch.cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return spread_to_tokens(sums.exp(), batch)
 
-    TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
-    """
 
-    type: Literal["token_truncated"] = "token_truncated"
-    """The name."""
+class _Truncated(Correction):
+    """Truncated importance sampling (Ionides, J. Comput. Graph. Stat. 17, 2008)."""
+
     limit: float = Field(default=2.0, gt=0.0)
     """Weights above it are set to it."""
 
     def limited(self, ratios: Tensor) -> Tensor:
-        return truncate_weights(ratios, self.limit)
+        return ratios.clamp(max=self.limit)
 
 
-class _Range(Correction):
+class _Masked(Correction):
+    """Masked importance sampling. What is masked still counts in means."""
+
     low: float = Field(default=0.0, ge=0.0)
     """Weights below it are set to 0."""
     high: float = Field(default=2.0, gt=0.0)
@@ -113,17 +86,37 @@ class _Range(Correction):
         return self
 
     def limited(self, ratios: Tensor) -> Tensor:
-        return mask_weights(ratios, self.low, self.high)
+        return torch.where((ratios >= self.low) & (ratios <= self.high), ratios, 0.0)
 
 
-class TokenMasked(_Range):
+class Decoupled(Correction):
+    """Decoupled PPO without a limit (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, equation 5)."""
+
+    type: Literal["decoupled"] = "decoupled"
+    """The name."""
+
+    def limited(self, ratios: Tensor) -> Tensor:
+        return ratios
+
+
+class TokenTruncated(_Truncated):
+    """Truncated at each token: V-trace's clipped weights (IMPALA, arXiv:1802.01561) as in TIS.
+
+    TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+    """
+
+    type: Literal["token_truncated"] = "token_truncated"
+    """The name."""
+
+
+class TokenMasked(_Masked):
     """Masked at each token: AReaL's cap (arXiv:2505.24298), and with ``low`` IcePop (Ring-1T, arXiv:2510.18855)."""
 
     type: Literal["token_masked"] = "token_masked"
     """The name."""
 
 
-class SequenceTruncated(Correction):
+class SequenceTruncated(_OfSequences, _Truncated):
     """Truncated for each whole sequence: unbiased up to the limit, where token weights are not.
 
     Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
@@ -132,24 +125,13 @@ class SequenceTruncated(Correction):
 
     type: Literal["sequence_truncated"] = "sequence_truncated"
     """The name."""
-    limit: float = Field(default=2.0, gt=0.0)
-    """Weights above it are set to it."""
-
-    def ratios(self, batch: SequenceBatch) -> Tensor:
-        return sequence_ratios(batch[PROXIMAL], batch[BEHAVIOUR], batch)
-
-    def limited(self, ratios: Tensor) -> Tensor:
-        return truncate_weights(ratios, self.limit)
 
 
-class SequenceMasked(_Range):
+class SequenceMasked(_OfSequences, _Masked):
     """Masked for each whole sequence: what has drifted too far is left out (Liu, Li et al. 2025, as above)."""
 
     type: Literal["sequence_masked"] = "sequence_masked"
     """The name."""
-
-    def ratios(self, batch: SequenceBatch) -> Tensor:
-        return sequence_ratios(batch[PROXIMAL], batch[BEHAVIOUR], batch)
 
 
 CorrectionConfig = Annotated[

@@ -27,6 +27,7 @@ from core_rl_trainer.algorithms.fields import (
     REWARDS,
     TOKEN_REWARDS,
     VALUES,
+    require_fields,
 )
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 from core_rl_trainer.algorithms.kl import KLController, KLEstimator, kl_estimate
@@ -34,13 +35,7 @@ from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig
 from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
 from core_rl_trainer.algorithms.policy_loss import PolicyLoss
 from core_rl_trainer.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
-from core_rl_trainer.algorithms.updates import (
-    UpdatesConfig,
-    merge_updates,
-    peers,
-    require_fields,
-    run_updates,
-)
+from core_rl_trainer.algorithms.updates import UpdatesConfig, merge_updates, peers, run_updates
 
 __all__ = ["OverlongConfig", "PPOActorConfig", "PPOActorInterface"]
 

@@ -16,15 +16,9 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
-from core_rl_trainer.algorithms.fields import BOOTSTRAP, RETURNS, VALUES
+from core_rl_trainer.algorithms.fields import BOOTSTRAP, RETURNS, VALUES, require_fields
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
-from core_rl_trainer.algorithms.updates import (
-    UpdatesConfig,
-    merge_updates,
-    peers,
-    require_fields,
-    run_updates,
-)
+from core_rl_trainer.algorithms.updates import UpdatesConfig, merge_updates, peers, run_updates
 
 __all__ = ["PPOCriticConfig", "PPOCriticInterface", "ValueLoss", "clipped_value_error"]
 

@@ -6,7 +6,6 @@ A pair is a ``unit`` of two sequences, of which ``chosen [B]`` marks one, so it 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from core_rl.errors import BatchError, raise_all
 from core_rl_trainer.algorithms.fields import CHOSEN
 
 __all__ = [
-    "Pairs",
     "bradley_terry_loss",
     "check_pairs",
     "count_pairs",
@@ -62,24 +60,16 @@ def hinge_loss(gain: Tensor, beta: float) -> Tensor:
     return torch.relu(1 - beta * gain)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """The sequences of each pair, int64 ``[P]`` each."""
+def find_pairs(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """The chosen and the rejected sequence of each pair, int64 ``[P]`` each, in order of first appearance.
 
-    chosen: Tensor
-    rejected: Tensor
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-
-def find_pairs(batch: SequenceBatch) -> Pairs:
-    """The pairs of ``batch``, in order of first appearance. Raises as `check_pairs` does."""
+    Raises as `check_pairs` does.
+    """
     check_pairs(batch)
     marked = batch[CHOSEN].bool().tolist()
     ordered = [sorted(unit, key=lambda b: not marked[b]) for unit in units(batch)]
-    index = torch.tensor(ordered, dtype=torch.long, device=batch.device).reshape(-1, 2)
-    return Pairs(chosen=index[:, 0], rejected=index[:, 1])
+    chosen, rejected = torch.tensor(ordered, dtype=torch.long, device=batch.device).reshape(-1, 2).unbind(1)
+    return chosen, rejected
 
 
 def count_pairs(batch: SequenceBatch) -> float:
@@ -89,10 +79,8 @@ def count_pairs(batch: SequenceBatch) -> float:
 
 def check_pairs(batch: SequenceBatch) -> None:
     """Raise one `BatchError` that names every unit that is no pair."""
-    if batch.unit is None or CHOSEN not in batch:
-        missing = [
-            name for name, there in (("unit", batch.unit is not None), (CHOSEN, CHOSEN in batch)) if not there
-        ]
+    there = {"unit": batch.unit is not None, CHOSEN: CHOSEN in batch}
+    if missing := [name for name, found in there.items() if not found]:
         raise BatchError(f"preference pairs need {missing}: sequences of a pair share a number in 'unit'")
     raise_all(BatchError, "preference pairs", _pair_violations(batch))
 

@@ -41,9 +41,9 @@ class RewardLoss:
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The scalar sum over pairs; metrics are means over pairs."""
-        pairs, scores = find_pairs(batch), output["scores"]
-        chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
-        margin = batch[MARGIN][pairs.chosen] if MARGIN in batch else torch.zeros_like(chosen)
+        (first, second), scores = find_pairs(batch), output["scores"]
+        chosen, rejected = scores[first], scores[second]
+        margin = batch[MARGIN][first] if MARGIN in batch else torch.zeros_like(chosen)
         losses = bradley_terry_loss(chosen, rejected, margin)
         total = (losses + self.center_coef * (chosen + rejected).square()).sum()
         means = {
@@ -53,7 +53,7 @@ class RewardLoss:
             "score_chosen": chosen,
             "score_rejected": rejected,
         }
-        return total, {name: Metric.mean(value.sum(), len(pairs)) for name, value in means.items()}
+        return total, {name: Metric.mean(value.sum(), len(losses)) for name, value in means.items()}
 
 
 class RewardModelInterface(SupervisedInterface[RewardModelConfig]):

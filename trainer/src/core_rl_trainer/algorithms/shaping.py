@@ -8,7 +8,7 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import masked_fill, segment_sum
 from core_rl.errors import BatchError
-from core_rl_trainer.algorithms.advantages import check_finite
+from core_rl_trainer.algorithms.fields import check_finite
 
 __all__ = ["groups_with_signal", "overlong_penalty", "token_rewards"]
 

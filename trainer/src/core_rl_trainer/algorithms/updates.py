@@ -13,10 +13,9 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.partition import shard
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
-from core_rl.errors import BatchError
 from core_rl_trainer.algorithms.interface import TrainEngineLike
 
-__all__ = ["UpdatesConfig", "merge_updates", "peers", "require_fields", "run_updates"]
+__all__ = ["UpdatesConfig", "merge_updates", "peers", "run_updates"]
 
 
 class UpdatesConfig(Config):
@@ -67,11 +66,3 @@ def merge_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         pick = max if name.endswith("_max") else min if name.endswith("_min") else None
         merged[name] = pick(values) if pick else sum(values) / len(values)
     return merged | {"updates": float(len(updates))}
-
-
-def require_fields(who: str, batch: SequenceBatch, needed: set[str] | frozenset[str]) -> None:
-    """Raise `BatchError` that lists the fields that ``who`` needs and ``batch`` lacks."""
-    missing = sorted(name for name in needed if name not in batch)
-    if missing:
-        found = sorted([*batch.tokens, *batch.sequences])
-        raise BatchError(f"{who} needs the fields {missing}; the batch has {found}")

@@ -198,10 +198,6 @@ class _ShuffledSampler(Sampler[int]):
         return ShuffledOrder(self._size, self._seed)
 
 
-def _as_list(samples: Sequence[Sample]) -> list[Sample]:
-    return list(samples)
-
-
 def prompt_loader(dataset: ExampleDataset, batch_size: int, seed: int) -> StatefulDataLoader:
     """An endless loader of lists of ``batch_size`` samples. Its ``state_dict()`` is JSON.
 
@@ -211,7 +207,7 @@ def prompt_loader(dataset: ExampleDataset, batch_size: int, seed: int) -> Statef
     with warnings.catch_warnings():
         # torchdata 0.11 calls what newer torch deprecates; it goes when a torchdata without it is required.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=_as_list)
+        return StatefulDataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=list)
 
 
 class NumberedBatches(Iterator[list[Sample]]):
