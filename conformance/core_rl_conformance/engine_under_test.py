@@ -277,6 +277,22 @@ class EngineUnderTest:
         grads = group.named_tensors("grads")
         self.verify(compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances))
 
+    def verify_backward(
+        self,
+        what: str,
+        group: EngineGroup,
+        model: Judged,
+        data: Ragged,
+        loss: CheckLoss,
+        cut: MicroBatchSpec = ONE_PASS,
+    ) -> dict[str, float]:
+        """Run forward and backward; compare loss and gradients with the oracle's, and drop them. The metrics."""
+        __tracebackhide__ = True
+        metrics = group.forward_backward(data.batch(), loss.spec(), cut)
+        self.verify_gradients(what, group, metrics, self.gradients(model, data, loss))
+        group.optimizer_zero_grad()
+        return metrics
+
 
 def _parsed(spec: EngineSpec, values: Mapping[str, Any], kind: type[ConfigT]) -> ConfigT:
     found = parse_config(load_config(spec), values, f"the config of {spec.name!r}")

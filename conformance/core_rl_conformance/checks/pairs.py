@@ -17,6 +17,7 @@ from core_rl.data.outputs import OutputName
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.blame import (
     PairFinding,
     pair_named,
@@ -31,14 +32,6 @@ from core_rl_conformance.procedures.end_to_end import (
     train_end_to_end,
     training_of,
     verify_rates,
-)
-from core_rl_conformance.procedures.moving import (
-    elsewhere,
-    saved_portable,
-    start,
-    train,
-    verify_file,
-    verify_goes_on,
 )
 from core_rl_conformance.procedures.outputs import verify_form
 from core_rl_conformance.trajectory import ExpectedTraining
@@ -168,11 +161,11 @@ def a_training_moves_between_two_engines(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     with partners_part(subject):
-        group = start(subject.peer, model)
-        train(group, subject.peer, [0, 1])
-        saved = saved_portable(subject.peer, group, "of the partner")
-        verify_file(subject.peer, model, saved)
-    group = start(subject, elsewhere(model))
+        group = moving.start(subject.peer, model)
+        moving.train(group, subject.peer, [0, 1])
+        saved = moving.saved_portable(subject.peer, group, "of the partner")
+        moving.verify_file(subject.peer, model, saved)
+    group = moving.start(subject, moving.elsewhere(model))
     partner = subject.peer.spec.name
-    verify_goes_on(subject, group, model, saved, f"moved from {partner!r} to {subject.spec.name!r}")
-    verify_file(subject, model, saved_portable(subject, group, "of the engine"))
+    moving.verify_goes_on(subject, group, model, saved, f"moved from {partner!r} to {subject.spec.name!r}")
+    moving.verify_file(subject, model, moving.saved_portable(subject, group, "of the engine"))

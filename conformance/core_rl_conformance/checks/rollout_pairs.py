@@ -17,15 +17,7 @@ from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderT
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    ask,
-    expected_of,
-    installed,
-    requests_for,
-    sequences_of,
-    verify_logprobs,
-)
+from core_rl_conformance.procedures import serving
 from core_rl_oracle.tolerance import Tolerance
 
 SYNC = (Capability.SYNC_DISK,)
@@ -94,12 +86,12 @@ def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
     _step(subject, group, seed=1)
     meta = WeightUpdateMeta(version=1, path=str(subject.directory("sync")))
     group.upload_weights(meta)
-    installed(engine, meta)
+    serving.installed(engine, meta)
     truth = _exported(subject, group, model, "truth")
     for temperature in (1.0, 0.7):
         sampling = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
-        found = ask(engine, requests_for(subject.data(), sampling))
-        whole, expected = sequences_of(found), expected_of(subject, truth, found, temperature)
+        found = serving.ask(engine, serving.requests_for(subject.data(), sampling))
+        whole, expected = serving.sequences_of(found), serving.expected_of(subject, truth, found, temperature)
         output = group.forward(whole.batch(), BUDGET, ("logprobs",), temperature)
         trained = [
             row[len(response.input_ids) :]
@@ -153,9 +145,9 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
         path = subject.directory(f"sync-{version}")
         meta = WeightUpdateMeta(version=version, path=str(path), verify=True)
         group.upload_weights(meta)
-        installed(engine, meta)
+        serving.installed(engine, meta)
         group.set_version(version)
-        found = ask(engine, requests_for(subject.data().select(FEW)))
+        found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
         carried = {number for response in found for number in response.versions}
         versions = {"the train engine": group.get_version(), "the rollout engine": engine.get_version()}
         subject.require(
@@ -178,11 +170,11 @@ def _verify_arrived(
     __tracebackhide__ = True
     guesses = {
         "log-probs of the weights before the sync: the receiver did not take the new ones": (
-            lambda: expected_of(subject, before, found).values
+            lambda: serving.expected_of(subject, before, found).values
         ),
         "log-probs of the files in the sync directory: the sender wrote other weights than it has": (
-            lambda: expected_of(subject, path, found).values
+            lambda: serving.expected_of(subject, path, found).values
         ),
     }
     what = f"log-probs of tokens generated after sync {version}"
-    verify_logprobs(subject, what, truth, found, 1.0, guesses)
+    serving.verify_logprobs(subject, what, truth, found, 1.0, guesses)
