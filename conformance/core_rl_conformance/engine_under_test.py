@@ -26,6 +26,7 @@ from core_rl_conformance.expected_values import (
     ExpectedOutputs,
     ExpectedValues,
     Judged,
+    Snapshot,
 )
 from core_rl_conformance.hints.diagnose import (
     Finding,
@@ -38,7 +39,7 @@ from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
-from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of
+from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
@@ -180,6 +181,11 @@ class EngineUnderTest:
     def gradients(self, model: Judged, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
         """Loss, gradients (with an adapter also those of its factors) and norm."""
         return self.expected.gradients(model, data, loss, self.dtype, self.case.device)
+
+    def snapshot(self, group: EngineGroup, model: TinyModel, name: str) -> Snapshot:
+        """The weights that ``group`` exports, in the directory ``name``, as something to expect values of."""
+        save_with(model, group.named_tensors("master"), self.directory(name))
+        return Snapshot(self.directory(name), model.head)
 
     def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
         """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""

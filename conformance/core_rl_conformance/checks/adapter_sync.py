@@ -18,13 +18,13 @@ from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import serving
-from core_rl_conformance.procedures.adapters import adapter_of, low_rank_of, start, written
+from core_rl_conformance.procedures.adapters import adapter_of, snapshot_of, start, written
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta
-from core_rl_oracle.low_rank import LowRank
 
 TINY_BUCKET = 512
 """Less than many factors of a tiny model have."""
@@ -92,8 +92,10 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
     long = serving.requests_for(
         subject.data().select(serving.FEW), replace(serving.PLAIN, max_new_tokens=24), 20
     )
-    _verify_drawn(subject, "before an adapter came", serving.ask(engine, requests), kind.model, {0: None})
-    before: dict[int, TinyAdapter | None] = {0: None}
+    _verify_drawn(
+        subject, "before an adapter came", serving.ask(engine, requests), kind.model, {0: kind.model}
+    )
+    before: dict[int, Judged] = {0: kind.model}
     for version, bucket_bytes in ((1, LARGE_BUCKET), (5, TINY_BUCKET)):
         new = replace(kind, seed=version)
         update = partial(_give, engine, _meta(subject, version, bucket_bytes), new)
@@ -123,27 +125,21 @@ def _verify_drawn(
     what: str,
     found: list[LLMResponse],
     model: TinyModel,
-    sides: Mapping[int, TinyAdapter | LowRank | None],
-    before: TinyAdapter | None = None,
+    sides: Mapping[int, Judged],
+    before: Judged | None = None,
 ) -> None:
     """Verify that each token has the log-prob of the adapter in ``sides`` whose version it carries."""
     __tracebackhide__ = True
-    expected = {version: _expected(subject, model, found, adapter) for version, adapter in sides.items()}
+    expected = {version: serving.expected_of(subject, side, found) for version, side in sides.items()}
     guesses = {
-        "log-probs of the base, without the adapter": lambda: _expected(subject, model, found, None).values,
-        "log-probs of the adapter before": lambda: _expected(subject, model, found, before).values,
+        "log-probs of the base, without the adapter": lambda: (
+            serving.expected_of(subject, model, found).values
+        ),
+        "log-probs of the adapter before": lambda: (
+            serving.expected_of(subject, before or model, found).values
+        ),
     }
     serving.verify_by_version(subject, f"log-probs of tokens drawn {what}", found, expected, guesses)
-
-
-def _expected(
-    subject: EngineUnderTest,
-    model: TinyModel,
-    found: list[LLMResponse],
-    adapter: TinyAdapter | LowRank | None,
-) -> serving.Expected:
-    low_rank = adapter.low_rank() if isinstance(adapter, TinyAdapter) else adapter
-    return serving.expected_of(subject, model, found, adapter=low_rank)
 
 
 @check(
@@ -213,5 +209,5 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
         found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
-        trained = low_rank_of(adapter, group)
-        _verify_drawn(subject, f"after sync {version}", found, adapter.model, {version: trained})
+        trained = {version: snapshot_of(subject, adapter, group)}
+        _verify_drawn(subject, f"after sync {version}", found, adapter.model, trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,9 +15,9 @@ from core_rl.data.requests import LLMResponse, SamplingParams
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import Finding, compare_tokens
+from core_rl_conformance.expected_values import Snapshot
+from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
 from core_rl_conformance.procedures import serving
 from core_rl_oracle.tolerance import Tolerance
 
@@ -25,13 +26,6 @@ SYNC = (Capability.SYNC_DISK,)
 
 def _step(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
     group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
-
-
-def _exported(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, name: str) -> Path:
-    """A directory with the weights that the train engine shows, for the oracle; ``upload_weights`` wrote none of it."""
-    path = subject.directory(name)
-    save_with(model, group.named_tensors("master"), path)
-    return path
 
 
 def _verify_sides(
@@ -57,14 +51,8 @@ def _verify_sides(
     for name, finding in findings.items():
         if finding.problem is not None:
             others = f"{right[0]} agrees with the oracle" if right else "both engines are off the oracle"
-            subject.verify(
-                Finding(
-                    what=finding.what,
-                    error=finding.error,
-                    limit=finding.limit,
-                    problem=f"{name} is off the oracle, and {others}\n{finding.problem}",
-                )
-            )
+            problem = f"{name} is off the oracle, and {others}\n{finding.problem}"
+            subject.verify(replace(finding, problem=problem))
         subject.verify(finding)
     subject.verify(
         compare_tokens(f"{what}, one engine compared with the other", rolled, trained, tolerance + tolerance)
@@ -87,7 +75,7 @@ def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
     meta = WeightUpdateMeta(version=1, path=str(subject.directory("sync")))
     group.upload_weights(meta)
     serving.installed(engine, meta)
-    truth = _exported(subject, group, model, "truth")
+    truth = subject.snapshot(group, model, "truth")
     for temperature in (1.0, 0.7):
         sampling = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
         found = serving.ask(engine, serving.requests_for(subject.data(), sampling))
@@ -139,7 +127,7 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)
-    before = _exported(subject, group, model, "truth-0")
+    before = subject.snapshot(group, model, "truth-0")
     for version in (1, 2):
         _step(subject, group, seed=version)
         path = subject.directory(f"sync-{version}")
@@ -154,7 +142,7 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
             carried == {version} == set(versions.values()),
             f"after sync {version}, tokens carry {sorted(carried)}, and get_version() is {versions}",
         )
-        truth = _exported(subject, group, model, f"truth-{version}")
+        truth = subject.snapshot(group, model, f"truth-{version}")
         _verify_arrived(subject, version, found, truth, path, before)
         before = truth
 
@@ -163,9 +151,9 @@ def _verify_arrived(
     subject: EngineUnderTest,
     version: int,
     found: Sequence[LLMResponse],
-    truth: Path,
+    truth: Snapshot,
     path: Path,
-    before: Path,
+    before: Snapshot,
 ) -> None:
     __tracebackhide__ = True
     guesses = {
@@ -173,7 +161,7 @@ def _verify_arrived(
             lambda: serving.expected_of(subject, before, found).values
         ),
         "log-probs of the files in the sync directory: the sender wrote other weights than it has": (
-            lambda: serving.expected_of(subject, path, found).values
+            lambda: serving.expected_of(subject, Snapshot(path), found).values
         ),
     }
     what = f"log-probs of tokens generated after sync {version}"

@@ -17,7 +17,6 @@ from core_rl.errors import WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import save_with
 from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, Caught, caught, sent, sync_meta, tensors_of
@@ -238,6 +237,5 @@ def _verify_pair(subject: EngineUnderTest, method: SyncMethod) -> None:
         found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
         carried = {number for response in found for number in response.versions}
         subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
-        truth = subject.directory(f"truth-{version}")
-        save_with(model, group.named_tensors("master"), truth)
+        truth = subject.snapshot(group, model, f"truth-{version}")
         serving.verify_logprobs(subject, f"log-probs of tokens generated after sync {version}", truth, found)
