@@ -7,7 +7,6 @@ which of them is off: `core_rl_conformance.procedures.blame`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -68,15 +67,6 @@ def _outputs(side: EngineUnderTest) -> dict[str, list[Tensor]]:
     return {name: per_sequence(output, name, data) for name in OUTPUTS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Backward:
-    """The results of one backward pass and the step after it."""
-
-    loss: float
-    norm: float
-    grads: dict[str, Tensor]
-
-
 @check("I1.pair-gradients", partner="train", each="layout")
 def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
     """Loss, the gradient of every parameter and the norm before clipping are those of the other engine.
@@ -88,21 +78,22 @@ def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
     expected = subject.gradients(subject.model(), subject.data(), LOSS)
     truth = expected.oracle
     with partners_part(subject):
-        partner = _backward(subject.peer)
-    own = _backward(subject)
+        other_loss, other_norm, other_grads = _backward(subject.peer)
+    loss, norm, grads = _backward(subject)
     quantities = [
-        pair_scalars("the loss", own.loss, partner.loss, truth.loss, expected.loss),
-        pair_named("gradients", own.grads, partner.grads, truth.grads, expected.tolerances),
-        pair_scalars("the norm before clipping", own.norm, partner.norm, truth.norm, expected.norm),
+        pair_scalars("the loss", loss, other_loss, truth.loss, expected.loss),
+        pair_named("gradients", grads, other_grads, truth.grads, expected.tolerances),
+        pair_scalars("the norm before clipping", norm, other_norm, truth.norm, expected.norm),
     ]
     verify_pair(subject, quantities)
 
 
-def _backward(side: EngineUnderTest) -> _Backward:
+def _backward(side: EngineUnderTest) -> tuple[float, float, dict[str, Tensor]]:
+    """Loss, norm and gradients of one backward pass and the step after it."""
     group = side.start(side.model(), optimizer={"max_grad_norm": 1e-2})
     loss = group.forward_backward(side.data().batch(), LOSS.spec(), CUT)["loss"]
     grads = group.named_tensors("grads")
-    return _Backward(loss=loss, norm=group.optimizer_step()["grad_norm"], grads=grads)
+    return loss, group.optimizer_step()["grad_norm"], grads
 
 
 @check("I1.pair-training", partner="train", each="layout")
@@ -128,16 +119,12 @@ def _pair_steps(own: Trained, partner: Trained, expected: ExpectedTraining) -> I
     """Losses and norms in the order of the steps, and then the weights."""
     truth = expected.truth
     for step, (left, right) in enumerate(zip(own.reports, partner.reports, strict=True)):
-        yield pair_scalars(
-            f"the loss of step {step}", left["loss"], right["loss"], truth.losses[step], expected.losses[step]
-        )
-        yield pair_scalars(
-            f"the norm of step {step}",
-            left["grad_norm"],
-            right["grad_norm"],
-            truth.norms[step],
-            expected.norms[step],
-        )
+        for what, name, values, allowed in (
+            ("the loss", "loss", truth.losses, expected.losses),
+            ("the norm", "grad_norm", truth.norms, expected.norms),
+        ):
+            found = left[name], right[name]
+            yield pair_scalars(f"{what} of step {step}", *found, values[step], allowed[step])
     what = f"weights after {len(own.reports)} steps"
     yield pair_named(what, own.weights, partner.weights, truth.weights, expected.weights)
 

@@ -38,11 +38,9 @@ def _verify_sides(
 ) -> None:
     """Compare both engines with the oracle, then with each other; the message says which of them is off."""
     __tracebackhide__ = True
-    partner = subject.case.partner
-    assert partner is not None
     sides = {
         f"the train engine {subject.spec.name!r}": trained,
-        f"the rollout engine {partner.spec.name!r}": rolled,
+        f"the rollout engine {subject.peer.spec.name!r}": rolled,
     }
     findings = {
         name: compare_tokens(f"{what} of {name}", got, expected, tolerance) for name, got in sides.items()

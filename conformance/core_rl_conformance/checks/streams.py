@@ -19,7 +19,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.moving import elsewhere
-from core_rl_conformance.procedures.streaming import LARGE_BUCKET, Caught, caught, sent, sync_meta, tensors_of
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta, tensors_of
 
 TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
@@ -55,36 +55,27 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
     group = subject.start(model, optimizer={"lr": 1e-2})
     group.set_version(3)
     buffers = frozenset(group.tensor_shapes("buffers"))
-    for seed, bucket_bytes in enumerate((LARGE_BUCKET, TINY_BUCKET)):
-        group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        found = caught(group, sync_meta(subject, method, 4 + seed, bucket_bytes, verify=bool(seed)))
+    for version, bucket_bytes, when in (
+        (4, LARGE_BUCKET, "step 1"),
+        (5, TINY_BUCKET, "step 2"),
+        (6, TINY_BUCKET, "a load"),
+    ):
+        if when == "a load":
+            other = subject.expected.models.directory(elsewhere(model))
+            group.load(SaveLoadMeta(path=str(other), format="hf"))
+        else:
+            group.train_batch(subject.data(seed=version - 4).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        found = caught(group, sync_meta(subject, method, version, bucket_bytes, verify=version == 5))
+        what = f"parameters sent after {when} in buckets of {bucket_bytes} bytes"
+        names = [name for bucket in found.buckets for name in bucket]
+        subject.require(len(names) == len(set(names)), f"{what}: a tensor comes twice: {sorted(names)}")
         params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
-        what = f"parameters sent after step {1 + seed} in buckets of {bucket_bytes} bytes"
-        _verify_sent(subject, what, found, params, buffers, bucket_bytes)
-    other = subject.expected.models.directory(elsewhere(model))
-    group.load(SaveLoadMeta(path=str(other), format="hf"))
-    found = caught(group, sync_meta(subject, method, 6, TINY_BUCKET))
-    params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
-    _verify_sent(subject, "parameters sent after a load", found, params, buffers, TINY_BUCKET)
+        sent_params = {name: value for name, value in found.tensors.items() if name not in buffers}
+        subject.verify_same(what, sent_params, params)
+        sized = zip(found.buckets, found.sizes, strict=True)
+        large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
+        subject.require(not large, f"{what}: a bucket is larger than that: {large[:1]}")
     serving.verify_version(subject, group, 3, "after uploading weights")
-
-
-def _verify_sent(
-    subject: EngineUnderTest,
-    what: str,
-    found: Caught,
-    params: dict[str, Tensor],
-    buffers: frozenset[str],
-    bucket_bytes: int,
-) -> None:
-    __tracebackhide__ = True
-    names = [name for bucket in found.buckets for name in bucket]
-    subject.require(len(names) == len(set(names)), f"{what}: a tensor comes twice: {sorted(names)}")
-    got = {name: value for name, value in found.tensors.items() if name not in buffers}
-    subject.verify_same(what, got, params)
-    sized = zip(found.buckets, found.sizes, strict=True)
-    large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
-    subject.require(not large, f"{what}: a bucket is larger than that: {large[:1]}")
 
 
 @check("I12.receive-tensor", kind="inference", requires=[Capability.SYNC_TENSOR])
