@@ -96,7 +96,9 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
     samplings = [replace(greedy, **changes) for _, changes, _, _ in table]
     found = ask(engine, [LLMRequest(input_ids=path.prompt, sampling=sampling) for sampling in samplings])
     for response, (start, changes, ids, reason) in zip(found, table, strict=True):
-        shown = ", ".join(f"{name} = {value}" for name, value in changes.items())
+        shown = " and ".join(
+            name if value is True else f"{name} = {value}" for name, value in changes.items()
+        )
         what = f"{start} {shown}".strip()
         subject.require(
             (response.output_ids, response.stop_reason) == (ids, reason),
