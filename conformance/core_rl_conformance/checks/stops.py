@@ -84,22 +84,20 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
     first, until_eos, until_late = path.ids[:1], path.until({eos}), path.until({late})
     table: tuple[tuple[str, dict[str, Any], tuple[int, ...], str], ...] = (
         ("EOS on the way", {}, until_eos, "stop"),
-        ("EOS on the way and", {"ignore_eos": True}, path.ids, "length"),
+        ("EOS on the way", {"ignore_eos": True}, path.ids, "length"),
         ("", {"stop_token_ids": first}, first, "stop"),
         ("", {"stop_token_ids": (late,), "ignore_eos": True}, until_late, "stop"),
-        ("EOS before", {"stop_token_ids": (late,)}, until_eos, "stop"),
+        ("EOS before it", {"stop_token_ids": (late,)}, until_eos, "stop"),
         ("", {"stop_token_ids": (unused, late), "ignore_eos": True}, until_late, "stop"),
-        ("EOS as the last token of", {"max_new_tokens": len(until_eos)}, until_eos, "stop"),
+        ("EOS as the last token", {"max_new_tokens": len(until_eos)}, until_eos, "stop"),
         ("", {"stop_token_ids": first, "max_new_tokens": 1}, first, "stop"),
         ("", {"max_new_tokens": 1}, first, "length"),
     )
     samplings = [replace(greedy, **changes) for _, changes, _, _ in table]
     found = ask(engine, [LLMRequest(input_ids=path.prompt, sampling=sampling) for sampling in samplings])
-    for response, (start, changes, ids, reason) in zip(found, table, strict=True):
-        shown = " and ".join(
-            name if value is True else f"{name} = {value}" for name, value in changes.items()
-        )
-        what = f"{start} {shown}".strip()
+    for response, (note, changes, ids, reason) in zip(found, table, strict=True):
+        asked = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
+        what = " and ".join(filter(None, [*asked, note]))
         subject.require(
             (response.output_ids, response.stop_reason) == (ids, reason),
             f"with {what}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
