@@ -26,19 +26,14 @@ from core_rl_conformance.expected_values import (
     ExpectedOutputs,
     ExpectedValues,
     Judged,
+    Snapshot,
 )
-from core_rl_conformance.hints.diagnose import (
-    Finding,
-    compare_named,
-    compare_scalar,
-    compare_tokens,
-    same_named,
-)
+from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
-from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of
+from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.session.matrix import Case
@@ -181,11 +176,16 @@ class EngineUnderTest:
         """Loss, gradients (with an adapter also those of its factors) and norm."""
         return self.expected.gradients(model, data, loss, self.dtype, self.case.device)
 
+    def snapshot(self, group: EngineGroup, model: TinyModel, name: str) -> Snapshot:
+        """The weights that ``group`` exports, in the directory ``name``, as something to expect values of."""
+        save_with(model, group.named_tensors("master"), self.directory(name))
+        return Snapshot(self.directory(name), model.head)
+
     def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
         """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""
         return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
 
-    def verify(self, finding: Finding) -> None:
+    def verify(self, finding: diagnose.Finding) -> None:
         """Keep what was measured; raise `AssertionError` where the comparison does not hold."""
         __tracebackhide__ = True
         self.measurements.append(
@@ -232,19 +232,18 @@ class EngineUnderTest:
             f"  required: {check.title}",
         ]
         lines += [f"  look at: {check.where_to_look}"] if check.where_to_look else []
-        return "\n".join(
-            [*lines, f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})"]
-        )
+        lines.append(f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})")
+        return "\n".join(lines)
 
     def verify_scalar(self, what: str, got: float, expected: float, allowed: Tolerance) -> None:
         """Compare two numbers."""
         __tracebackhide__ = True
-        self.verify(compare_scalar(what, got, expected, allowed))
+        self.verify(diagnose.compare_scalar(what, got, expected, allowed))
 
     def verify_same(self, what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Compare tensors by name, bit for bit."""
         __tracebackhide__ = True
-        self.verify(same_named(what, got, expected))
+        self.verify(diagnose.same_named(what, got, expected))
 
     def verify_tokens(
         self,
@@ -257,7 +256,9 @@ class EngineUnderTest:
     ) -> None:
         """Compare an output of each sequence with the oracle's; ``plotted`` keeps some values for a plot."""
         __tracebackhide__ = True
-        finding = compare_tokens(what, got, expected.values, expected.tolerance, places, keep_points=plotted)
+        finding = diagnose.compare_tokens(
+            what, got, expected.values, expected.tolerance, places, keep_points=plotted
+        )
         self.verify(finding)
 
     def verify_logprobs(
@@ -275,7 +276,25 @@ class EngineUnderTest:
         __tracebackhide__ = True
         self.verify_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss)
         grads = group.named_tensors("grads")
-        self.verify(compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances))
+        self.verify(
+            diagnose.compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances)
+        )
+
+    def verify_backward(
+        self,
+        what: str,
+        group: EngineGroup,
+        model: Judged,
+        data: Ragged,
+        loss: CheckLoss,
+        cut: MicroBatchSpec = ONE_PASS,
+    ) -> dict[str, float]:
+        """Run forward and backward; compare loss and gradients with the oracle's, and drop them. The metrics."""
+        __tracebackhide__ = True
+        metrics = group.forward_backward(data.batch(), loss.spec(), cut)
+        self.verify_gradients(what, group, metrics, self.gradients(model, data, loss))
+        group.optimizer_zero_grad()
+        return metrics
 
 
 def _parsed(spec: EngineSpec, values: Mapping[str, Any], kind: type[ConfigT]) -> ConfigT:
@@ -287,6 +306,4 @@ def _parsed(spec: EngineSpec, values: Mapping[str, Any], kind: type[ConfigT]) ->
 def per_sequence(output: ModelOutput, name: str, data: Ragged) -> list[Tensor]:
     """A token output of the whole batch ``[T]`` as one tensor for each sequence, a sequence output as scalars."""
     value = output[name]
-    if name in ("scores", "bootstrap"):
-        return list(value.unbind())
-    return list(value.split(data.lengths))
+    return list(value.unbind() if name in ("scores", "bootstrap") else value.split(data.lengths))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,18 @@ from core_rl_oracle.tolerance import (
     tolerances,
 )
 
-__all__ = ["ExpectedGradients", "ExpectedOutputs", "ExpectedValues", "Judged"]
+__all__ = ["ExpectedGradients", "ExpectedOutputs", "ExpectedValues", "Judged", "Snapshot"]
 
-Judged = TinyModel | TinyAdapter
+
+class Snapshot(NamedTuple):
+    """The weights that a model directory has now, and an adapter over them; nothing is kept for it."""
+
+    directory: Path
+    head: Head = "lm"
+    adapter: LowRank | None = None
+
+
+Judged = TinyModel | TinyAdapter | Snapshot
 """A model, or one with an adapter, whose outputs and gradients the oracle knows."""
 
 ValueT = TypeVar("ValueT")
@@ -108,7 +117,7 @@ class ExpectedValues:
 
     def oracle(self, of: Judged) -> Oracle:
         """The oracle with the weights of the model's directory, and the adapter."""
-        return self._keep(("oracle", of), lambda: Oracle(*self._sources(of)))
+        return self._keep(of, ("oracle",), lambda: Oracle(*self._snapshot(of)))
 
     def outputs(
         self,
@@ -121,72 +130,51 @@ class ExpectedValues:
     ) -> ExpectedOutputs:
         """The output ``name`` of each sequence."""
         runs = self._keep(
-            ("outputs", of, data, temperature, dtype, device),
+            of,
+            ("outputs", data, temperature, dtype, device),
             lambda: _run_outputs(self.oracle(of), self._plain(of, dtype, device), data, temperature),
         )
         return runs.expected(name, dtype)
-
-    def outputs_at(
-        self,
-        directory: Path,
-        head: Head,
-        data: Ragged,
-        name: str,
-        dtype: torch.dtype,
-        device: str = "cpu",
-        temperature: float = 1.0,
-        adapter: LowRank | None = None,
-    ) -> ExpectedOutputs:
-        """The output ``name`` of each sequence, with the weights that ``directory`` has now and an ``adapter``."""
-        plain = PlainModel(directory, head, dtype, device, adapter)
-        oracle = Oracle(directory, head, adapter)
-        return _run_outputs(oracle, plain, data, temperature).expected(name, dtype)
 
     def gradients(
         self, of: Judged, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedGradients:
         """Loss, gradients (with an adapter also those of its factors) and norm of ``loss`` over ``data``."""
         return self._keep(
-            ("gradients", of, data, loss, dtype, device),
+            of,
+            ("gradients", data, loss, dtype, device),
             lambda: _run_gradients(self.oracle(of), self._plain(of, dtype, device), data, loss),
         )
-
-    def gradients_at(
-        self,
-        directory: Path,
-        head: Head,
-        data: Ragged,
-        loss: CheckLoss,
-        dtype: torch.dtype,
-        device: str = "cpu",
-    ) -> ExpectedGradients:
-        """Loss, gradients and norm with the weights that ``directory`` has now."""
-        return _run_gradients(Oracle(directory, head), PlainModel(directory, head, dtype, device), data, loss)
 
     def training(
         self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedTraining:
         """Losses, norms and weights of ``model`` after ``training``."""
         return self._keep(
-            ("training", model, training, dtype, device),
+            model,
+            ("training", training, dtype, device),
             lambda: expected_training(self.models.directory(model), model.head, training, dtype, device),
         )
 
     def _plain(self, of: Judged, dtype: torch.dtype, device: str) -> PlainModel:
         def load() -> PlainModel:
-            directory, head, low_rank = self._sources(of)
+            directory, head, low_rank = self._snapshot(of)
             return PlainModel(directory, head, dtype, device, low_rank)
 
-        return self._keep(("plain", of, dtype, device), load)
+        return self._keep(of, ("plain", dtype, device), load)
 
-    def _sources(self, of: Judged) -> tuple[Path, Head, LowRank | None]:
+    def _snapshot(self, of: Judged) -> Snapshot:
+        if isinstance(of, Snapshot):
+            return of
         model, low_rank = (of, None) if isinstance(of, TinyModel) else (of.model, of.low_rank())
-        return self.models.directory(model), model.head, low_rank
+        return Snapshot(self.models.directory(model), model.head, low_rank)
 
-    def _keep(self, key: Hashable, compute: Callable[[], ValueT]) -> ValueT:
-        if key not in self._kept:
-            self._kept[key] = compute()
-        value: ValueT = self._kept[key]
+    def _keep(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
+        if isinstance(of, Snapshot):
+            return compute()
+        if (of, *key) not in self._kept:
+            self._kept[of, *key] = compute()
+        value: ValueT = self._kept[of, *key]
         return value
 
 

@@ -40,6 +40,14 @@ class OracleSequence:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Token fields ``[L, ...]`` or values of the whole sequence; floats of any precision."""
 
+    def in_dtype(self, dtype: torch.dtype) -> OracleSequence:
+        """The same with all floats in ``dtype``."""
+        fields = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in self.fields.items()
+        }
+        return OracleSequence(input_ids=self.input_ids, fields=fields)
+
 
 SequenceLoss = Callable[[Outputs, OracleSequence], tuple[Tensor, float]]
 """``loss(outputs, sequence) -> (total, weight)``: the scalar sum over one sequence and how much it counts."""
@@ -136,8 +144,7 @@ class Oracle:
         for number, sequence in enumerate(sequences):
             refuse = number < REFUSING
             outputs = self.outputs(sequence, temperature, refuse=refuse)
-            fields = {name: _promoted(value) for name, value in sequence.fields.items()}
-            promoted = OracleSequence(input_ids=sequence.input_ids, fields=fields)
+            promoted = sequence.in_dtype(torch.float64)
             with float64_only(refuse=refuse):
                 part, counted = loss(outputs, promoted)
                 if part.requires_grad:
@@ -171,10 +178,6 @@ def _scalar_outputs(states: Tensor) -> dict[str, Tensor]:
     """``states [L]``: the head on each token; the value *before* token ``t`` comes from token ``t - 1``."""
     values = [torch.zeros(())] + [states[t - 1] for t in range(1, len(states))]
     return {"values": torch.stack(values), "bootstrap": states[-1], "scores": states[-1]}
-
-
-def _promoted(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
 
 
 def grad_norm(grads: Mapping[str, Tensor]) -> float:

@@ -21,7 +21,7 @@ from core_rl_oracle.experts import balance, overwrite, watched, written
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
 
-__all__ = ["VARIANTS", "PlainModel", "Variant"]
+__all__ = ["VARIANTS", "PlainModel", "Variant", "nudged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ VARIANTS = (
 
 
 EXPERTS = {"eager": "eager", "sdpa": "batched_mm"}
-"""How experts are computed beside each attention; other models have none."""
+"""The implementation of experts that goes with each attention; other models have none."""
 
 
 class PlainModel:
@@ -92,7 +92,7 @@ class PlainModel:
         total, weight = 0.0, sum(_weight(loss, sequence, self.head) for sequence in sequences)
         for rows in _cuts(variant, len(sequences)):
             outputs = self._batch(model, variant, rows, sequences, temperature)
-            parts = [loss(outputs[index], _in_float32(sequences[index]))[0] for index in rows]
+            parts = [loss(outputs[index], sequences[index].in_dtype(torch.float32))[0] for index in rows]
             part = torch.stack(parts).sum() / weight
             if part.requires_grad:
                 part.backward()
@@ -154,10 +154,7 @@ class PlainModel:
         lists = [sequences[index].input_ids for index in rows]
         width = max(map(len, lists))
         starts = [width - len(ids) if variant.padding == "left" else 0 for ids in lists]
-        ids, mask = (
-            torch.zeros(len(rows), width, dtype=torch.long),
-            torch.zeros(len(rows), width, dtype=torch.long),
-        )
+        ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
         for row, (start, row_ids) in enumerate(zip(starts, lists, strict=True)):
             ids[row, start : start + len(row_ids)] = torch.tensor(row_ids)
             mask[row, start : start + len(row_ids)] = 1
@@ -269,10 +266,3 @@ def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> f
     outputs = dict.fromkeys(names, zeros) | dict.fromkeys(scalars, torch.zeros(()))
     outputs["logits"] = zeros[:, None]
     return loss(outputs, sequence)[1]
-
-
-def _in_float32(sequence: OracleSequence) -> OracleSequence:
-    fields = {
-        name: value.float() if value.is_floating_point() else value for name, value in sequence.fields.items()
-    }
-    return OracleSequence(input_ids=sequence.input_ids, fields=fields)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
+from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import Tolerance, tolerances
 
 __all__ = ["KERNELS", "Kernel", "PlainAdamW", "step_tolerances"]
@@ -36,30 +37,21 @@ def step_tolerances(
 
     The steps have ``grads`` and learning ``rates``.
     """
-    runs = [_run(start, config, grads, rates, kernel, nudge) for kernel, nudge in VARIANTS]
+    runs = []
+    for kernel, nudge in VARIANTS:
+        optimizer = PlainAdamW(start, config, kernel)
+        for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
+            scale = config.clip_scale(grad_norm(step_grads))
+            given = {
+                name: grad.float() if nudge is None else _nudged(grad, nudge, number)
+                for name, grad in step_grads.items()
+            }
+            optimizer.step({name: grad * scale for name, grad in given.items()}, rate)
+        runs.append(optimizer.state)
     return {
         kind: tolerances([getattr(run, kind) for run in runs], getattr(expected, kind), torch.float32)
         for kind in ("params", "exp_avg", "exp_avg_sq")
     }
-
-
-def _run(
-    start: AdamWState,
-    config: AdamW,
-    grads: Sequence[Mapping[str, Tensor]],
-    rates: Sequence[float],
-    kernel: Kernel,
-    nudge: int | None,
-) -> AdamWState:
-    optimizer = PlainAdamW(start, config, kernel)
-    for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
-        scale = config.clip_scale(grad_norm(step_grads))
-        given = {
-            name: grad.float() if nudge is None else _nudged(grad, nudge, number)
-            for name, grad in step_grads.items()
-        }
-        optimizer.step({name: grad * scale for name, grad in given.items()}, rate)
-    return optimizer.state
 
 
 class PlainAdamW:
@@ -115,5 +107,4 @@ def _optimizer(params: Mapping[str, torch.nn.Parameter], config: AdamW, kernel: 
 
 
 def _nudged(grad: Tensor, seed: int, step: int) -> Tensor:
-    up = torch.rand(grad.shape, generator=torch.Generator().manual_seed(1000 * seed + step)) < 0.5
-    return torch.nextafter(grad.float(), torch.where(up, torch.inf, -torch.inf))
+    return nudged(grad.float(), torch.Generator().manual_seed(1000 * seed + step))

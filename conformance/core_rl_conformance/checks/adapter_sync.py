@@ -18,23 +18,13 @@ from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.adapters import adapter_of, low_rank_of, start, written
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    PLAIN,
-    Expected,
-    ask,
-    expected_of,
-    meanwhile,
-    requests_for,
-    verify_by_version,
-    verify_version,
-)
+from core_rl_conformance.procedures import serving
+from core_rl_conformance.procedures.adapters import adapter_of, snapshot_of, start, written
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta
-from core_rl_oracle.low_rank import LowRank
 
 TINY_BUCKET = 512
 """Less than many factors of a tiny model have."""
@@ -75,7 +65,7 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
         )
         bases |= {said.base if said is not None else None}
     subject.require(len(bases) == 1 and None not in bases, f"the digests of the base are {bases}; it is one")
-    verify_version(subject, group, 3, "after uploading an adapter")
+    serving.verify_version(subject, group, 3, "after uploading an adapter")
 
 
 @check(
@@ -98,19 +88,23 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     engine = subject.serve(kind.model, keep=False, adapter=kind)
-    requests = requests_for(subject.data().select(FEW))
-    long = requests_for(subject.data().select(FEW), replace(PLAIN, max_new_tokens=24), 20)
-    _verify_drawn(subject, "before an adapter came", ask(engine, requests), kind.model, {0: None})
-    before: dict[int, TinyAdapter | None] = {0: None}
+    requests = serving.requests_for(subject.data().select(serving.FEW))
+    long = serving.requests_for(
+        subject.data().select(serving.FEW), replace(serving.PLAIN, max_new_tokens=24), 20
+    )
+    _verify_drawn(
+        subject, "before an adapter came", serving.ask(engine, requests), kind.model, {0: kind.model}
+    )
+    before: dict[int, Judged] = {0: kind.model}
     for version, bucket_bytes in ((1, LARGE_BUCKET), (5, TINY_BUCKET)):
         new = replace(kind, seed=version)
         update = partial(_give, engine, _meta(subject, version, bucket_bytes), new)
-        found = asyncio.run(meanwhile(engine, long, update))
+        found = asyncio.run(serving.meanwhile(engine, long, update))
         what = f"around the update to version {version}"
         _verify_drawn(subject, what, found, kind.model, {**before, version: new})
-        verify_version(subject, engine, version, "after the update")
+        serving.verify_version(subject, engine, version, "after the update")
         what, (last,) = f"after the update to version {version}", before.values()
-        _verify_drawn(subject, what, ask(engine, requests), kind.model, {version: new}, last)
+        _verify_drawn(subject, what, serving.ask(engine, requests), kind.model, {version: new}, last)
         before = {version: new}
 
 
@@ -131,27 +125,21 @@ def _verify_drawn(
     what: str,
     found: list[LLMResponse],
     model: TinyModel,
-    sides: Mapping[int, TinyAdapter | LowRank | None],
-    before: TinyAdapter | None = None,
+    sides: Mapping[int, Judged],
+    before: Judged | None = None,
 ) -> None:
     """Verify that each token has the log-prob of the adapter in ``sides`` whose version it carries."""
     __tracebackhide__ = True
-    expected = {version: _expected(subject, model, found, adapter) for version, adapter in sides.items()}
+    expected = {version: serving.expected_of(subject, side, found) for version, side in sides.items()}
     guesses = {
-        "log-probs of the base, without the adapter": lambda: _expected(subject, model, found, None).values,
-        "log-probs of the adapter before": lambda: _expected(subject, model, found, before).values,
+        "log-probs of the base, without the adapter": lambda: (
+            serving.expected_of(subject, model, found).values
+        ),
+        "log-probs of the adapter before": lambda: (
+            serving.expected_of(subject, before or model, found).values
+        ),
     }
-    verify_by_version(subject, f"log-probs of tokens drawn {what}", found, expected, guesses)
-
-
-def _expected(
-    subject: EngineUnderTest,
-    model: TinyModel,
-    found: list[LLMResponse],
-    adapter: TinyAdapter | LowRank | None,
-) -> Expected:
-    low_rank = adapter.low_rank() if isinstance(adapter, TinyAdapter) else adapter
-    return expected_of(subject, model, found, adapter=low_rank)
+    serving.verify_by_version(subject, f"log-probs of tokens drawn {what}", found, expected, guesses)
 
 
 @check(
@@ -170,17 +158,19 @@ def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     engine = subject.serve(kind.model, keep=False, adapter=kind)
-    requests = requests_for(subject.data().select(FEW))
+    requests = serving.requests_for(subject.data().select(serving.FEW))
     old = replace(kind, seed=2)
     _give(engine, _meta(subject, 2), old)
     for number, (what, (factors, said)) in enumerate(_misfits(replace(kind, seed=3)).items()):
         give = partial(sent, engine, _meta(subject, 3 + number, TINY_BUCKET), factors, said)
         subject.require_error(WeightsError, give, f"an adapter {what} did not raise a WeightsError")
-        verify_version(subject, engine, 2, f"after an adapter {what}")
-        _verify_drawn(subject, f"after an adapter {what}", ask(engine, requests), kind.model, {2: old})
+        serving.verify_version(subject, engine, 2, f"after an adapter {what}")
+        _verify_drawn(
+            subject, f"after an adapter {what}", serving.ask(engine, requests), kind.model, {2: old}
+        )
     new = replace(kind, seed=4)
     _give(engine, _meta(subject, 20), new)
-    _verify_drawn(subject, "after one that fits", ask(engine, requests), kind.model, {20: new}, old)
+    _verify_drawn(subject, "after one that fits", serving.ask(engine, requests), kind.model, {20: new}, old)
 
 
 def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], AdapterMetadata]]:
@@ -218,6 +208,6 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
-        found = ask(engine, requests_for(subject.data().select(FEW)))
-        trained = low_rank_of(adapter, group)
-        _verify_drawn(subject, f"after sync {version}", found, adapter.model, {version: trained})
+        found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+        trained = {version: snapshot_of(subject, adapter, group)}
+        _verify_drawn(subject, f"after sync {version}", found, adapter.model, trained)

@@ -6,16 +6,7 @@ from core_rl.config.capability import Capability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.procedures.moving import (
-    OPTIMIZER,
-    TOTAL_STEPS,
-    elsewhere,
-    start,
-    state,
-    train,
-    verify_report,
-    verify_state,
-)
+from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.training import optimizer_config
 
 STEPS = (0, 1)
@@ -31,14 +22,14 @@ def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     state without an error.
     Look at: attributes of modules and classes; whether ``TrainBackend.teardown`` ends what another engine uses.
     """
-    models = [subject.model(dropout=0.1), elsewhere(subject.model(dropout=0.1))]
+    models = [subject.model(dropout=0.1), moving.elsewhere(subject.model(dropout=0.1))]
     reports, states = [], []
     for model in models:
-        group = start(subject, model)
-        reports.append(train(group, subject, [*STEPS, 2]))
-        states.append(state(group))
-    host = start(subject, models[0])
-    config = subject.config(models[1], optimizer=optimizer_config(OPTIMIZER, TOTAL_STEPS))
+        group = moving.start(subject, model)
+        reports.append(moving.train(group, subject, [*STEPS, 2]))
+        states.append(moving.state(group))
+    host = moving.start(subject, models[0])
+    config = subject.config(models[1], optimizer=optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS))
     with EngineGroup(subject.spec, config, timeout_s=host.timeout_s, colocate_with=host) as guest:
         groups = {"first": host, "second": guest}
         for step in STEPS:
@@ -47,15 +38,15 @@ def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
                 group.offload()
         _verify_step(subject, guest, 2, reports[1][2], "second")
         guest.onload()
-        verify_state(subject, "of the second of two engines in the same processes", guest, states[1])
+        moving.verify_state(subject, "of the second of two engines in the same processes", guest, states[1])
     _verify_step(subject, host, 2, reports[0][2], "first")
     host.onload()
-    verify_state(subject, "of the first engine, which went on after the second", host, states[0])
+    moving.verify_state(subject, "of the first engine, which went on after the second", host, states[0])
 
 
 def _verify_step(
     subject: EngineUnderTest, group: EngineGroup, step: int, expected: dict[str, float], which: str
 ) -> None:
-    (found,) = train(group, subject, [step])
+    (found,) = moving.train(group, subject, [step])
     what = f"step {step} of the {which} of two engines in the same processes"
-    verify_report(subject, what, found, expected, "alone it reports")
+    moving.verify_report(subject, what, found, expected, "alone it reports")

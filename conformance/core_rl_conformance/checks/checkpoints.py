@@ -15,20 +15,7 @@ from core_rl.reference import SPEC as REFERENCE
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.procedures.moving import (
-    State,
-    elsewhere,
-    formats,
-    meta,
-    saved_portable,
-    start,
-    state,
-    train,
-    verify_goes_on,
-    verify_progress,
-    verify_state,
-    verify_steps,
-)
+from core_rl_conformance.procedures import moving
 from core_rl_conformance.profile import Setting
 
 ONE_RANK = Setting(layout=ParallelLayout())
@@ -62,11 +49,13 @@ def _verify_portable(
     subject: EngineUnderTest, source: tuple[EngineSpec, Setting], target: tuple[EngineSpec, Setting]
 ) -> None:
     model = subject.model()
-    group = start(subject, model, spec=source[0], layout=source[1])
-    train(group, subject, [0, 1])
-    saved = saved_portable(subject, group, "portable")
-    group = start(subject, elsewhere(model), spec=target[0], layout=target[1])
-    verify_goes_on(subject, group, model, saved, f"moved from {source[0].name!r} to {target[0].name!r}")
+    group = moving.start(subject, model, spec=source[0], layout=source[1])
+    moving.train(group, subject, [0, 1])
+    saved = moving.saved_portable(subject, group, "portable")
+    group = moving.start(subject, moving.elsewhere(model), spec=target[0], layout=target[1])
+    moving.verify_goes_on(
+        subject, group, model, saved, f"moved from {source[0].name!r} to {target[0].name!r}"
+    )
 
 
 @check("I11.portable-round-trip", requires=[Capability.PORTABLE_CHECKPOINT], each="layout")
@@ -81,17 +70,17 @@ def portable_checkpoints_come_back(subject: EngineUnderTest) -> None:
     head: Head = "value" if subject.spec.supports(Capability.VALUE_HEAD) else "lm"
     frozen = [subject.first_layer] if subject.spec.supports(Capability.FROZEN_PARAMETERS) else []
     model = subject.model(head=head)
-    group = start(subject, model, frozen=frozen)
-    train(group, subject, [0, 1], head)
-    saved = saved_portable(subject, group, "portable")
-    reports = train(group, subject, [2, 3], head)
-    expected = state(group)
-    group = start(subject, elsewhere(model), frozen=frozen)
-    train(group, subject, [5], head)
-    group.load(meta(saved.path, "portable"))
-    verify_state(subject, "after the load", group, saved.state)
-    verify_steps(subject, 2, train(group, subject, [2, 3], head), reports)
-    verify_state(subject, "after resuming", group, expected)
+    group = moving.start(subject, model, frozen=frozen)
+    moving.train(group, subject, [0, 1], head)
+    saved = moving.saved_portable(subject, group, "portable")
+    reports = moving.train(group, subject, [2, 3], head)
+    expected = moving.state(group)
+    group = moving.start(subject, moving.elsewhere(model), frozen=frozen)
+    moving.train(group, subject, [5], head)
+    group.load(moving.meta(saved.path, "portable"))
+    moving.verify_state(subject, "after the load", group, saved.state)
+    moving.verify_steps(subject, 2, moving.train(group, subject, [2, 3], head), reports)
+    moving.verify_state(subject, "after resuming", group, expected)
 
 
 @check("I11.weights-only", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
@@ -103,31 +92,31 @@ def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
     Look at: the kinds that ``TrainBackend.after_load`` gets.
     """
     model = subject.model()
-    source = start(subject, model)
-    train(source, subject, [0, 1])
-    weights: State = {"master": source.named_tensors("master")}
-    names = formats(subject)
+    source = moving.start(subject, model)
+    moving.train(source, subject, [0, 1])
+    weights: moving.State = {"master": source.named_tensors("master")}
+    names = moving.formats(subject)
     paths = {name: (subject.directory(f"{name}-full"), subject.directory(f"{name}-bare")) for name in names}
     for name, (full, bare) in paths.items():
-        source.save(meta(full, name))
-        source.save(replace(meta(bare, name), with_optimizer=False))
+        source.save(moving.meta(full, name))
+        source.save(replace(moving.meta(bare, name), with_optimizer=False))
         sizes = _size(full), _size(bare)
         subject.require(
             sizes[1] < sizes[0],
             f"saved as {name!r} with_optimizer=False has {sizes[1]} bytes, and {sizes[0]} with the optimizer: "
             "moments are saved all the same",
         )
-    group = start(subject, elsewhere(model))
+    group = moving.start(subject, moving.elsewhere(model))
     for name, (full, bare) in paths.items():
-        train(group, subject, [5])
-        before, progress = state(group), group.progress
-        _verify_refused(subject, group, meta(bare, name), CheckpointMismatch, "no moments")
-        verify_state(subject, f"after {name!r} without moments was refused", group, before)
+        moving.train(group, subject, [5])
+        before, progress = moving.state(group), group.progress
+        _verify_refused(subject, group, moving.meta(bare, name), CheckpointMismatch, "no moments")
+        moving.verify_state(subject, f"after {name!r} without moments was refused", group, before)
         for path in (full, bare):
-            group.load(replace(meta(path, name), with_optimizer=False))
+            group.load(replace(moving.meta(path, name), with_optimizer=False))
             what = f"after {name!r} was loaded with_optimizer=False"
-            verify_state(subject, what, group, {**before, **weights})
-            verify_progress(subject, what, group, progress)
+            moving.verify_state(subject, what, group, {**before, **weights})
+            moving.verify_progress(subject, what, group, progress)
 
 
 def _size(path: Path) -> int:
@@ -142,11 +131,11 @@ def damaged_checkpoint_is_refused(subject: EngineUnderTest) -> None:
     Look at: files that the engine writes outside the directory it is given.
     """
     path = subject.directory("checkpoint")
-    group = start(subject, subject.model())
-    train(group, subject, [0])
-    group.save(meta(path, "sharded"))
-    train(group, subject, [1])
-    before = state(group)
+    group = moving.start(subject, subject.model())
+    moving.train(group, subject, [0])
+    group.save(moving.meta(path, "sharded"))
+    moving.train(group, subject, [1])
+    before = moving.state(group)
     largest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -154,8 +143,8 @@ def damaged_checkpoint_is_refused(subject: EngineUnderTest) -> None:
         largest.unlink()
         if damage is not None:
             largest.write_bytes(damage)
-        _verify_refused(subject, group, meta(path, "sharded"), CheckpointDamaged, what)
-        verify_state(subject, f"after {what} was refused", group, before)
+        _verify_refused(subject, group, moving.meta(path, "sharded"), CheckpointDamaged, what)
+        moving.verify_state(subject, f"after {what} was refused", group, before)
         largest.write_bytes(bytes(content))
 
 

@@ -36,10 +36,7 @@ def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data()
     group = subject.start(model)
     for loss in LOSSES:
-        metrics = group.forward_backward(data.batch(), loss.spec(), ONE_PASS)
-        expected = subject.gradients(model, data, loss)
-        subject.verify_gradients(f"of {type(loss).__name__}", group, metrics, expected)
-        group.optimizer_zero_grad()
+        subject.verify_backward(f"of {type(loss).__name__}", group, model, data, loss)
 
 
 @check("I1.micro-batches")
@@ -52,20 +49,11 @@ def micro_batches_change_nothing(subject: EngineUnderTest) -> None:
     overwritten and not accumulated.
     """
     model, data = subject.model(), subject.data()
-    expected = subject.gradients(model, data, TOKEN_MEAN)
     group = subject.start(model)
-    cuts = [
-        MicroBatchSpec(count=2),
-        MicroBatchSpec(count=4),
-        MicroBatchSpec(count=7),
-        MicroBatchSpec(max_tokens=48),
-    ]
-    for cut in cuts:
+    for cut in (*(MicroBatchSpec(count=count) for count in (2, 4, 7)), MicroBatchSpec(max_tokens=48)):
         what = f"with {cut.count} micro-batches" if cut.count else f"with a budget of {cut.max_tokens} tokens"
-        metrics = group.forward_backward(data.batch(), TOKEN_MEAN.spec(), cut)
-        subject.verify_gradients(what, group, metrics, expected)
+        metrics = subject.verify_backward(what, group, model, data, TOKEN_MEAN, cut)
         _verify_metrics(subject, what, metrics, model, data)
-        group.optimizer_zero_grad()
 
 
 def _verify_metrics(

@@ -86,14 +86,10 @@ def reward_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
 
 
 def _verify_head_gradients(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss) -> None:
-    short, long = subject.data(), subject.data(lengths=LONG, seed=3)
-    group = subject.start(model)
+    group, short = subject.start(model), subject.data()
     for of, data, cut in (
         ("", short, ONE_PASS),
         ("", short, MicroBatchSpec(max_tokens=48)),
-        (" over a long batch", long, ONE_PASS),
+        (" over a long batch", subject.data(lengths=LONG, seed=3), ONE_PASS),
     ):
-        metrics = group.forward_backward(data.batch(), loss.spec(), cut)
-        what = f"of the {model.head} head{of} with {cut}"
-        subject.verify_gradients(what, group, metrics, subject.gradients(model, data, loss))
-        group.optimizer_zero_grad()
+        subject.verify_backward(f"of the {model.head} head{of} with {cut}", group, model, data, loss, cut)

@@ -9,7 +9,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 
@@ -75,16 +75,14 @@ def _verify_odd_heads(subject: EngineUnderTest, layout: ParallelLayout) -> None:
     try:
         _verify_right(subject, group, model, what)
     except CoreRLError as error:
-        told = str(error).splitlines()[0]
-        raise AssertionError(
-            subject.failure_message(
-                f"initialize() took a model with {model.heads} heads at {layout}, and then it failed: {told}"
-            )
-        ) from error
+        reason = str(error).splitlines()[0]
+        problem = (
+            f"initialize() took a model with {model.heads} heads at {layout}, and then it failed: {reason}"
+        )
+        raise AssertionError(subject.failure_message(problem)) from error
 
 
 def _verify_right(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
     data = subject.data()
     subject.verify_logprobs(what, group, model, data)
-    metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
-    subject.verify_gradients(what, group, metrics, subject.gradients(model, data, LOSS))
+    subject.verify_backward(what, group, model, data, LOSS)

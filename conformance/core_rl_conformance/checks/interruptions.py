@@ -14,19 +14,10 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    PLAIN,
-    answers,
-    ask,
-    installed,
-    requests_for,
-    verify_logprobs,
-    verify_served,
-)
+from core_rl_conformance.procedures import serving
 
-GREEDY = replace(PLAIN, temperature=0.0)
-LONG = replace(PLAIN, max_new_tokens=40)
+GREEDY = replace(serving.PLAIN, temperature=0.0)
+LONG = replace(serving.PLAIN, max_new_tokens=40)
 REPEATED = 3
 ON_THE_WAY_S = 0.1
 """So long an answer that was complete before the pause may take to arrive."""
@@ -44,7 +35,7 @@ def interrupted_answers_are_completed(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     engine = subject.serve(model)
-    requests = requests_for(subject.data(), LONG, 20) * REPEATED
+    requests = serving.requests_for(subject.data(), LONG, 20) * REPEATED
     during, found = asyncio.run(_interrupted(engine, requests))
     subject.require(
         during == 0, f"{during} requests that a pause had interrupted were answered before resume()"
@@ -55,14 +46,14 @@ def interrupted_answers_are_completed(subject: EngineUnderTest) -> None:
         f"{len(wrong)} of {len(found)} interrupted answers do not have the {LONG.max_new_tokens} tokens that were "
         f"asked for: {sorted({len(response.output_ids) for response in wrong})}",
     )
-    verify_logprobs(subject, "log-probs of interrupted answers", model, found)
+    serving.verify_logprobs(subject, "log-probs of interrupted answers", model, found)
 
 
 async def _interrupted(
     engine: InferenceEngine, requests: Sequence[LLMRequest]
 ) -> tuple[int, list[LLMResponse]]:
     """The number of answers during the pause, and all answers."""
-    tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
+    tasks = [asyncio.ensure_future(serving.answers(engine, [request])) for request in requests]
     for _ in range(3):
         await asyncio.sleep(0)
     await asyncio.to_thread(engine.pause)
@@ -94,7 +85,7 @@ def sleep_changes_nothing(subject: EngineUnderTest) -> None:
     served, version = model, 0
     if subject.spec.supports(Capability.SYNC_DISK):
         served, version = replace(model, seed=model.seed + 1000), 1
-        installed(engine, published(subject, served, version))
+        serving.installed(engine, published(subject, served, version))
     _verify_sleep(subject, engine, "the second sleep", served, model, version)
 
 
@@ -107,16 +98,16 @@ def _verify_sleep(
     version: int,
 ) -> None:
     """Put ``engine``, which serves ``model`` as ``version``, to sleep and wake it."""
-    requests = requests_for(subject.data().select(FEW), GREEDY)
-    before = [response.output_ids for response in ask(engine, requests)]
+    requests = serving.requests_for(subject.data().select(serving.FEW), GREEDY)
+    before = [response.output_ids for response in serving.ask(engine, requests)]
     engine.release_memory()
     try:
         problem = "a request to an engine whose memory is released was not refused"
-        subject.require_error(EngineStateError, lambda: ask(engine, requests[:1]), problem)
+        subject.require_error(EngineStateError, lambda: serving.ask(engine, requests[:1]), problem)
     finally:
         engine.resume_memory()
-    found = ask(engine, requests)
-    verify_served(subject, f"of greedy tokens after {turn}", found, model, old, version)
+    found = serving.ask(engine, requests)
+    serving.verify_served(subject, f"of greedy tokens after {turn}", found, model, old, version)
     changed = sum(a != b.output_ids for a, b in zip(before, found, strict=True))
     subject.require(not changed, f"after {turn}, {changed} of {len(found)} greedy answers are other ones")
 
@@ -130,10 +121,12 @@ def launched_servers_serve_those_who_connect(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     engine = subject.serve(model)
-    requests = requests_for(subject.data().select(FEW), PLAIN)
+    requests = serving.requests_for(subject.data().select(serving.FEW))
     second = subject.connect(model)
     try:
-        verify_logprobs(subject, "log-probs of a second client", model, ask(second, requests))
+        serving.verify_logprobs(subject, "log-probs of a second client", model, serving.ask(second, requests))
     finally:
         second.destroy()
-    verify_logprobs(subject, "log-probs after the second client has left", model, ask(engine, requests))
+    serving.verify_logprobs(
+        subject, "log-probs after the second client has left", model, serving.ask(engine, requests)
+    )

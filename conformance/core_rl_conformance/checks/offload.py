@@ -12,17 +12,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.procedures.moving import (
-    KINDS,
-    elsewhere,
-    meta,
-    start,
-    state,
-    train,
-    verify_report,
-    verify_state,
-    verify_steps,
-)
+from core_rl_conformance.procedures import moving
 
 TWO = MicroBatchSpec(count=2)
 CONFIGURED = {"offload_params": True, "offload_optimizer": True}
@@ -36,11 +26,11 @@ def offloaded_state_is_not_read(subject: EngineUnderTest) -> None:
     Look at: memory outside ``ShardedState.local``; the core moves the state, refuses to read in between, and runs
     forward passes as ever.
     """
-    group, data = start(subject, subject.model()), subject.data(seed=1).batch()
-    train(group, subject, [0])
+    group, data = moving.start(subject, subject.model()), subject.data(seed=1).batch()
+    moving.train(group, subject, [0])
     outputs = group.forward(data, ONE_PASS)["logprobs"]
     group.forward_backward(data, TokenMeanLoss().spec(), ONE_PASS)
-    before = {**state(group), "grads": group.named_tensors("grads")}
+    before = {**moving.state(group), "grads": group.named_tensors("grads")}
     group.offload()
     readable = [kind for kind, refused in group.run(_refused_kinds)[0].items() if not refused]
     subject.require(not readable, f"named_tensors gives {', '.join(readable)} while the engine is offloaded")
@@ -57,7 +47,7 @@ def offloaded_state_is_not_read(subject: EngineUnderTest) -> None:
 def _refused_kinds(engine: TrainEngine) -> dict[str, bool]:
     """Whether each kind of tensor is refused. Nothing is read where it is, so the ranks stay together."""
     refused = {}
-    for kind in KINDS:
+    for kind in moving.KINDS:
         try:
             engine.named_tensors(kind)
             refused[str(kind)] = False
@@ -76,23 +66,23 @@ def training_with_offloading_is_bitwise(subject: EngineUnderTest) -> None:
     moments; and whether what comes back is the memory that the optimizer works on.
     """
     model = subject.model()
-    group = start(subject, model)
+    group = moving.start(subject, model)
     expected = _steps(group, subject, offload=False)
-    wanted = state(group)
+    wanted = moving.state(group)
     for when, changes in (("with offload() in between", {}), ("offloaded as configured", CONFIGURED)):
-        group = start(subject, model, changes=changes)
+        group = moving.start(subject, model, changes=changes)
         found = _steps(group, subject, offload=not changes)
         for number, (own, plain) in enumerate(zip(found, expected, strict=True)):
             what = f"step {number} {when}"
-            verify_report(subject, what, own, plain, "without offloading")
+            moving.verify_report(subject, what, own, plain, "without offloading")
         group.onload()
-        verify_state(subject, f"after training {when}", group, wanted)
+        moving.verify_state(subject, f"after training {when}", group, wanted)
 
 
 def _steps(group: EngineGroup, subject: EngineUnderTest, offload: bool) -> list[dict[str, float]]:
     """Three updates, the second of them in two passes with the gradients waiting between."""
     loss, weight = TokenMeanLoss(temperature=0.8).spec(), 500.0
-    reports = train(group, subject, [0])
+    reports = moving.train(group, subject, [0])
     if offload:
         group.offload()
     group.forward_backward(subject.data(seed=1).batch(), loss, TWO, total_weight=weight)
@@ -101,7 +91,7 @@ def _steps(group: EngineGroup, subject: EngineUnderTest, offload: bool) -> list[
     if offload:
         group.onload()
         group.offload()
-    return reports + train(group, subject, [3])
+    return reports + moving.train(group, subject, [3])
 
 
 @check("I11.offload-checkpoint", requires=[Capability.OFFLOAD, Capability.SHARDED_CHECKPOINT], each="layout")
@@ -113,20 +103,20 @@ def checkpoints_of_an_offloaded_engine(subject: EngineUnderTest) -> None:
     Look at: copies on the host that outlive what they are copies of.
     """
     model = subject.model()
-    group = start(subject, model)
-    train(group, subject, [0, 1])
-    held = state(group)
+    group = moving.start(subject, model)
+    moving.train(group, subject, [0, 1])
+    held = moving.state(group)
     group.offload()
-    group.save(meta(subject.directory("checkpoint"), "sharded"))
-    reports = train(group, subject, [2])
+    group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
+    reports = moving.train(group, subject, [2])
     group.onload()
-    expected = state(group)
-    group = start(subject, elsewhere(model), changes=CONFIGURED)
-    train(group, subject, [5])
-    group.load(meta(subject.directory("checkpoint"), "sharded"))
+    expected = moving.state(group)
+    group = moving.start(subject, moving.elsewhere(model), changes=CONFIGURED)
+    moving.train(group, subject, [5])
+    group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
     group.onload()
-    verify_state(subject, "loaded into an offloaded engine", group, held)
+    moving.verify_state(subject, "loaded into an offloaded engine", group, held)
     group.offload()
-    verify_steps(subject, 2, train(group, subject, [2]), reports)
+    moving.verify_steps(subject, 2, moving.train(group, subject, [2]), reports)
     group.onload()
-    verify_state(subject, "after resuming offloaded", group, expected)
+    moving.verify_state(subject, "after resuming offloaded", group, expected)

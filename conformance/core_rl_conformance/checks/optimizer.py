@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta, TensorKind, WeightUpdateMeta
+from core_rl.backend.meta import EngineProgress, TensorKind, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -16,6 +16,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
@@ -33,10 +34,6 @@ KINDS: tuple[TensorKind, ...] = ("params", "master", "exp_avg", "exp_avg_sq", "b
 HEADS: tuple[tuple[Head, Capability, CheckLoss], ...] = (
     ("value", Capability.VALUE_HEAD, ValueLoss()),
     ("reward", Capability.REWARD_HEAD, RewardLoss()),
-)
-FORMATS: tuple[tuple[CheckpointFormat, Capability], ...] = (
-    ("sharded", Capability.SHARDED_CHECKPOINT),
-    ("portable", Capability.PORTABLE_CHECKPOINT),
 )
 
 
@@ -119,10 +116,9 @@ def exports_leave_the_gradients(subject: EngineUnderTest) -> None:
 
 def _saved(subject: EngineUnderTest, group: EngineGroup) -> Iterator[str]:
     """Save in every format, and upload; says what was done."""
-    for format_, needed in FORMATS:
-        if subject.spec.supports(needed):
-            group.save(SaveLoadMeta(path=str(subject.directory(format_)), format=format_))
-            yield f"save() as {format_!r}"
+    for format_ in moving.formats(subject):
+        group.save(moving.meta(subject.directory(format_), format_))
+        yield f"save() as {format_!r}"
     if subject.spec.supports(Capability.SYNC_DISK):
         group.upload_weights(WeightUpdateMeta(version=1, path=str(subject.directory("upload"))))
         yield "upload_weights()"

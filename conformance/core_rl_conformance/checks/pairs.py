@@ -7,7 +7,6 @@ which of them is off: `core_rl_conformance.procedures.blame`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from core_rl.data.outputs import OutputName
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.blame import (
     PairFinding,
     pair_named,
@@ -31,14 +31,6 @@ from core_rl_conformance.procedures.end_to_end import (
     train_end_to_end,
     training_of,
     verify_rates,
-)
-from core_rl_conformance.procedures.moving import (
-    elsewhere,
-    saved_portable,
-    start,
-    train,
-    verify_file,
-    verify_goes_on,
 )
 from core_rl_conformance.procedures.outputs import verify_form
 from core_rl_conformance.trajectory import ExpectedTraining
@@ -75,15 +67,6 @@ def _outputs(side: EngineUnderTest) -> dict[str, list[Tensor]]:
     return {name: per_sequence(output, name, data) for name in OUTPUTS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Backward:
-    """The results of one backward pass and the step after it."""
-
-    loss: float
-    norm: float
-    grads: dict[str, Tensor]
-
-
 @check("I1.pair-gradients", partner="train", each="layout")
 def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
     """Loss, the gradient of every parameter and the norm before clipping are those of the other engine.
@@ -95,21 +78,22 @@ def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
     expected = subject.gradients(subject.model(), subject.data(), LOSS)
     truth = expected.oracle
     with partners_part(subject):
-        partner = _backward(subject.peer)
-    own = _backward(subject)
+        other_loss, other_norm, other_grads = _backward(subject.peer)
+    loss, norm, grads = _backward(subject)
     quantities = [
-        pair_scalars("the loss", own.loss, partner.loss, truth.loss, expected.loss),
-        pair_named("gradients", own.grads, partner.grads, truth.grads, expected.tolerances),
-        pair_scalars("the norm before clipping", own.norm, partner.norm, truth.norm, expected.norm),
+        pair_scalars("the loss", loss, other_loss, truth.loss, expected.loss),
+        pair_named("gradients", grads, other_grads, truth.grads, expected.tolerances),
+        pair_scalars("the norm before clipping", norm, other_norm, truth.norm, expected.norm),
     ]
     verify_pair(subject, quantities)
 
 
-def _backward(side: EngineUnderTest) -> _Backward:
+def _backward(side: EngineUnderTest) -> tuple[float, float, dict[str, Tensor]]:
+    """Loss, norm and gradients of one backward pass and the step after it."""
     group = side.start(side.model(), optimizer={"max_grad_norm": 1e-2})
     loss = group.forward_backward(side.data().batch(), LOSS.spec(), CUT)["loss"]
     grads = group.named_tensors("grads")
-    return _Backward(loss=loss, norm=group.optimizer_step()["grad_norm"], grads=grads)
+    return loss, group.optimizer_step()["grad_norm"], grads
 
 
 @check("I1.pair-training", partner="train", each="layout")
@@ -135,16 +119,12 @@ def _pair_steps(own: Trained, partner: Trained, expected: ExpectedTraining) -> I
     """Losses and norms in the order of the steps, and then the weights."""
     truth = expected.truth
     for step, (left, right) in enumerate(zip(own.reports, partner.reports, strict=True)):
-        yield pair_scalars(
-            f"the loss of step {step}", left["loss"], right["loss"], truth.losses[step], expected.losses[step]
-        )
-        yield pair_scalars(
-            f"the norm of step {step}",
-            left["grad_norm"],
-            right["grad_norm"],
-            truth.norms[step],
-            expected.norms[step],
-        )
+        for what, name, values, allowed in (
+            ("the loss", "loss", truth.losses, expected.losses),
+            ("the norm", "grad_norm", truth.norms, expected.norms),
+        ):
+            found = left[name], right[name]
+            yield pair_scalars(f"{what} of step {step}", *found, values[step], allowed[step])
     what = f"weights after {len(own.reports)} steps"
     yield pair_named(what, own.weights, partner.weights, truth.weights, expected.weights)
 
@@ -168,11 +148,11 @@ def a_training_moves_between_two_engines(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     with partners_part(subject):
-        group = start(subject.peer, model)
-        train(group, subject.peer, [0, 1])
-        saved = saved_portable(subject.peer, group, "of the partner")
-        verify_file(subject.peer, model, saved)
-    group = start(subject, elsewhere(model))
+        group = moving.start(subject.peer, model)
+        moving.train(group, subject.peer, [0, 1])
+        saved = moving.saved_portable(subject.peer, group, "of the partner")
+        moving.verify_file(subject.peer, model, saved)
+    group = moving.start(subject, moving.elsewhere(model))
     partner = subject.peer.spec.name
-    verify_goes_on(subject, group, model, saved, f"moved from {partner!r} to {subject.spec.name!r}")
-    verify_file(subject, model, saved_portable(subject, group, "of the engine"))
+    moving.verify_goes_on(subject, group, model, saved, f"moved from {partner!r} to {subject.spec.name!r}")
+    moving.verify_file(subject, model, moving.saved_portable(subject, group, "of the engine"))

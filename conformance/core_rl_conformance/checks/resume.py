@@ -13,19 +13,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.procedures.moving import (
-    elsewhere,
-    formats,
-    meta,
-    offload_and_onload,
-    start,
-    state,
-    train,
-    verify_next_steps,
-    verify_progress,
-    verify_state,
-    verify_steps,
-)
+from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.serving import verify_version
 
 
@@ -40,21 +28,21 @@ def resume_is_bitwise(subject: EngineUnderTest) -> None:
     random state of every rank.
     """
     model = subject.model(dropout=0.1)
-    group = start(subject, model)
-    train(group, subject, [0, 1])
+    group = moving.start(subject, model)
+    moving.train(group, subject, [0, 1])
     group.set_version(7)
-    group.save(meta(subject.directory("checkpoint"), "sharded"))
-    saved = state(group)
-    reports = train(group, subject, [2, 3])
-    expected, progress = state(group), group.progress
-    group = start(subject, elsewhere(model))
-    train(group, subject, [5])
-    group.load(meta(subject.directory("checkpoint"), "sharded"))
+    group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
+    saved = moving.state(group)
+    reports = moving.train(group, subject, [2, 3])
+    expected, progress = moving.state(group), group.progress
+    group = moving.start(subject, moving.elsewhere(model))
+    moving.train(group, subject, [5])
+    group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
     verify_version(subject, group, 7, "after a load")
-    verify_state(subject, "after the load", group, saved)
-    verify_steps(subject, 2, train(group, subject, [2, 3]), reports)
-    verify_state(subject, "after resuming", group, expected)
-    verify_progress(subject, "after resuming", group, progress)
+    moving.verify_state(subject, "after the load", group, saved)
+    moving.verify_steps(subject, 2, moving.train(group, subject, [2, 3]), reports)
+    moving.verify_state(subject, "after resuming", group, expected)
+    moving.verify_progress(subject, "after resuming", group, progress)
 
 
 @check(
@@ -67,17 +55,17 @@ def resume_with_frozen_parameters_is_bitwise(subject: EngineUnderTest) -> None:
     Look at: how moments find their parameter: by name.
     """
     model = subject.model()
-    group = start(subject, model, frozen=[subject.first_layer])
-    train(group, subject, [0])
-    group.save(meta(subject.directory("first"), "sharded"))
-    train(group, subject, [1, 2])
-    expected = state(group)
+    group = moving.start(subject, model, frozen=[subject.first_layer])
+    moving.train(group, subject, [0])
+    group.save(moving.meta(subject.directory("first"), "sharded"))
+    moving.train(group, subject, [1, 2])
+    expected = moving.state(group)
     for step, name in ((1, "first"), (2, "second")):
-        group = start(subject, elsewhere(model), frozen=[subject.first_layer])
-        group.load(meta(subject.directory(name), "sharded"))
-        train(group, subject, [step])
-        group.save(meta(subject.directory("second"), "sharded"))
-    verify_state(subject, "after resuming twice", group, expected)
+        group = moving.start(subject, moving.elsewhere(model), frozen=[subject.first_layer])
+        group.load(moving.meta(subject.directory(name), "sharded"))
+        moving.train(group, subject, [step])
+        group.save(moving.meta(subject.directory("second"), "sharded"))
+    moving.verify_state(subject, "after resuming twice", group, expected)
 
 
 @check(
@@ -91,20 +79,20 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     Look at: whether the head is among the tensors of ``ShardedState.local``.
     """
     model = subject.model(head="value")
-    group = start(subject, model)
-    offload_and_onload(subject, group)
-    train(group, subject, [0, 1], "value")
-    group.save(meta(subject.directory("checkpoint"), "sharded"))
-    saved = state(group)
-    offload_and_onload(subject, group, saved)
-    reports = train(group, subject, [2], "value")
-    expected = state(group)
-    group = start(subject, elsewhere(model))
-    train(group, subject, [5], "value")
-    group.load(meta(subject.directory("checkpoint"), "sharded"))
-    verify_state(subject, "after the load", group, saved)
-    verify_steps(subject, 2, train(group, subject, [2], "value"), reports)
-    verify_state(subject, "after resuming", group, expected)
+    group = moving.start(subject, model)
+    moving.offload_and_onload(subject, group)
+    moving.train(group, subject, [0, 1], "value")
+    group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
+    saved = moving.state(group)
+    moving.offload_and_onload(subject, group, saved)
+    reports = moving.train(group, subject, [2], "value")
+    expected = moving.state(group)
+    group = moving.start(subject, moving.elsewhere(model))
+    moving.train(group, subject, [5], "value")
+    group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
+    moving.verify_state(subject, "after the load", group, saved)
+    moving.verify_steps(subject, 2, moving.train(group, subject, [2], "value"), reports)
+    moving.verify_state(subject, "after resuming", group, expected)
 
 
 @check("I11.other-layout", requires=[Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL], min_layouts=2)
@@ -118,16 +106,16 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     model = subject.model()
     other = subject.case.other_setting
     assert other is not None  # the check asks for a profile with two
-    group = start(subject, model)
-    train(group, subject, [0, 1])
-    group.save(meta(subject.directory("checkpoint"), "sharded"))
-    expected, progress = state(group), group.progress
-    group = start(subject, elsewhere(model), layout=other)
-    group.load(meta(subject.directory("checkpoint"), "sharded"))
+    group = moving.start(subject, model)
+    moving.train(group, subject, [0, 1])
+    group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
+    expected, progress = moving.state(group), group.progress
+    group = moving.start(subject, moving.elsewhere(model), layout=other)
+    group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
     what = f"loaded on {other}"
-    verify_state(subject, what, group, expected)
-    verify_progress(subject, what, group, progress)
-    verify_next_steps(subject, group, model, what)
+    moving.verify_state(subject, what, group, expected)
+    moving.verify_progress(subject, what, group, progress)
+    moving.verify_next_steps(subject, group, model, what)
 
 
 @check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
@@ -138,21 +126,21 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
     Look at: the snapshot of ``ShardedState.local``: copies, not views, of weights, moments and random state.
     """
     model = subject.model()
-    group = start(subject, model)
-    train(group, subject, [0, 1])
+    group = moving.start(subject, model)
+    moving.train(group, subject, [0, 1])
     held = {}
-    for number, name in enumerate(formats(subject)):
+    for number, name in enumerate(moving.formats(subject)):
         group.set_version(7 + number)
-        held[name] = (state(group), group.progress)
-        later = replace(meta(subject.directory(name), name), asynchronous=True)
+        held[name] = (moving.state(group), group.progress)
+        later = replace(moving.meta(subject.directory(name), name), asynchronous=True)
         group.run(_save_and_train, later, [subject.data(seed=seed).batch() for seed in (2, 3)])
         group.wait_for_saves()
-    group = start(subject, elsewhere(model))
+    group = moving.start(subject, moving.elsewhere(model))
     for name, (expected, progress) in held.items():
-        group.load(meta(subject.directory(name), name))
+        group.load(moving.meta(subject.directory(name), name))
         what = f"loaded from a {name!r} checkpoint that was saved in the background"
-        verify_state(subject, what, group, expected)
-        verify_progress(subject, what, group, progress)
+        moving.verify_state(subject, what, group, expected)
+        moving.verify_progress(subject, what, group, progress)
 
 
 def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:

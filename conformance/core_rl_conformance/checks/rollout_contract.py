@@ -17,16 +17,7 @@ from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.contract import LAYOUTS, verify_undeclared
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    PLAIN,
-    answers,
-    ask,
-    meanwhile,
-    requests_for,
-    verify_logprobs,
-    verify_version,
-)
+from core_rl_conformance.procedures import serving
 
 C = Capability
 
@@ -40,8 +31,8 @@ def undeclared_capabilities_of_rollouts_refuse(subject: EngineUnderTest) -> None
     """
     engine = subject.serve()
     verify_undeclared(subject, _refusals(subject, engine))
-    found = ask(engine, requests_for(subject.data().select(FEW), PLAIN))
-    verify_logprobs(subject, "log-probs after refusals", subject.model(), found)
+    found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+    serving.verify_logprobs(subject, "log-probs after refusals", subject.model(), found)
 
 
 def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capability, Callable[[], object]]:
@@ -89,15 +80,17 @@ def tokens_carry_the_version(subject: EngineUnderTest) -> None:
     Look at: where the version of each token comes from, and what ``set_version`` sends to the server.
     """
     engine = subject.serve()
-    requests = requests_for(subject.data().select(FEW), PLAIN)
+    requests = serving.requests_for(subject.data().select(serving.FEW))
     try:
         engine.set_version(41)
-        _require_versions(subject, "after set_version(41)", ask(engine, requests), {41})
-        longer = requests_for(subject.data().select(FEW), replace(PLAIN, max_new_tokens=20))
-        found = asyncio.run(meanwhile(engine, longer, partial(engine.set_version, 42)))
+        _require_versions(subject, "after set_version(41)", serving.ask(engine, requests), {41})
+        longer = serving.requests_for(
+            subject.data().select(serving.FEW), replace(serving.PLAIN, max_new_tokens=20)
+        )
+        found = asyncio.run(serving.meanwhile(engine, longer, partial(engine.set_version, 42)))
         _require_versions(subject, "with set_version(42) on the way", found, {41, 42})
-        verify_version(subject, engine, 42, "after set_version(42)")
-        _require_versions(subject, "after set_version(42)", ask(engine, requests), {42})
+        serving.verify_version(subject, engine, 42, "after set_version(42)")
+        _require_versions(subject, "after set_version(42)", serving.ask(engine, requests), {42})
     finally:
         engine.set_version(0)
 
@@ -126,20 +119,22 @@ def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
-    requests = requests_for(data, PLAIN)
+    requests = serving.requests_for(data)
     found = asyncio.run(_cancelling(engine, requests))
     subject.require(
         all(response.stop_reason == "length" for response in found),
         f"next to cancelled requests, answers ended with {sorted({r.stop_reason for r in found})}",
     )
-    verify_logprobs(subject, "log-probs next to cancelled requests", model, found)
-    verify_logprobs(subject, "log-probs after cancelled requests", model, ask(engine, requests[:4]))
+    serving.verify_logprobs(subject, "log-probs next to cancelled requests", model, found)
+    serving.verify_logprobs(
+        subject, "log-probs after cancelled requests", model, serving.ask(engine, requests[:4])
+    )
 
 
 async def _cancelling(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
     """The answers to every second request; the others are cancelled, some before and some after they start."""
     given_up = [asyncio.ensure_future(engine.agenerate(request)) for request in requests[::2]]
-    running = asyncio.ensure_future(answers(engine, requests[1::2]))
+    running = asyncio.ensure_future(serving.answers(engine, requests[1::2]))
     given_up[0].cancel()
     for number, task in enumerate(given_up[1:]):
         await asyncio.sleep(0.002 * (number % 3))
@@ -157,18 +152,18 @@ def paused_engines_hold_requests_back(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     engine = subject.serve(model)
-    requests = requests_for(subject.data().select(FEW), PLAIN)
+    requests = serving.requests_for(subject.data().select(serving.FEW))
     early, found = asyncio.run(_paused(engine, requests))
     subject.require(
         early == 0, f"{early} of {len(requests)} requests were answered while the engine was paused"
     )
-    verify_logprobs(subject, "log-probs after a pause", model, found)
+    serving.verify_logprobs(subject, "log-probs after a pause", model, found)
 
 
 async def _paused(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> tuple[int, list[LLMResponse]]:
     """The number of answers during the pause, and all answers."""
     await asyncio.to_thread(engine.pause)
-    tasks = [asyncio.ensure_future(answers(engine, [request])) for request in requests]
+    tasks = [asyncio.ensure_future(serving.answers(engine, [request])) for request in requests]
     try:
         # Long enough for an engine that does not wait; one that waits is never late.
         await asyncio.wait(tasks, timeout=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,18 +15,10 @@ from core_rl.data.requests import LLMResponse, SamplingParams
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import Finding, compare_tokens
+from core_rl_conformance.expected_values import Snapshot
+from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    ask,
-    expected_of,
-    installed,
-    requests_for,
-    sequences_of,
-    verify_logprobs,
-)
+from core_rl_conformance.procedures import serving
 from core_rl_oracle.tolerance import Tolerance
 
 SYNC = (Capability.SYNC_DISK,)
@@ -33,13 +26,6 @@ SYNC = (Capability.SYNC_DISK,)
 
 def _step(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
     group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
-
-
-def _exported(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, name: str) -> Path:
-    """A directory with the weights that the train engine shows, for the oracle; ``upload_weights`` wrote none of it."""
-    path = subject.directory(name)
-    save_with(model, group.named_tensors("master"), path)
-    return path
 
 
 def _verify_sides(
@@ -52,11 +38,9 @@ def _verify_sides(
 ) -> None:
     """Compare both engines with the oracle, then with each other; the message says which of them is off."""
     __tracebackhide__ = True
-    partner = subject.case.partner
-    assert partner is not None
     sides = {
         f"the train engine {subject.spec.name!r}": trained,
-        f"the rollout engine {partner.spec.name!r}": rolled,
+        f"the rollout engine {subject.peer.spec.name!r}": rolled,
     }
     findings = {
         name: compare_tokens(f"{what} of {name}", got, expected, tolerance) for name, got in sides.items()
@@ -65,14 +49,8 @@ def _verify_sides(
     for name, finding in findings.items():
         if finding.problem is not None:
             others = f"{right[0]} agrees with the oracle" if right else "both engines are off the oracle"
-            subject.verify(
-                Finding(
-                    what=finding.what,
-                    error=finding.error,
-                    limit=finding.limit,
-                    problem=f"{name} is off the oracle, and {others}\n{finding.problem}",
-                )
-            )
+            problem = f"{name} is off the oracle, and {others}\n{finding.problem}"
+            subject.verify(replace(finding, problem=problem))
         subject.verify(finding)
     subject.verify(
         compare_tokens(f"{what}, one engine compared with the other", rolled, trained, tolerance + tolerance)
@@ -94,12 +72,12 @@ def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
     _step(subject, group, seed=1)
     meta = WeightUpdateMeta(version=1, path=str(subject.directory("sync")))
     group.upload_weights(meta)
-    installed(engine, meta)
-    truth = _exported(subject, group, model, "truth")
+    serving.installed(engine, meta)
+    truth = subject.snapshot(group, model, "truth")
     for temperature in (1.0, 0.7):
         sampling = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
-        found = ask(engine, requests_for(subject.data(), sampling))
-        whole, expected = sequences_of(found), expected_of(subject, truth, found, temperature)
+        found = serving.ask(engine, serving.requests_for(subject.data(), sampling))
+        whole, expected = serving.sequences_of(found), serving.expected_of(subject, truth, found, temperature)
         output = group.forward(whole.batch(), BUDGET, ("logprobs",), temperature)
         trained = [
             row[len(response.input_ids) :]
@@ -147,22 +125,22 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)
-    before = _exported(subject, group, model, "truth-0")
+    before = subject.snapshot(group, model, "truth-0")
     for version in (1, 2):
         _step(subject, group, seed=version)
         path = subject.directory(f"sync-{version}")
         meta = WeightUpdateMeta(version=version, path=str(path), verify=True)
         group.upload_weights(meta)
-        installed(engine, meta)
+        serving.installed(engine, meta)
         group.set_version(version)
-        found = ask(engine, requests_for(subject.data().select(FEW)))
+        found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
         carried = {number for response in found for number in response.versions}
         versions = {"the train engine": group.get_version(), "the rollout engine": engine.get_version()}
         subject.require(
             carried == {version} == set(versions.values()),
             f"after sync {version}, tokens carry {sorted(carried)}, and get_version() is {versions}",
         )
-        truth = _exported(subject, group, model, f"truth-{version}")
+        truth = subject.snapshot(group, model, f"truth-{version}")
         _verify_arrived(subject, version, found, truth, path, before)
         before = truth
 
@@ -171,18 +149,18 @@ def _verify_arrived(
     subject: EngineUnderTest,
     version: int,
     found: Sequence[LLMResponse],
-    truth: Path,
+    truth: Snapshot,
     path: Path,
-    before: Path,
+    before: Snapshot,
 ) -> None:
     __tracebackhide__ = True
     guesses = {
         "log-probs of the weights before the sync: the receiver did not take the new ones": (
-            lambda: expected_of(subject, before, found).values
+            lambda: serving.expected_of(subject, before, found).values
         ),
         "log-probs of the files in the sync directory: the sender wrote other weights than it has": (
-            lambda: expected_of(subject, path, found).values
+            lambda: serving.expected_of(subject, Snapshot(path), found).values
         ),
     }
     what = f"log-probs of tokens generated after sync {version}"
-    verify_logprobs(subject, what, truth, found, 1.0, guesses)
+    serving.verify_logprobs(subject, what, truth, found, 1.0, guesses)

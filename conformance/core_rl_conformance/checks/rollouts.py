@@ -11,17 +11,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    PLAIN,
-    ask,
-    distributions,
-    expected_of,
-    left_by_cut,
-    requests_for,
-    sequences_of,
-    verify_logprobs,
-)
+from core_rl_conformance.procedures import serving
 
 
 @check("I7.rollout-logprobs", kind="inference")
@@ -35,9 +25,9 @@ def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
-    requests = requests_for(data, PLAIN)
-    found = ask(engine, requests)
-    verify_logprobs(
+    requests = serving.requests_for(data)
+    found = serving.ask(engine, requests)
+    serving.verify_logprobs(
         subject,
         "log-probs of tokens generated in a crowd",
         model,
@@ -46,13 +36,13 @@ def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
         _late(subject, model, found),
         plotted=True,
     )
-    alone = [ask(engine, [requests[index]])[0] for index in FEW]
-    verify_logprobs(subject, "log-probs of tokens generated alone", model, alone)
-    verify_logprobs(
+    alone = [serving.ask(engine, [requests[index]])[0] for index in serving.FEW]
+    serving.verify_logprobs(subject, "log-probs of tokens generated alone", model, alone)
+    serving.verify_logprobs(
         subject,
         "log-probs of tokens generated from the answers before",
         model,
-        ask(engine, requests_for(sequences_of(alone), PLAIN)),
+        serving.ask(engine, serving.requests_for(serving.sequences_of(alone))),
     )
 
 
@@ -62,7 +52,7 @@ def _late(
     """The log-prob of the prompt's last token first, and so on; prompts of one token have none."""
 
     def moved() -> list[Tensor]:
-        rows = subject.outputs(model, sequences_of(found), "logprobs").values
+        rows = subject.outputs(model, serving.sequences_of(found), "logprobs").values
         pairs = zip(rows, found, strict=True)
         return [row[len(response.input_ids) - 1 : -1] for row, response in pairs]
 
@@ -78,16 +68,16 @@ def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
     Look at: whether the server reports log-probs before or after it divides by the temperature, and what it
     divides by for greedy decoding.
     """
-    model, data = subject.model(), subject.data().select(FEW)
+    model, data = subject.model(), subject.data().select(serving.FEW)
     engine = subject.serve(model)
     for temperature in (0.6, 1.7):
-        requests = requests_for(data, replace(PLAIN, temperature=temperature))
+        requests = serving.requests_for(data, replace(serving.PLAIN, temperature=temperature))
         what = f"log-probs of tokens generated at temperature {temperature:g}"
-        verify_logprobs(subject, what, model, ask(engine, requests), temperature)
-    greedy = ask(engine, requests_for(data, replace(PLAIN, temperature=0.0)))
-    verify_logprobs(subject, "log-probs of greedy tokens", model, greedy)
-    limit = expected_of(subject, model, greedy).tolerance.limit
-    for response, rows in zip(greedy, distributions(subject, model, greedy), strict=True):
+        serving.verify_logprobs(subject, what, model, serving.ask(engine, requests), temperature)
+    greedy = serving.ask(engine, serving.requests_for(data, replace(serving.PLAIN, temperature=0.0)))
+    serving.verify_logprobs(subject, "log-probs of greedy tokens", model, greedy)
+    limit = serving.expected_of(subject, model, greedy).tolerance.limit
+    for response, rows in zip(greedy, serving.distributions(subject, model, greedy), strict=True):
         for place, (token, row) in enumerate(zip(response.output_ids, rows, strict=True)):
             subject.require(
                 float(row.max() - row[token]) <= 2 * limit,
@@ -106,7 +96,7 @@ def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> N
     Look at: where the server takes the log-probs from, before or after it drops tokens; whether it passes
     ``top_k`` and ``top_p`` on.
     """
-    model, data = subject.model(), subject.data().select(FEW)
+    model, data = subject.model(), subject.data().select(serving.FEW)
     engine = subject.serve(model)
     for temperature, top_k, top_p in (
         (1.7, 4, 1.0),
@@ -115,9 +105,9 @@ def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> N
         (0.6, None, 0.6),
         (1.7, 6, 0.8),
     ):
-        sampling = replace(PLAIN, temperature=temperature, top_k=top_k, top_p=top_p)
+        sampling = replace(serving.PLAIN, temperature=temperature, top_k=top_k, top_p=top_p)
         cuts = [f"top_k = {top_k}"] * (top_k is not None) + [f"top_p = {top_p}"] * (top_p < 1)
-        found = ask(engine, requests_for(data, sampling))
+        found = serving.ask(engine, serving.requests_for(data, sampling))
         shown = f"{', '.join(cuts)} at temperature {temperature:g}"
         _verify_cut(subject, model, shown, found, sampling)
 
@@ -129,17 +119,19 @@ def _verify_cut(
     found: Sequence[LLMResponse],
     sampling: SamplingParams,
 ) -> None:
-    full = distributions(subject, model, found, sampling.temperature)
-    limit = expected_of(subject, model, found, sampling.temperature).tolerance.limit
+    full = serving.distributions(subject, model, found, sampling.temperature)
+    limit = serving.expected_of(subject, model, found, sampling.temperature).tolerance.limit
 
     def after_the_cut() -> list[Tensor]:
         return [
-            left_by_cut(rows, sampling, 0.0).log_softmax(-1)[range(len(rows)), list(response.output_ids)]
+            serving.left_by_cut(rows, sampling, 0.0).log_softmax(-1)[
+                range(len(rows)), list(response.output_ids)
+            ]
             for response, rows in zip(found, full, strict=True)
         ]
 
     for response, rows in zip(found, full, strict=True):
-        left = left_by_cut(rows, sampling, 2 * limit)
+        left = serving.left_by_cut(rows, sampling, 2 * limit)
         for place, (token, row) in enumerate(zip(response.output_ids, left, strict=True)):
             subject.require(
                 bool(row[token].isfinite()),
@@ -148,7 +140,7 @@ def _verify_cut(
             )
     guesses = {"log-probs of what the cut has left": after_the_cut}
     what = f"log-probs of tokens generated with {shown}"
-    verify_logprobs(subject, what, model, found, sampling.temperature, guesses)
+    serving.verify_logprobs(subject, what, model, found, sampling.temperature, guesses)
 
 
 @check("I19.bos", kind="inference", each="layout")
@@ -161,7 +153,7 @@ def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     bos, eos = model.config().bos_token_id, model.config().eos_token_id
-    plain = [row.ids for row in subject.data().select(FEW).rows]
+    plain = [row.ids for row in subject.data().select(serving.FEW).rows]
     prompts = {
         "without BOS": plain,
         "with BOS": [(bos, *ids) for ids in plain],
@@ -171,8 +163,8 @@ def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
     }
     engine = subject.serve(model)
     for what, given in prompts.items():
-        found = ask(engine, [LLMRequest(input_ids=ids, sampling=PLAIN) for ids in given])
-        verify_logprobs(subject, f"log-probs after prompts {what}", model, found)
+        found = serving.ask(engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN) for ids in given])
+        serving.verify_logprobs(subject, f"log-probs after prompts {what}", model, found)
 
 
 @check("contract.rollout-limits", kind="inference", each="layout")
@@ -195,14 +187,14 @@ def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None
     ids = subject.data(lengths=(context - 1,)).rows[0].ids
     lengths = [(1, 1), (1, 5), (7, 2), (9, context - 9), (1, context - 1), (context - 1, 1)]
     requests = [
-        LLMRequest(input_ids=ids[:length], sampling=replace(PLAIN, max_new_tokens=count))
+        LLMRequest(input_ids=ids[:length], sampling=replace(serving.PLAIN, max_new_tokens=count))
         for length, count in lengths
     ]
-    found = ask(engine, requests)
+    found = serving.ask(engine, requests)
     for response, (length, count) in zip(found, lengths, strict=True):
         subject.require(
             len(response.output_ids) == count and response.stop_reason == "length",
             f"max_new_tokens = {count} after a prompt of {length} tokens gave {len(response.output_ids)} tokens "
             f"and stop_reason = {response.stop_reason!r}; expected {count} and 'length'",
         )
-    verify_logprobs(subject, "log-probs of short and long answers", model, found)
+    serving.verify_logprobs(subject, "log-probs of short and long answers", model, found)

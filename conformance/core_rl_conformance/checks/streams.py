@@ -17,21 +17,9 @@ from core_rl.errors import WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import save_with
+from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.moving import elsewhere
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    PLAIN,
-    ask,
-    expected_of,
-    meanwhile,
-    requests_for,
-    verify_by_version,
-    verify_logprobs,
-    verify_served,
-    verify_version,
-)
-from core_rl_conformance.procedures.streaming import LARGE_BUCKET, Caught, caught, sent, sync_meta, tensors_of
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta, tensors_of
 
 TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
@@ -67,36 +55,27 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
     group = subject.start(model, optimizer={"lr": 1e-2})
     group.set_version(3)
     buffers = frozenset(group.tensor_shapes("buffers"))
-    for seed, bucket_bytes in enumerate((LARGE_BUCKET, TINY_BUCKET)):
-        group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        found = caught(group, sync_meta(subject, method, 4 + seed, bucket_bytes, verify=bool(seed)))
+    for version, bucket_bytes, when in (
+        (4, LARGE_BUCKET, "step 1"),
+        (5, TINY_BUCKET, "step 2"),
+        (6, TINY_BUCKET, "a load"),
+    ):
+        if when == "a load":
+            other = subject.expected.models.directory(elsewhere(model))
+            group.load(SaveLoadMeta(path=str(other), format="hf"))
+        else:
+            group.train_batch(subject.data(seed=version - 4).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        found = caught(group, sync_meta(subject, method, version, bucket_bytes, verify=version == 5))
+        what = f"parameters sent after {when} in buckets of {bucket_bytes} bytes"
+        names = [name for bucket in found.buckets for name in bucket]
+        subject.require(len(names) == len(set(names)), f"{what}: a tensor comes twice: {sorted(names)}")
         params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
-        what = f"parameters sent after step {1 + seed} in buckets of {bucket_bytes} bytes"
-        _verify_sent(subject, what, found, params, buffers, bucket_bytes)
-    other = subject.expected.models.directory(elsewhere(model))
-    group.load(SaveLoadMeta(path=str(other), format="hf"))
-    found = caught(group, sync_meta(subject, method, 6, TINY_BUCKET))
-    params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
-    _verify_sent(subject, "parameters sent after a load", found, params, buffers, TINY_BUCKET)
-    verify_version(subject, group, 3, "after uploading weights")
-
-
-def _verify_sent(
-    subject: EngineUnderTest,
-    what: str,
-    found: Caught,
-    params: dict[str, Tensor],
-    buffers: frozenset[str],
-    bucket_bytes: int,
-) -> None:
-    __tracebackhide__ = True
-    names = [name for bucket in found.buckets for name in bucket]
-    subject.require(len(names) == len(set(names)), f"{what}: a tensor comes twice: {sorted(names)}")
-    got = {name: value for name, value in found.tensors.items() if name not in buffers}
-    subject.verify_same(what, got, params)
-    sized = zip(found.buckets, found.sizes, strict=True)
-    large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
-    subject.require(not large, f"{what}: a bucket is larger than that: {large[:1]}")
+        sent_params = {name: value for name, value in found.tensors.items() if name not in buffers}
+        subject.verify_same(what, sent_params, params)
+        sized = zip(found.buckets, found.sizes, strict=True)
+        large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
+        subject.require(not large, f"{what}: a bucket is larger than that: {large[:1]}")
+    serving.verify_version(subject, group, 3, "after uploading weights")
 
 
 @check("I12.receive-tensor", kind="inference", requires=[Capability.SYNC_TENSOR])
@@ -128,21 +107,24 @@ def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
-    requests = requests_for(data.select(FEW))
-    long = requests_for(data.select(FEW), replace(PLAIN, max_new_tokens=24), 20)
-    verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
+    requests = serving.requests_for(data.select(serving.FEW))
+    long = serving.requests_for(data.select(serving.FEW), replace(serving.PLAIN, max_new_tokens=24), 20)
+    serving.verify_served(subject, "before the update", serving.ask(engine, requests), old, old, 0)
     before = 0
     for version, bucket_bytes, verify in ((1, LARGE_BUCKET, False), (5, TINY_BUCKET, True)):
         new = replace(old, seed=old.seed + 1000 * version)
         tensors = tensors_of(subject.expected.models.directory(new))
         update = partial(sent, engine, sync_meta(subject, method, version, bucket_bytes, verify), tensors)
-        found = asyncio.run(meanwhile(engine, long, update))
-        sides = {before: expected_of(subject, old, found), version: expected_of(subject, new, found)}
+        found = asyncio.run(serving.meanwhile(engine, long, update))
+        sides = {
+            before: serving.expected_of(subject, old, found),
+            version: serving.expected_of(subject, new, found),
+        }
         what = f"log-probs by the weights whose version tokens carry, around the update to version {version}"
-        verify_by_version(subject, what, found, sides)
-        verify_version(subject, engine, version, "after the update")
+        serving.verify_by_version(subject, what, found, sides)
+        serving.verify_version(subject, engine, version, "after the update")
         what = f"after the update to version {version} in buckets of {bucket_bytes} bytes"
-        verify_served(subject, what, ask(engine, requests), new, old, version)
+        serving.verify_served(subject, what, serving.ask(engine, requests), new, old, version)
         old, before = new, version
 
 
@@ -172,7 +154,7 @@ def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     model = subject.model()
     engine = subject.serve(model, keep=False)
-    requests = requests_for(subject.data().select(FEW))
+    requests = serving.requests_for(subject.data().select(serving.FEW))
     tensors = tensors_of(subject.expected.models.directory(replace(model, seed=model.seed + 2000)))
     last = list(tensors)[-1]
     broken: dict[str, Iterable[tuple[str, Tensor]]] = {
@@ -184,13 +166,15 @@ def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
         problem = f"an update that {what} did not raise a WeightsError"
         update = partial(sent, engine, sync_meta(subject, method, 2 + number, TINY_BUCKET), stream)
         subject.require_error(WeightsError, update, problem)
-        verify_version(subject, engine, 0, f"after an update that {what}")
-        verify_served(subject, f"after an update that {what}", ask(engine, requests), model, model, 0)
+        serving.verify_version(subject, engine, 0, f"after an update that {what}")
+        serving.verify_served(
+            subject, f"after an update that {what}", serving.ask(engine, requests), model, model, 0
+        )
     new = replace(model, seed=model.seed + 1000)
-    sent(
-        engine, sync_meta(subject, method, 9, TINY_BUCKET), tensors_of(subject.expected.models.directory(new))
-    )
-    verify_served(subject, "after an update that follows broken ones", ask(engine, requests), new, model, 9)
+    tensors = tensors_of(subject.expected.models.directory(new))
+    sent(engine, sync_meta(subject, method, 9, TINY_BUCKET), tensors)
+    found = serving.ask(engine, requests)
+    serving.verify_served(subject, "after an update that follows broken ones", found, new, model, 9)
 
 
 def _breaking_off(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -241,9 +225,8 @@ def _verify_pair(subject: EngineUnderTest, method: SyncMethod) -> None:
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, sync_meta(subject, method, version, bucket_bytes, verify=True), 120)
-        found = ask(engine, requests_for(subject.data().select(FEW)))
+        found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
         carried = {number for response in found for number in response.versions}
         subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
-        truth = subject.directory(f"truth-{version}")
-        save_with(model, group.named_tensors("master"), truth)
-        verify_logprobs(subject, f"log-probs of tokens generated after sync {version}", truth, found)
+        truth = subject.snapshot(group, model, f"truth-{version}")
+        serving.verify_logprobs(subject, f"log-probs of tokens generated after sync {version}", truth, found)

@@ -22,18 +22,7 @@ from core_rl.errors import CheckpointError, WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.serving import (
-    FEW,
-    PLAIN,
-    answers,
-    ask,
-    expected_of,
-    installed,
-    requests_for,
-    verify_by_version,
-    verify_served,
-    verify_version,
-)
+from core_rl_conformance.procedures import serving
 
 APART_S, FURTHER_APART = 0.02, 1.1
 """Between two requests that come late in an update: each wait is longer than the one before by this factor."""
@@ -74,15 +63,15 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
     """
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
-    requests = requests_for(data, PLAIN)
-    verify_served(subject, "before the update", ask(engine, requests), old, old, 0)
+    requests = serving.requests_for(data)
+    serving.verify_served(subject, "before the update", serving.ask(engine, requests), old, old, 0)
     for version, verify in ((1, False), (5, True)):
         new = _other(old, 1 + version)
         # Always through the same directory, as most trainers have it.
-        installed(engine, published(subject, new, version, verify, "weights"))
-        verify_version(subject, engine, version, "after the update")
+        serving.installed(engine, published(subject, new, version, verify, "weights"))
+        serving.verify_version(subject, engine, version, "after the update")
         what = f"after the update to version {version}"
-        verify_served(subject, what, ask(engine, requests), new, old, version)
+        serving.verify_served(subject, what, serving.ask(engine, requests), new, old, version)
         if subject.spec.supports(Capability.SCORE):
             expected = subject.outputs(new, data, "logprobs")
             got = list(engine.score(data.batch()).split(data.lengths))
@@ -102,14 +91,14 @@ def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
     new = _other(old, 1)
     engine = subject.serve(old, keep=False)
     shared, tails = subject.data(lengths=(40,)).rows[0].ids, subject.data(lengths=(1, 2, 5, 3), seed=1)
-    first = [LLMRequest(input_ids=shared + row.ids, sampling=PLAIN) for row in tails.rows[:2]]
+    first = [LLMRequest(input_ids=shared + row.ids, sampling=serving.PLAIN) for row in tails.rows[:2]]
     # One after the other, so that the second finds what the first has left.
-    before = [ask(engine, [request])[0] for request in first]
-    verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
-    installed(engine, published(subject, new, 1))
+    before = [serving.ask(engine, [request])[0] for request in first]
+    serving.verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
+    serving.installed(engine, published(subject, new, 1))
     prompts = [shared, *(shared + row.ids for row in tails.rows), before[0].input_ids + before[0].output_ids]
-    found = [ask(engine, [LLMRequest(input_ids=ids, sampling=PLAIN)])[0] for ids in prompts]
-    verify_served(subject, "with a prefix from before the update", found, new, old, 1)
+    found = [serving.ask(engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN)])[0] for ids in prompts]
+    serving.verify_served(subject, "with a prefix from before the update", found, new, old, 1)
 
 
 @check("I12.failed-update", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
@@ -122,15 +111,20 @@ def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     model = subject.model()
     engine = subject.serve(model, keep=False)
     engine.set_version(3)
-    requests = requests_for(subject.data().select(FEW), PLAIN)
+    requests = serving.requests_for(subject.data().select(serving.FEW))
     for what, meta in _unreadable(subject, model).items():
         problem = f"an update from {what} did not raise a WeightsError or a CheckpointError"
-        subject.require_error((WeightsError, CheckpointError), partial(installed, engine, meta), problem)
-        verify_version(subject, engine, 3, "after a failed update")
-        verify_served(subject, f"after an update from {what}", ask(engine, requests), model, model, 3)
+        subject.require_error(
+            (WeightsError, CheckpointError), partial(serving.installed, engine, meta), problem
+        )
+        serving.verify_version(subject, engine, 3, "after a failed update")
+        serving.verify_served(
+            subject, f"after an update from {what}", serving.ask(engine, requests), model, model, 3
+        )
     new = _other(model, 1)
-    installed(engine, published(subject, new, 9))
-    verify_served(subject, "after an update that follows failed ones", ask(engine, requests), new, model, 9)
+    serving.installed(engine, published(subject, new, 9))
+    found = serving.ask(engine, requests)
+    serving.verify_served(subject, "after an update that follows failed ones", found, new, model, 9)
 
 
 def _unreadable(subject: EngineUnderTest, model: TinyModel) -> dict[str, WeightUpdateMeta]:
@@ -170,14 +164,14 @@ def versions_are_those_of_the_weights(subject: EngineUnderTest) -> None:
     new = _other(old, 1)
     engine = subject.serve(old, keep=False)
     data = subject.data()
-    requests = requests_for(data, replace(PLAIN, max_new_tokens=40), 20)
+    requests = serving.requests_for(data, replace(serving.PLAIN, max_new_tokens=40), 20)
     found = asyncio.run(_during(engine, requests, published(subject, new, 1)))
-    sides = {version: expected_of(subject, model, found) for version, model in enumerate((old, new))}
+    sides = {version: serving.expected_of(subject, model, found) for version, model in enumerate((old, new))}
     guesses = {"all of them were drawn by the weights before the update": lambda: sides[0].values}
     what = "log-probs by the weights whose version tokens carry"
-    verify_by_version(subject, what, found, sides, guesses)
-    after = ask(engine, requests_for(data, PLAIN, 20))
-    verify_served(subject, "after an update with requests in flight", after, new, old, 1)
+    serving.verify_by_version(subject, what, found, sides, guesses)
+    after = serving.ask(engine, serving.requests_for(data, serving.PLAIN, 20))
+    serving.verify_served(subject, "after an update with requests in flight", after, new, old, 1)
 
 
 async def _during(
@@ -185,14 +179,14 @@ async def _during(
 ) -> list[LLMResponse]:
     """The answers to requests from before the update, from right after it began, and from later as long as it runs."""
     half = len(requests) // 2
-    running = asyncio.ensure_future(answers(engine, requests[:half]))
+    running = asyncio.ensure_future(serving.answers(engine, requests[:half]))
     for _ in range(3):
         await asyncio.sleep(0)
-    update = asyncio.ensure_future(asyncio.to_thread(installed, engine, meta))
-    found = [*await answers(engine, requests[half:]), *await running]
+    update = asyncio.ensure_future(asyncio.to_thread(serving.installed, engine, meta))
+    found = [*await serving.answers(engine, requests[half:]), *await running]
     late: list[asyncio.Future[list[LLMResponse]]] = []
     while not update.done() and len(late) < MOST_LATE:
-        late.append(asyncio.ensure_future(answers(engine, [requests[len(late) % len(requests)]])))
+        late.append(asyncio.ensure_future(serving.answers(engine, [requests[len(late) % len(requests)]])))
         await asyncio.sleep(APART_S * FURTHER_APART ** len(late))
     await update
     return [*found, *(response for part in await asyncio.gather(*late) for response in part)]

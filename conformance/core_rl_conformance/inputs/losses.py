@@ -5,9 +5,10 @@ Both forms are frozen dataclasses without state, so they travel to ranks, and re
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from core_rl.backend.loss import LossSpec, count_sequences, count_tokens
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.masked import masked_fill, masked_sum, segment_sum
-from core_rl.data.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl_oracle.oracle import OracleSequence
 
 __all__ = [
@@ -35,34 +36,38 @@ EngineResult = tuple[Tensor, Mapping[str, Metric]]
 Outputs = Mapping[str, Tensor]
 
 
-class CheckLoss(Protocol):
-    """A loss in both forms."""
+@dataclass(frozen=True, kw_only=True)
+class CheckLoss(ABC):
+    """A loss in both forms, with the temperature of its log-probs."""
 
-    @property
-    def temperature(self) -> float:
-        """The temperature of the log-probs."""
-        ...
+    temperature: float = 1.0
+    outputs: ClassVar[tuple[OutputName, ...]]
+    """The outputs that it reads."""
 
     def spec(self) -> LossSpec:
         """For an engine."""
-        ...
+        return LossSpec(fn=self, weight_fn=self.weight, outputs=self.outputs, temperature=self.temperature)
 
+    @staticmethod
+    def weight(batch: SequenceBatch) -> float:
+        """The number that its sum is divided by."""
+        return count_tokens(batch)
+
+    @abstractmethod
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        """The sum over a micro-batch, and metrics."""
+
+    @abstractmethod
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
         """For the oracle and the plain model: the sum over one sequence and how much it counts."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenMeanLoss:
+class TokenMeanLoss(CheckLoss):
     """The mean over trained tokens of ``-advantage * log p - coef * entropy``."""
 
     entropy_coef: float = 0.25
-    temperature: float = 1.0
-
-    def spec(self) -> LossSpec:
-        return LossSpec(
-            fn=self, weight_fn=count_tokens, outputs=("logprobs", "entropy"), temperature=self.temperature
-        )
+    outputs = ("logprobs", "entropy")
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         mask = batch.loss_mask
@@ -83,13 +88,10 @@ class TokenMeanLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceLoss:
+class BalanceLoss(CheckLoss):
     """Nothing but the balance of the routers, which an engine with ``router_aux_coef`` 1 adds by itself."""
 
-    temperature: float = 1.0
-
-    def spec(self) -> LossSpec:
-        return LossSpec(fn=self, weight_fn=count_tokens, outputs=("logprobs",))
+    outputs = ("logprobs",)
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         return masked_sum(0.0 * output["logprobs"], batch.loss_mask), {}
@@ -112,15 +114,14 @@ class BalancedTokenMeanLoss(TokenMeanLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceMeanLoss:
+class SequenceMeanLoss(CheckLoss):
     """The mean over sequences of each one's own token mean; a sequence without trained tokens counts nothing."""
 
-    temperature: float = 1.0
+    outputs = ("logprobs",)
 
-    def spec(self) -> LossSpec:
-        return LossSpec(
-            fn=self, weight_fn=count_sequences, outputs=("logprobs",), temperature=self.temperature
-        )
+    @staticmethod
+    def weight(batch: SequenceBatch) -> float:
+        return count_sequences(batch)
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         mask = batch.loss_mask
@@ -137,18 +138,13 @@ class SequenceMeanLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitsLoss:
+class LogitsLoss(CheckLoss):
     """The mean over trained tokens of ``-log p + advantage * (E[c] + mean(c * logits))``, with costs ``c [V]``.
 
     It reads every entry of the logits and the log-probs, as distillation does.
     """
 
-    temperature: float = 1.0
-
-    def spec(self) -> LossSpec:
-        return LossSpec(
-            fn=self, weight_fn=count_tokens, outputs=("logprobs", "logits"), temperature=self.temperature
-        )
+    outputs = ("logprobs", "logits")
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         costs = _mean_costs(output["logits"])
@@ -183,14 +179,13 @@ class InfiniteGradientLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueLoss:
-    """Half the squared errors of values at trained tokens and of all bootstraps, over the number of trained tokens."""
+class ValueLoss(CheckLoss):
+    """Half the squared errors of values at trained tokens and of all bootstraps, over the number of trained tokens.
 
-    temperature: float = 1.0
-    """No value depends on it."""
+    No value depends on the temperature.
+    """
 
-    def spec(self) -> LossSpec:
-        return LossSpec(fn=self, weight_fn=count_tokens, outputs=("values",), temperature=self.temperature)
+    outputs = ("values",)
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         mask = batch.loss_mask
@@ -207,18 +202,15 @@ class ValueLoss:
         return (0.5 * errors**2).sum() + 0.5 * end**2, float(mask.sum())
 
 
-def _count_all(batch: SequenceBatch) -> float:
-    return float(batch.num_sequences)
-
-
 @dataclass(frozen=True, kw_only=True)
-class RewardLoss:
+class RewardLoss(CheckLoss):
     """The mean over all sequences of half the squared error of the score."""
 
-    temperature: float = 1.0
+    outputs = ("scores",)
 
-    def spec(self) -> LossSpec:
-        return LossSpec(fn=self, weight_fn=_count_all, outputs=("scores",), temperature=self.temperature)
+    @staticmethod
+    def weight(batch: SequenceBatch) -> float:
+        return float(batch.num_sequences)
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         errors = output["scores"] - batch["target"]

@@ -56,9 +56,8 @@ class TinyAdapter:
         random = torch.Generator().manual_seed(7919 * self.model.seed + self.seed)
         factors = {}
         for name, (out, into, _) in layers.items():
-            factors[f"{name}.lora_A.weight"] = torch.randn(self.rank, into, generator=random) / math.sqrt(
-                into
-            )
+            down = torch.randn(self.rank, into, generator=random)
+            factors[f"{name}.lora_A.weight"] = down / math.sqrt(into)
             size = STRENGTH / (self.scaling * math.sqrt(self.rank))
             factors[f"{name}.lora_B.weight"] = size * torch.randn(out, self.rank, generator=random)
         transposed = frozenset(name for name, (_, _, turned) in layers.items() if turned)

@@ -101,14 +101,11 @@ class TinyModel:
     def with_multiples(self, layers: int, experts: int) -> TinyModel:
         """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
         config = self.config()
-        more_layers, own_experts = (
-            -config.num_hidden_layers % layers,
-            getattr(config, "num_experts", None) or 0,
-        )
-        more_experts = -own_experts % experts
+        own_layers, own_experts = config.num_hidden_layers, getattr(config, "num_experts", None) or 0
+        more_layers, more_experts = -own_layers % layers, -own_experts % experts
         return replace(
             self,
-            layers=config.num_hidden_layers + more_layers if more_layers else self.layers,
+            layers=own_layers + more_layers if more_layers else self.layers,
             experts=own_experts + more_experts if more_experts else self.experts,
         )
 

@@ -11,6 +11,7 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.profile import Setting
@@ -22,6 +23,7 @@ __all__ = [
     "load",
     "low_rank_of",
     "outputs_of",
+    "snapshot_of",
     "start",
     "written",
 ]
@@ -85,6 +87,12 @@ def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:
     }
     like = adapter.low_rank()
     return LowRank(factors=found, scaling=like.scaling, transposed=like.transposed)
+
+
+def snapshot_of(subject: EngineUnderTest, adapter: TinyAdapter, group: EngineGroup) -> Snapshot:
+    """The base model, and over it the factors that the engine holds now."""
+    model = adapter.model
+    return Snapshot(subject.expected.models.directory(model), model.head, low_rank_of(adapter, group))
 
 
 def outputs_of(

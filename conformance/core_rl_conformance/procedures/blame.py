@@ -92,7 +92,7 @@ def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> 
     blamed = next((each.partner for each in quantities if each.partner.problem is not None), None)
     if off is None and blamed is not None:
         raise NotRun(
-            f"the partner {_partner(subject)!r} is off the oracle: {_by(blamed)}; {subject.spec.name!r} is not"
+            f"the partner {subject.peer.spec.name!r} is off the oracle: {_by(blamed)}; {subject.spec.name!r} is not"
         )
     # By the triangle inequality one of the two is off, unless their names or shapes differ.
     found = apart[0].between if off is None else off.own
@@ -104,7 +104,7 @@ def _verdict(
     subject: EngineUnderTest, between: Finding, off: PairFinding | None, blamed: Finding | None
 ) -> Iterator[str]:
     """The difference between the two engines, and the one to fix."""
-    own, partner = subject.spec.name, _partner(subject)
+    own, partner = subject.spec.name, subject.peer.spec.name
     yield f"{own!r} and {partner!r} differ: {_by(between)}"
     if off is not None:
         yield f"{own!r} is off the oracle: {_by(off.own)}"
@@ -118,23 +118,17 @@ def _by(finding: Finding) -> str:
     return f"{finding.what} by {finding.error:.1e} (allowed {finding.limit:.1e})"
 
 
-def _partner(subject: EngineUnderTest) -> str:
-    partner = subject.case.partner
-    assert partner is not None  # only checks of pairs come here
-    return partner.spec.name
-
-
 @contextmanager
 def partners_part(subject: EngineUnderTest) -> Iterator[None]:
     """Around what the partner does alone: where that fails, this raises `NotRun` with the partner's name."""
     try:
         yield
     except AssertionError as error:
-        raise NotRun(f"the partner {_partner(subject)!r} is wrong: {_gist(error)}") from error
+        raise NotRun(f"the partner {subject.peer.spec.name!r} is wrong: {_gist(error)}") from error
     except CoreRLError as error:
-        subject.expected.discard(_partner(subject))
+        subject.expected.discard(subject.peer.spec.name)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise NotRun(f"the partner {_partner(subject)!r} failed: {reason}") from error
+        raise NotRun(f"the partner {subject.peer.spec.name!r} failed: {reason}") from error
 
 
 def _gist(error: AssertionError) -> str:

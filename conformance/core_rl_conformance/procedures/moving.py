@@ -54,6 +54,10 @@ TWO = MicroBatchSpec(count=2)
 OPTIMIZER = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 TOTAL_STEPS = 8
 KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+FORMATS: Mapping[CheckpointFormat, Capability] = {
+    "sharded": Capability.SHARDED_CHECKPOINT,
+    "portable": Capability.PORTABLE_CHECKPOINT,
+}
 
 State = Mapping[TensorKind, Mapping[str, Tensor]]
 
@@ -136,8 +140,8 @@ def verify_state(subject: EngineUnderTest, what: str, group: EngineGroup, expect
 
 
 def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:
-    """``sharded``, and ``portable`` where it is declared."""
-    return ["sharded", "portable"] if subject.spec.supports(Capability.PORTABLE_CHECKPOINT) else ["sharded"]
+    """Those of ``sharded`` and ``portable`` that are declared."""
+    return [format_ for format_, needed in FORMATS.items() if subject.spec.supports(needed)]
 
 
 def verify_progress(

@@ -10,11 +10,12 @@ from torch import Tensor
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.expected_values import ExpectedOutputs, Judged
+from core_rl_conformance.expected_values import ExpectedOutputs
 from core_rl_conformance.hints.diagnose import compare_mean_square, compare_signed_mean
 from core_rl_conformance.inputs.data import Ragged
-from core_rl_conformance.inputs.tiny_models import TinyModel, save_with
-from core_rl_conformance.procedures.adapters import low_rank_of
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.adapters import snapshot_of
 
 __all__ = ["PROBE", "verify_form", "verify_outputs", "verify_overall", "verify_precision"]
 
@@ -24,22 +25,21 @@ ENOUGH = 16
 """So many numbers are not all round by chance."""
 
 
-def verify_outputs(subject: EngineUnderTest, group: EngineGroup, of: Judged, what: str) -> None:
+def verify_outputs(
+    subject: EngineUnderTest, group: EngineGroup, of: TinyModel | TinyAdapter, what: str
+) -> None:
     """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
 
     With an adapter: the base's own weights and the exported adapter. Export alone cannot show that what a rank
     computes with is something else: an old gathered copy, or a replica that has drifted away.
     """
-    data, model = subject.data(lengths=PROBE), of if isinstance(of, TinyModel) else of.model
-    low_rank, directory = None, subject.expected.models.directory(model)
+    data = subject.data(lengths=PROBE)
     if isinstance(of, TinyModel):
-        directory = subject.directory(f"weights {what}")
-        save_with(of, group.named_tensors("master"), directory)
+        now = subject.snapshot(group, of, f"weights {what}")
     else:
-        low_rank = low_rank_of(of, group)
-    name: OutputName = "logprobs" if model.head == "lm" else "values"
-    dtype, device = subject.dtype, subject.case.device
-    expected = subject.expected.outputs_at(directory, model.head, data, name, dtype, device, adapter=low_rank)
+        now = snapshot_of(subject, of, group)
+    name: OutputName = "logprobs" if now.head == "lm" else "values"
+    expected = subject.outputs(now, data, name)
     got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
     subject.verify_tokens(f"{name} {what}", got, expected, subject.places(data))
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,12 +16,11 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
-from core_rl_oracle.low_rank import LowRank
-from core_rl_oracle.oracle import Oracle
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "PLAIN",
     "Expected",
     "Guesses",
-    "Weights",
     "answers",
     "as_response",
     "ask",
@@ -48,8 +45,6 @@ __all__ = [
     "with_guesses",
 ]
 
-Weights = TinyModel | Path
-"""Whose log-probs are expected: a tiny model's, or those of a model directory as it is now."""
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
 """Explanations of a wrong result: a sentence, and the log-probs that would prove it."""
 FEW = (0, 1, 3, 4, 7, 10)
@@ -135,29 +130,20 @@ def _generated(values: Sequence[Tensor], found: Sequence[LLMResponse]) -> list[T
 
 def expected_of(
     subject: EngineUnderTest,
-    weights: Weights,
+    weights: Judged,
     found: Sequence[LLMResponse],
     temperature: float = 1.0,
-    adapter: LowRank | None = None,
 ) -> Expected:
-    """The oracle's log-probs of the generated tokens of ``found``, with an ``adapter`` over the weights."""
-    whole = sequences_of(found)
-    if isinstance(weights, TinyModel) and adapter is None:
-        outputs = subject.outputs(weights, whole, "logprobs", temperature)
-    else:
-        path = subject.expected.models.directory(weights) if isinstance(weights, TinyModel) else weights
-        dtype, device = subject.dtype, subject.case.device
-        outputs = subject.expected.outputs_at(
-            path, "lm", whole, "logprobs", dtype, device, temperature, adapter
-        )
+    """The oracle's log-probs of the generated tokens of ``found``."""
+    outputs = subject.outputs(weights, sequences_of(found), "logprobs", temperature)
     return Expected(values=_generated(outputs.values, found), tolerance=outputs.tolerance)
 
 
 def distributions(
-    subject: EngineUnderTest, weights: Weights, found: Sequence[LLMResponse], temperature: float = 1.0
+    subject: EngineUnderTest, weights: Judged, found: Sequence[LLMResponse], temperature: float = 1.0
 ) -> list[Tensor]:
     """The oracle's log-probs of all tokens, float64 ``[n, V]``, where each of the ``n`` generated ones was drawn."""
-    rows = _oracle(subject, weights).evaluate(sequences_of(found).for_oracle(), temperature)
+    rows = subject.expected.oracle(weights).evaluate(sequences_of(found).for_oracle(), temperature)
     return [torch.log_softmax(part, -1) for part in _generated([row["logits"] for row in rows], found)]
 
 
@@ -185,14 +171,10 @@ def as_response(prompt: tuple[int, ...]) -> LLMResponse:
     )
 
 
-def _oracle(subject: EngineUnderTest, weights: Weights) -> Oracle:
-    return subject.expected.oracle(weights) if isinstance(weights, TinyModel) else Oracle(weights)
-
-
 def verify_logprobs(
     subject: EngineUnderTest,
     what: str,
-    weights: Weights,
+    weights: Judged,
     found: Sequence[LLMResponse],
     temperature: float = 1.0,
     guesses: Guesses | None = None,
@@ -277,9 +259,9 @@ def with_guesses(finding: Finding, got: Sequence[Tensor], guesses: Guesses, tole
 
 
 def _known_mistakes(
-    subject: EngineUnderTest, weights: Weights, found: Sequence[LLMResponse], temperature: float
+    subject: EngineUnderTest, weights: Judged, found: Sequence[LLMResponse], temperature: float
 ) -> dict[str, Callable[[], list[Tensor]]]:
-    oracle = _oracle(subject, weights)
+    oracle = subject.expected.oracle(weights)
 
     def after(*before: int) -> list[Tensor]:
         rows = oracle.evaluate(sequences_of(found, before).for_oracle(), temperature)

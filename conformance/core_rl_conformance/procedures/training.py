@@ -84,11 +84,9 @@ class Shadow:
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
-        return (
-            self.config.lr
-            if self.total_steps is None
-            else self.config.linear_lr(self.lr_steps, self.total_steps)
-        )
+        if self.total_steps is None:
+            return self.config.lr
+        return self.config.linear_lr(self.lr_steps, self.total_steps)
 
     def train(
         self,

@@ -75,17 +75,9 @@ def _state(cases: Sequence[CaseRecord], absent: Sequence[str]) -> tuple[Capabili
     if not any(case.outcome is Outcome.PASSED for case in cases):
         return CapabilityState.UNCERTIFIED, "no check of it was run"
     if absent:
-        return CapabilityState.UNCERTIFIED, _left_out(absent)
+        rest = f" and {len(absent) - 2} more were" if len(absent) > 2 else " was"
+        return CapabilityState.UNCERTIFIED, f"{', '.join(absent[:2])}{rest} not selected"
     return CapabilityState.CERTIFIED, ""
-
-
-def _left_out(checks: Sequence[str]) -> str:
-    first = ", ".join(checks[:2])
-    return (
-        f"{first} was not selected"
-        if len(checks) <= 2
-        else f"{first} and {len(checks) - 2} more were not selected"
-    )
 
 
 def judge(results: Sequence[CaseRecord], problems: Sequence[str], *, complete: bool) -> Verdict:

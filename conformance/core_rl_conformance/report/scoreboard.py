@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from operator import attrgetter
 
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.certify import certify, judge, needs_of
@@ -93,14 +93,12 @@ class Scoreboard:
     @property
     def checks(self) -> list[CheckRecord]:
         """Each check that has a result, as the newest report that has it describes it."""
-        reports = sorted((report for entry in self.entries for report in entry.reports), key=_age)
+        reports = sorted(
+            (report for entry in self.entries for report in entry.reports), key=attrgetter("created")
+        )
         known = {check.identifier: check for report in reports for check in report.checks}
         used = {case.check for entry in self.entries for case in entry.cases}
         return sorted((known[identifier] for identifier in used), key=lambda check: check.order)
-
-
-def _age(report: Report) -> datetime:
-    return report.created
 
 
 def merge(reports: Iterable[Report]) -> Scoreboard:
@@ -108,7 +106,7 @@ def merge(reports: Iterable[Report]) -> Scoreboard:
 
     Of several results for one case the newest counts, and one that was not run never replaces one that was.
     """
-    ordered = sorted(reports, key=_age)
+    ordered = sorted(reports, key=attrgetter("created"))
     found: dict[tuple[str, str, str], list[tuple[Report, EngineRecord]]] = {}
     for report in ordered:
         for engine in report.engines:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 
 from core_rl import __version__
 from core_rl.machine import describe_machine
-from core_rl.registry.engines import EngineEntry, list_engines
-from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
+from core_rl.registry.engines import list_engines
+from core_rl.registry.spec import PROTOCOL_VERSION
 from core_rl_conformance.catalogue import Check, load_checks
-from core_rl_conformance.outcomes import CaseRecord
 from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
 from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
@@ -57,80 +55,38 @@ class ReportWriter:
             terminalreporter.write_line(self._written)
 
     def _report(self, exitstatus: int) -> Report:
-        plan = self._summary.plan
-        return _build_report(
-            specs=[target.spec for target in plan.targets],
-            checks=load_checks().values(),
-            results=self._summary.results,
-            command=["pytest", *map(str, self._config.invocation_params.args)],
+        plan, results = self._summary.plan, self._summary.results
+        complete = not self._summary.narrowed and exitstatus in FINISHED
+        checks = sorted(map(_check, load_checks().values()), key=lambda check: check.order)
+        entries = {entry.name: entry for entry in list_engines()}
+        problems = self._summary.problems()
+        engines = []
+        for spec in (target.spec for target in plan.targets):
+            own, entry = [case for case in results if case.engine == spec.name], entries.get(spec.name)
+            record = EngineRecord(
+                name=spec.name,
+                kind=spec.kind,
+                description=spec.description,
+                distribution=entry.distribution if entry else "(this process)",
+                version=entry.version if entry else "-",
+                protocol=spec.protocol,
+                capabilities=certify(spec.capabilities, own, needs_of(checks, spec.kind)),
+                verdict=judge(own, problems[spec.name], complete=complete),
+                problems=tuple(problems[spec.name]),
+            )
+            engines.append(record)
+        return Report(
+            suite_version=__version__,
+            protocol=PROTOCOL_VERSION,
+            created=datetime.now(UTC).replace(microsecond=0),
+            command=shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),
             seed=plan.selection.seed,
-            complete=not self._summary.narrowed and exitstatus in FINISHED,
-            problems=self._summary.problems(),
-        )
-
-
-def _build_report(
-    *,
-    specs: Sequence[EngineSpec],
-    checks: Iterable[Check],
-    results: Sequence[CaseRecord],
-    command: Sequence[str],
-    seed: int,
-    complete: bool,
-    problems: Mapping[str, Sequence[str]] | None = None,
-) -> Report:
-    """The report of one session.
-
-    ``specs`` are the engines under check; ``complete`` says that the command line left nothing out;
-    ``problems`` are, by engine, further reasons against it.
-    """
-    known = sorted(map(_check, checks), key=lambda check: check.order)
-    entries = {entry.name: entry for entry in list_engines()}
-    engines = [
-        _engine(
-            spec,
-            entries.get(spec.name),
-            known,
-            [case for case in results if case.engine == spec.name],
-            tuple((problems or {}).get(spec.name, ())),
             complete=complete,
+            environment=describe_machine((engine.distribution for engine in engines), extra="conformance"),
+            engines=tuple(engines),
+            checks=tuple(checks),
+            results=tuple(results),
         )
-        for spec in specs
-    ]
-    return Report(
-        suite_version=__version__,
-        protocol=PROTOCOL_VERSION,
-        created=datetime.now(UTC).replace(microsecond=0),
-        command=shlex.join(command),
-        seed=seed,
-        complete=complete,
-        environment=describe_machine((engine.distribution for engine in engines), extra="conformance"),
-        engines=tuple(engines),
-        checks=tuple(known),
-        results=tuple(results),
-    )
-
-
-def _engine(
-    spec: EngineSpec,
-    entry: EngineEntry | None,
-    checks: Sequence[CheckRecord],
-    cases: Sequence[CaseRecord],
-    problems: tuple[str, ...],
-    *,
-    complete: bool,
-) -> EngineRecord:
-    return EngineRecord(
-        name=spec.name,
-        kind=spec.kind,
-        description=spec.description,
-        distribution=entry.distribution if entry else "(this process)",
-        version=entry.version if entry else "-",
-        protocol=spec.protocol,
-        capabilities=certify(spec.capabilities, cases, needs_of(checks, spec.kind)),
-        verdict=judge(cases, problems, complete=complete),
-        problems=problems,
-    )
 
 
 def _check(check: Check) -> CheckRecord:

@@ -104,18 +104,11 @@ class Summary:
         heads = [layout if dtype == "float32" else f"{layout} {dtype}" for layout, dtype in columns]
         width = max((len(result.label) for result in own), default=5)
         counts = {outcome: sum(result.outcome is outcome for result in own) for outcome in Outcome}
-        terminal.write_line(
-            f"engine {target.spec.name}: "
-            + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        )
+        shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        terminal.write_line(f"engine {target.spec.name}: {shown}")
         cells = [max(13, len(head)) for head in heads]
-        terminal.write_line(
-            "  "
-            + "check".ljust(width)
-            + "  "
-            + "  ".join(map(str.ljust, heads, cells))
-            + "  largest error / allowed"
-        )
+        line = "  ".join(map(str.ljust, heads, cells))
+        terminal.write_line(f"  {'check'.ljust(width)}  {line}  largest error / allowed")
         for label in sorted({result.label for result in own}, key=natural_order):
             rows = [result for result in own if result.label == label]
             line = "  ".join(

@@ -23,7 +23,7 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.inference import InferenceEngine
-from core_rl_conformance.expected_values import ExpectedValues
+from core_rl_conformance.expected_values import ExpectedValues, Snapshot
 from core_rl_conformance.inputs.data import ragged
 from core_rl_trainer import run_recipe
 from core_rl_trainer.loop.loop import TrainingLoop
@@ -72,7 +72,7 @@ class Published:
 
     def verify(self, roles: Roles, version: int) -> None:
         roles.actor.save(SaveLoadMeta(path=str(self._directory), format="hf"))
-        expected = self._expected.outputs_at(self._directory, "lm", DATA, "logprobs", torch.float32)
+        expected = self._expected.outputs(Snapshot(self._directory), DATA, "logprobs", 1.0, torch.float32)
         limit = expected.tolerance.limit
         spec = MicroBatchSpec(max_tokens=4096)
         trained = roles.actor.forward(DATA.batch(), spec)["logprobs"]
