@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
+from functools import cached_property
 from typing import Any, TypeVar
 
 import aiohttp
@@ -39,20 +40,24 @@ KEEP_ALIVE_S = 2.0
 class SGLangBackend(InferenceBackend[SglangConfig]):
     """Calls SGLang servers over HTTP, on one event loop in a thread of its own."""
 
-    _loop: LoopThread | None = None
-    _connected: Fleet | None = None
-    _own: tuple[Server, ...] = ()
+    servers: tuple[Server, ...] = ()
+    """The servers that the engine is connected to; before `build`, those that it has launched."""
+
+    def __init__(self) -> None:
+        self._cleanup = ExitStack()
 
     # ------------------------------------------------------------ life cycle
 
     def launch_server(self, context: InferenceContext[SglangConfig], count: int) -> tuple[str, ...]:
         config, model = context.config, _served(context.config)
-        ports = free_ports(config.options, count)
-        self._open_loop()
-        self._own = tuple(start_server(config, model, port, self._session) for port in ports)
-        for server in self._own:
+        launched = []
+        for port in free_ports(config.options, count):
+            launched.append(start_server(config, model, port, self._session))
+            self._cleanup.callback(launched[-1].stop)
+        self.servers += tuple(launched)
+        for server in launched:
             self._wait(server.wait_until_up(config.options.start_timeout_s))
-        return tuple(server.address for server in self._own)
+        return tuple(server.address for server in launched)
 
     def build(
         self, context: InferenceContext[SglangConfig], addresses: tuple[str, ...], ft_spec: FinetuneSpec
@@ -63,47 +68,36 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         addresses = addresses or options.addresses or self.launch_server(context, dp)
         if len(addresses) != dp and dp > 1:
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
-        loop = self._open_loop()
-        own = {server.address: server for server in self._own}
-        servers = [own.get(a) or Server(Api(a, self._session, options.key), None, None) for a in addresses]
-        fleet = Fleet(options, servers, self._session, DiskWeights(self.model.path, 0))
-        self._connected = fleet
-        self._wait(fleet.connect())
-        self._requests = Requests(fleet.pool)
+        own = {server.address: server for server in self.servers}
+        self.servers = tuple(
+            own.get(a) or Server(Api(a, self._session, options.key), options.update_timeout_s)
+            for a in addresses
+        )
+        self._fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
+        self._cleanup.callback(lambda: self._wait(self._fleet.close()))
+        self._wait(self._fleet.connect())
+        self._requests = Requests(self._fleet.pool)
         self._scorer = Scorer(self._requests, self.model.limits.vocab_size, options.request_timeout_s)
-        self._receiver = WeightReceiver(loop, fleet, self.model, config.model.lora, options.update_timeout_s)
+        self._receiver = WeightReceiver(self._loop, self._fleet, self.model)
         return self.model.limits
 
-    def _open_loop(self) -> LoopThread:
-        if self._loop is None:
-            self._loop = LoopThread("core-rl-sglang")
-            self._session = self._wait(_session())
-        return self._loop
+    @cached_property
+    def _loop(self) -> LoopThread:
+        loop = LoopThread("core-rl-sglang")
+        self._cleanup.callback(loop.close)
+        return loop
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        session = self._wait(_session())
+        self._cleanup.callback(lambda: self._wait(session.close()))
+        return session
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        assert self._loop is not None
         return self._loop.run(work).result()
 
-    @property
-    def _fleet(self) -> Fleet:
-        assert self._connected is not None
-        return self._connected
-
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """The servers that the engine is connected to; before `build`, those that it has launched."""
-        return self._own if self._connected is None else self._connected.pool.servers
-
     def teardown(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            closing = self._session.close() if self._connected is None else self._connected.close()
-            loop.run(closing).result()
-            loop.close()
-        for server in self._own:
-            if server.process is not None:
-                server.process.stop()
-        self._own = ()
+        self._cleanup.close()
 
     def scheduling(self, config: SglangConfig) -> Scheduling:
         gpus = config.layout.tp if pick_device(config.device, 0).type == "cuda" else 0
@@ -112,12 +106,10 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
     # -------------------------------------------------------------- requests
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        assert self._loop is not None
         return await asyncio.wrap_future(self._loop.run(self._requests.generate(request, self.model.eos)))
 
     async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
         """Parts of a response as they come, and last the response; a server lost after the first is an error."""
-        assert self._loop is not None
         parts: asyncio.Queue[PartialResponse | LLMResponse | None] = asyncio.Queue()
         callers_loop = asyncio.get_running_loop()
 

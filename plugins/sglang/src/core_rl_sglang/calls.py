@@ -117,7 +117,7 @@ async def generated(server: Server, adapter: ServedAdapter, body: Mapping[str, A
     try:
         return await server.api.post("/generate", {**body, **adapter.fields}, timeout_s)
     except Refused as error:
-        if adapter.name is not None and adapter.name in error.message:
+        if adapter.name is not None and adapter.name in str(error):
             raise StaleServer(f"SGLang server {server.address} does not know its adapter: {error}") from error
         raise
 

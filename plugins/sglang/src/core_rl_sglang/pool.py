@@ -6,14 +6,13 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 
 from core_rl.errors import RolloutError
 from core_rl_sglang.api import Unreachable
 from core_rl_sglang.config import SglangOptions
-from core_rl_sglang.server import PROBE_TIMEOUT_S, Server
+from core_rl_sglang.server import Server
 
-__all__ = ["PrefixRouter", "ServerPool"]
+__all__ = ["Failures", "PrefixRouter", "ServerPool", "failures"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +22,16 @@ REMEMBERED = 100_000
 """Prefixes; the ones that were not used for longest are forgotten."""
 SLACK = 16
 """A server may have so many requests more than the idlest one before it loses a prompt that it knows."""
+
+
+Failures = dict[Server, BaseException]
+"""The error of each server on which a call failed."""
+
+
+async def failures(call: Callable[[Server], Awaitable[None]], servers: Sequence[Server]) -> Failures:
+    """Run ``call`` on all ``servers``; returns its errors."""
+    errors = await asyncio.gather(*map(call, servers), return_exceptions=True)
+    return {server: error for server, error in zip(servers, errors, strict=True) if error is not None}
 
 
 class ServerPool:
@@ -102,11 +111,10 @@ class ServerPool:
             self._router.forget(server.address)
             server.recovery = asyncio.ensure_future(self._recover(server))
 
-    def mark_failed(self, servers: Sequence[Server], errors: Sequence[BaseException | None]) -> None:
-        """Mark each of ``servers`` that has an error as lost."""
-        for server, error in zip(servers, errors, strict=True):
-            if error is not None:
-                self.mark_lost(server, error)
+    def mark_failed(self, failed: Failures) -> None:
+        """Mark all servers that have ``failed`` as lost."""
+        for server, error in failed.items():
+            self.mark_lost(server, error)
 
     async def wait_recovered(self) -> None:
         """Wait for the recoveries that are under way."""
@@ -131,8 +139,7 @@ class ServerPool:
             logger.error("SGLang server %s does not come back: %s", server.address, error)
             if not server.weights_intact:
                 # Its requests would wait for ever; the tokens that they have are of whole weights.
-                with suppress(RolloutError):
-                    await server.pause("abort", PROBE_TIMEOUT_S)
+                await server.abort_all()
             async with self._changed:
                 server.failure = error
                 self._changed.notify_all()
