@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import ExitStack, aclosing
 from functools import cached_property
 from typing import Any, TypeVar
@@ -77,7 +77,7 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         self._cleanup.callback(lambda: self._wait(self._fleet.close()))
         self._wait(self._fleet.connect())
         self._requests = Requests(self._fleet.pool)
-        self._scorer = Scorer(self._requests, self.model.limits.vocab_size, options.request_timeout_s)
+        self._scorer = Scorer(self._requests, self.model.limits.vocab_size)
         self._receiver = WeightReceiver(self._loop, self._fleet, self.model)
         return self.model.limits
 
@@ -113,10 +113,15 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         parts: asyncio.Queue[PartialResponse | LLMResponse | None] = asyncio.Queue()
         callers_loop = asyncio.get_running_loop()
 
-        def put(part: PartialResponse | LLMResponse | None) -> None:
-            callers_loop.call_soon_threadsafe(parts.put_nowait, part)
+        async def pump() -> None:
+            try:
+                async with aclosing(self._requests.stream(request, self.model.eos)) as stream:
+                    async for part in stream:
+                        callers_loop.call_soon_threadsafe(parts.put_nowait, part)
+            finally:
+                callers_loop.call_soon_threadsafe(parts.put_nowait, None)
 
-        running = self._loop.run(_pump(self._requests.stream(request, self.model.eos), put))
+        running = self._loop.run(pump())
         try:
             while (part := await parts.get()) is not None:
                 yield part
@@ -154,19 +159,6 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
 def _served(config: SglangConfig) -> ServedModel:
     on_cpu = pick_device(config.device, 0).type == "cpu"
     return ServedModel.of(config.model, config.layout.tp if on_cpu else 0)
-
-
-async def _pump(
-    stream: AsyncGenerator[PartialResponse | LLMResponse],
-    put: Callable[[PartialResponse | LLMResponse | None], None],
-) -> None:
-    """Put all parts of ``stream``, and None at its end or failure."""
-    try:
-        async with aclosing(stream):
-            async for part in stream:
-                put(part)
-    finally:
-        put(None)
 
 
 async def _session() -> aiohttp.ClientSession:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import accumulate
 
 from core_rl.errors import RolloutError
 from core_rl_sglang.api import Unreachable
@@ -65,23 +66,19 @@ class ServerPool:
 
     async def pick(self, ids: Sequence[int]) -> Server:
         """The server for a prompt, as soon as one is ready; `RolloutError` when none is left."""
+        none_of = f"none of the SGLang servers {', '.join(server.address for server in self.servers)}"
         try:
             async with asyncio.timeout(self.options.start_timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.ready or self._all_failed())
+                await self._changed.wait_for(
+                    lambda: self.ready or all(server.failure is not None for server in self.servers)
+                )
         except TimeoutError as error:
-            raise RolloutError(f"none of the SGLang servers {self._names()} came back") from error
+            raise RolloutError(f"{none_of} came back") from error
         by_name = {server.address: server for server in self.ready}
         if not by_name:
-            raise RolloutError(
-                f"none of the SGLang servers {self._names()} is left: {self.servers[0].failure}"
-            ) from self.servers[0].failure
+            failure = self.servers[0].failure
+            raise RolloutError(f"{none_of} is left: {failure}") from failure
         return by_name[self._router.pick(ids, {name: server.in_flight for name, server in by_name.items()})]
-
-    def _all_failed(self) -> bool:
-        return all(server.failure is not None for server in self.servers)
-
-    def _names(self) -> str:
-        return ", ".join(server.address for server in self.servers)
 
     def abort(self, server: Server, rid: str) -> None:
         """Abort a request on ``server``, in the background."""
@@ -185,14 +182,10 @@ class PrefixRouter:
 
     def forget(self, name: str) -> None:
         """The caches of the server ``name`` are empty."""
-        for key in [key for key, owner in self._seen.items() if owner == name]:
-            del self._seen[key]
+        self._seen = OrderedDict((key, owner) for key, owner in self._seen.items() if owner != name)
 
 
 def _prefixes(ids: Sequence[int]) -> list[int]:
     """A hash of each prefix whose length is a multiple of `BLOCK`, and of the whole, the shortest first."""
-    found, running = [], 0
-    for start in range(0, len(ids), BLOCK):
-        running = hash((running, *ids[start : start + BLOCK]))
-        found.append(running)
-    return found
+    blocks = (ids[start : start + BLOCK] for start in range(0, len(ids), BLOCK))
+    return list(accumulate(blocks, lambda before, block: hash((before, *block)), initial=0))[1:]

@@ -23,6 +23,7 @@ from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.model import ServedModel
 from core_rl_sglang.process import ServerProcess, arguments_of
+from core_rl_sglang.responses import readable
 
 __all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server", "start_server"]
 
@@ -93,8 +94,9 @@ class Server:
             except (Unreachable, ServerTimeout, Refused) as error:
                 now = time.monotonic()
                 if now - started > timeout_s:
+                    log = "" if self.process is None else f"\n{self.process.log_tail()}"
                     raise ServerTimeout(
-                        f"SGLang server {self.address} is not ready after {timeout_s:g} s: {error}{self._log()}"
+                        f"SGLang server {self.address} is not ready after {timeout_s:g} s: {error}{log}"
                     ) from error
                 if now - logged > PROGRESS_EVERY_S:
                     logged = now
@@ -111,20 +113,13 @@ class Server:
             await self.continue_generation()
             await self.api.get("/health", PROBE_TIMEOUT_S)
 
-    def _log(self) -> str:
-        return "" if self.process is None else f"\nthe end of its log:\n{self.process.log_tail()}"
-
     async def served(self) -> tuple[str, str]:
         """The path and the version of the weights that it serves, as the server calls them."""
         info = await self.api.get("/model_info", PROBE_TIMEOUT_S)
         about = await self.api.get("/server_info", PROBE_TIMEOUT_S)
-        try:
+        with readable([info, about], f"{self.address} is no SGLang server: it sent something"):
             self.ranks = int(about["tp_size"])
             return str(info["model_path"]), str(info["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise RolloutError(
-                f"{self.address} does not respond as an SGLang server does: {str(info)[:300]}"
-            ) from error
 
     async def set_weight_version(self, version: int) -> None:
         """Tokens from now on carry ``version``; requests in flight continue."""
