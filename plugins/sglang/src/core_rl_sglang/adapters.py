@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +160,8 @@ class ServedAdapter:
         self.version = version
         self.last_version: int | None = None
         """The last version of its tokens, once it has been replaced."""
-        self.in_flight: Counter[str] = Counter()
-        """Requests that use it, by the server's address."""
+        self.in_flight = 0
+        """Requests that use it."""
         self._directory = None if directory is None else ServedDirectory(directory, temporary=True)
         self.path = "" if self._directory is None else self._directory.name
         """The directory that servers load it from."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, partial
 
 import aiohttp
 from torch import Tensor
@@ -20,18 +19,16 @@ from core_rl.errors import LayoutError
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl_sglang.api import Api
 from core_rl_sglang.calls import Requests
-from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.fleet import Fleet
 from core_rl_sglang.model import ServedModel
-from core_rl_sglang.process import free_ports
+from core_rl_sglang.process import ServerProcess, free_ports
 from core_rl_sglang.receiving import WeightReceiver
 from core_rl_sglang.scores import Scorer
-from core_rl_sglang.server import Server, start_server
+from core_rl_sglang.server import Server
 from core_rl_sglang.weights import DiskWeights
 
 __all__ = ["SGLangBackend"]
-
-_Result = TypeVar("_Result")
 
 KEEP_ALIVE_S = 2.0
 """An idle connection is closed here before a server does it, after 5 s: a request on its way would be lost."""
@@ -49,14 +46,15 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
     # ------------------------------------------------------------ life cycle
 
     def launch_server(self, context: InferenceContext[SglangConfig], count: int) -> tuple[str, ...]:
-        config, model = context.config, _served(context.config)
+        config, options, model = context.config, context.config.options, _served(context.config)
         launched = []
-        for port in free_ports(config.options, count):
-            launched.append(start_server(config, model, port, self._session))
+        for port in free_ports(options, count):
+            start = partial(ServerProcess, config, model, port)
+            launched.append(self._server(f"{options.host}:{port}", options, start))
             self._cleanup.callback(launched[-1].stop)
         self.servers += tuple(launched)
         for server in launched:
-            self._wait(server.wait_until_up(config.options.start_timeout_s))
+            self._loop.wait(server.wait_until_up(options.start_timeout_s))
         return tuple(server.address for server in launched)
 
     def build(
@@ -69,13 +67,10 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         if len(addresses) != dp and dp > 1:
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
         own = {server.address: server for server in self.servers}
-        self.servers = tuple(
-            own.get(a) or Server(Api(a, self._session, options.key), options.update_timeout_s)
-            for a in addresses
-        )
+        self.servers = tuple(own.get(address) or self._server(address, options) for address in addresses)
         self._fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
-        self._cleanup.callback(lambda: self._wait(self._fleet.close()))
-        self._wait(self._fleet.connect())
+        self._cleanup.callback(lambda: self._loop.wait(self._fleet.close()))
+        self._loop.wait(self._fleet.connect())
         self._requests = Requests(self._fleet.pool)
         self._scorer = Scorer(self._requests, self.model.limits.vocab_size)
         self._receiver = WeightReceiver(self._loop, self._fleet, self.model)
@@ -89,12 +84,14 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        session = self._wait(_session())
-        self._cleanup.callback(lambda: self._wait(session.close()))
+        session = self._loop.wait(_session())
+        self._cleanup.callback(lambda: self._loop.wait(session.close()))
         return session
 
-    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        return self._loop.run(work).result()
+    def _server(
+        self, address: str, options: SglangOptions, start: Callable[[], ServerProcess] | None = None
+    ) -> Server:
+        return Server(Api(address, self._session, options.key), options.update_timeout_s, start)
 
     def teardown(self) -> None:
         self._cleanup.close()
@@ -130,10 +127,10 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
             running.cancel()
 
     def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
-        return self._wait(self._scorer.score(batch, temperature))
+        return self._loop.wait(self._scorer.score(batch, temperature))
 
     def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        return self._wait(self._scorer.top(batch, k, temperature))
+        return self._loop.wait(self._scorer.top(batch, k, temperature))
 
     # ----------------------------------------------------- weights and memory
 
@@ -141,19 +138,19 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         self._receiver.update(meta)
 
     def set_version(self, version: int) -> None:
-        self._wait(self._fleet.set_weight_version(version))
+        self._loop.wait(self._fleet.set_weight_version(version))
 
     def pause(self) -> None:
-        self._wait(self._fleet.pause())
+        self._loop.wait(self._fleet.pause())
 
     def resume(self) -> None:
-        self._wait(self._fleet.resume())
+        self._loop.wait(self._fleet.resume())
 
     def release_memory(self) -> None:
-        self._wait(self._fleet.release_memory())
+        self._loop.wait(self._fleet.release_memory())
 
     def resume_memory(self) -> None:
-        self._wait(self._fleet.resume_memory())
+        self._loop.wait(self._fleet.resume_memory())
 
 
 def _served(config: SglangConfig) -> ServedModel:

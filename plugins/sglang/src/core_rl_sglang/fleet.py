@@ -75,7 +75,7 @@ class Fleet:
         self.pool.close()
         adapters = [*self._replaced, self._adapter]
         # A server unloads no adapter that a request still needs.
-        await self._forget([adapter for adapter in adapters if not adapter.in_flight.total()])
+        await self._forget([adapter for adapter in adapters if not adapter.in_flight])
         for adapter in adapters:
             adapter.discard()
         self._weights.discard()
@@ -165,7 +165,7 @@ class Fleet:
             self._replaced.append(self._adapter)
             self._adapter = adapter
             failed = await failures(self._switch_adapter, servers) | failed
-            await self._forget([old for old in self._replaced if not old.in_flight.total()])
+            await self._forget([old for old in self._replaced if not old.in_flight])
         self.pool.mark_failed(failed)
         await self._require_one()
 

@@ -9,15 +9,16 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
+from core_rl.distributed.process_group import pick_device
 from core_rl.errors import ConfigError, RolloutError
 from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
-__all__ = ["ServerProcess", "arguments_of", "free_ports"]
+__all__ = ["ServerProcess", "free_ports"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
@@ -82,16 +83,10 @@ def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
 class ServerProcess:
     """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
 
-    def __init__(
-        self,
-        python: str,
-        arguments: Sequence[str],
-        api_key: str | None,
-        device: str,
-        log: Path | None,
-        ranks: int = 1,
-    ) -> None:
-        self._log = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115
+    def __init__(self, config: SglangConfig, model: ServedModel, port: int) -> None:
+        options, device, python = config.options, pick_device(config.device, 0).type, config.server_python
+        arguments = arguments_of(config, model, port, device)
+        self._log = _log_file(options.log_path, port)
         environment = {
             **os.environ,
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -100,8 +95,8 @@ class ServerProcess:
         }
         if device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            if ranks > 1:
-                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shared_cores(ranks))
+            if config.layout.tp > 1:
+                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shared_cores(config.layout.tp))
         # The path of this process belongs to another environment.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             environment.pop(name, None)
@@ -123,7 +118,7 @@ class ServerProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
             # Not an argument, which every user of the machine can read.
-            self._process.stdin.write(f"{api_key or ''}\n".encode())
+            self._process.stdin.write(f"{options.key or ''}\n".encode())
             self._process.stdin.flush()
 
     @property
@@ -162,6 +157,13 @@ class ServerProcess:
         while _running(self.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._log.close()
+
+
+def _log_file(directory: str | None, port: int) -> IO[bytes]:
+    if directory is None:
+        return tempfile.TemporaryFile()
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    return Path(directory, f"sglang-{port}.log").open("ab+")
 
 
 def _shared_cores(ranks: int) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_shapes
@@ -22,8 +20,6 @@ from core_rl_sglang.weights import DiskWeights, TensorWeights
 
 __all__ = ["WeightReceiver"]
 
-_Result = TypeVar("_Result")
-
 SENT = "the weights that were sent"
 
 
@@ -36,13 +32,10 @@ class WeightReceiver:
         self._model = model
         self._timeout_s = fleet.pool.options.update_timeout_s
 
-    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        return self._loop.run(work).result()
-
     def update(self, meta: WeightUpdateMeta) -> None:
         """Install the weights of ``meta`` on all servers; raises `WeightsError`, with the old ones installed."""
         if meta.method == "disk":
-            self._wait(self._fleet.install(DiskWeights.checked(meta, self._model.shapes)))
+            self._loop.wait(self._fleet.install(DiskWeights.checked(meta, self._model.shapes)))
         elif meta.method == "lora":
             self._receive_adapter(meta)
         else:
@@ -62,23 +55,22 @@ class WeightReceiver:
             file = Path(meta.path or "")
             directory = Path(tempfile.mkdtemp(prefix=f".{file.name}.adapter-", dir=file.parent))
             form.write(factors, directory)
-            self._wait(self._fleet.install_adapter(ServedAdapter(meta.version, directory)))
+            self._loop.wait(self._fleet.install_adapter(ServedAdapter(meta.version, directory)))
 
     def _receive_tensors(self, meta: WeightUpdateMeta) -> None:
         """Pass buckets to the servers; they compute until the first one has arrived."""
-        kind = BroadcastWeights if meta.method == "distributed" else TensorWeights
-        weights = kind(meta.version)
+        weights = (BroadcastWeights if meta.method == "distributed" else TensorWeights)(meta.version)
 
         def ranks() -> ReceiverRanks | None:
-            return weights.receiver_ranks(self._wait(self._fleet.ready_servers()))
+            return weights.receiver_ranks(self._loop.wait(self._fleet.ready_servers()))
 
         with receiving(meta, self._timeout_s, ranks) as received:
             if received.group is not None:
-                self._wait(weights.join(received.group))
+                self._loop.wait(weights.join(received.group))
             try:
                 self._pass_on(weights, received)
             finally:
-                self._wait(weights.leave())
+                self._loop.wait(weights.leave())
 
     def _pass_on(self, weights: TensorWeights, received: ReceivedWeights) -> None:
         installing: Future[None] | None = None
@@ -90,14 +82,14 @@ class WeightReceiver:
                 check_shapes(found, {name: missing.pop(name) for name in found if name in missing}, SENT)
                 installing = installing or self._loop.run(self._fleet.install(weights))
                 received.allow_broadcast()
-                self._wait(weights.add(bucket, broadcast=received.broadcast))
+                self._loop.wait(weights.add(bucket, broadcast=received.broadcast))
             check_shapes({}, missing, SENT)
         except BaseException as error:
             # Servers that have some of the buckets are paused.
-            self._wait(weights.finish(WeightsError(f"the update broke off: {error}")))
+            self._loop.wait(weights.finish(WeightsError(f"the update broke off: {error}")))
             if installing is not None:
                 installing.exception()
             raise
-        self._wait(weights.finish())
+        self._loop.wait(weights.finish())
         assert installing is not None
         installing.result()

@@ -8,24 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from core_rl.distributed.process_group import pick_device
 from core_rl.errors import RolloutError
 from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket, pickled_by_name
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
-from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.model import ServedModel
-from core_rl_sglang.process import ServerProcess, arguments_of
+from core_rl_sglang.process import ServerProcess
 from core_rl_sglang.responses import readable
 
-__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server", "start_server"]
+__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +60,12 @@ class Server:
         """Count a request in flight, which uses the adapter that is yielded."""
         adapter = self.adapter
         self.in_flight += 1
-        adapter.in_flight[self.address] += 1
+        adapter.in_flight += 1
         try:
             yield adapter
         finally:
             self.in_flight -= 1
-            adapter.in_flight[self.address] -= 1
+            adapter.in_flight -= 1
 
     def stop(self) -> None:
         """End its process, if it is one of this engine."""
@@ -203,19 +196,3 @@ class Server:
             await self.api.post(path, body, PROBE_TIMEOUT_S)
         except RolloutError as error:
             logger.debug("%s %s had no effect: %s", path, body, error)
-
-
-def start_server(
-    config: SglangConfig, model: ServedModel, port: int, session: aiohttp.ClientSession
-) -> Server:
-    """Start the process of a server of ``model``; it is not ready yet."""
-    options, device = config.options, pick_device(config.device, 0).type
-    api = Api(f"{options.host}:{port}", session, options.key)
-    log = None if options.log_path is None else Path(options.log_path) / f"sglang-{port}.log"
-    if log is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-    arguments = arguments_of(config, model, port, device)
-    start = partial(
-        ServerProcess, config.server_python, arguments, options.key, device, log, config.layout.tp
-    )
-    return Server(api, options.update_timeout_s, start)
