@@ -39,6 +39,10 @@ class LoopThread:
         """Run ``work`` on the loop; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of ``work``, which runs on the loop; for other threads."""
+        return self.run(work).result()
+
     def check_caller(self) -> None:
         """Raise `EngineStateError` on the loop itself: there, waiting for the loop would never end."""
         if threading.current_thread() is self._thread:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,27 +15,16 @@ from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
 from core_rl_megatron.config import MegatronConfig
 
-__all__ = ["Family", "family_of", "transformer_config"]
+__all__ = ["family_of", "transformer_config"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Differences between families of models, in Megatron's words."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-
-
-FAMILIES = {
-    "llama": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
+FAMILIES: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3": {"qk_layernorm": True},
+    "qwen3_moe": {"qk_layernorm": True},
 }
-"""By ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
-
-
+"""Fields of Megatron's config by ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -44,16 +32,15 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def family_of(model: PretrainedConfig) -> Family:
-    """The family of ``model``; `UnsupportedCapability` for one that has no mapping, or for a variant of one."""
-    family = FAMILIES.get(model.model_type)
-    if family is None:
+def family_of(model: PretrainedConfig) -> dict[str, bool]:
+    """Fields of the family of ``model``; `UnsupportedCapability` for one without a mapping, or for a variant of one."""
+    if model.model_type not in FAMILIES:
         raise UnsupportedCapability(
             f"the engine 'megatron' has no mapping for the model family {model.model_type!r}; "
             f"it knows {', '.join(sorted(FAMILIES))}: use one of these, or the engine 'fsdp'"
         )
     raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _variants(model))
-    return family
+    return FAMILIES[model.model_type]
 
 
 def _variants(model: PretrainedConfig) -> Iterator[str]:
@@ -112,9 +99,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         hidden_dropout=0.0,
         normalization="RMSNorm",
         layernorm_epsilon=model.rms_norm_eps,
-        qk_layernorm=family.qk_norm,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         bf16=half,
@@ -138,8 +123,9 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
+        **family,
         **RECOMPUTE[options.recompute],
-        **(_experts(model) if family.experts else {}),
+        **(_experts(model) if getattr(model, "num_experts", None) else {}),
     )
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from core_rl.config.engine import LoraConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
 
-__all__ = ["AdapterForm", "PlainName", "ServedAdapter", "plain_name"]
+__all__ = ["AdapterForm", "ServedAdapter", "ServedDirectory"]
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang fuses. It ignores adapters that lack the first of them (0.5.23, ``lora.py``)."""
@@ -131,26 +130,23 @@ def _absent(
                 yield other + B, (weights[f"{other.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
 
 
-@dataclass(frozen=True)
-class PlainName:
-    """A name of a directory, and the link that it is, if it is one."""
+class ServedDirectory:
+    """A directory that servers read."""
 
-    path: Path
-    link: Path | None
+    def __init__(self, directory: Path, *, temporary: bool) -> None:
+        self.name = str(directory)
+        """Its name, or that of a link to it where SGLang (0.5.23) would take the name for a pattern."""
+        self._removed = [directory] if temporary else []
+        if glob.escape(self.name) != self.name:
+            link = Path(tempfile.mkdtemp(prefix="core-rl-sglang-")) / "weights"
+            link.symlink_to(directory)
+            self.name = str(link)
+            self._removed.append(link.parent)
 
-    def remove(self) -> None:
-        """Remove the link; the directory stays."""
-        if self.link is not None:
-            shutil.rmtree(self.link.parent, ignore_errors=True)
-
-
-def plain_name(directory: Path) -> PlainName:
-    """``directory``, or a link to it where SGLang (0.5.23) would take its name for a pattern."""
-    if glob.escape(str(directory)) == str(directory):
-        return PlainName(directory, None)
-    link = Path(tempfile.mkdtemp(prefix="core-rl-sglang-")) / "weights"
-    link.symlink_to(directory)
-    return PlainName(link, link)
+    def discard(self) -> None:
+        """Remove the link, and a temporary directory; no server will need them again."""
+        for directory in self._removed:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class ServedAdapter:
@@ -164,10 +160,11 @@ class ServedAdapter:
         self.version = version
         self.last_version: int | None = None
         """The last version of its tokens, once it has been replaced."""
-        self.in_flight: Counter[str] = Counter()
-        """Requests that use it, by the server's address."""
-        self._directory = directory
-        self._path = None if directory is None else plain_name(directory)
+        self.in_flight = 0
+        """Requests that use it."""
+        self._directory = None if directory is None else ServedDirectory(directory, temporary=True)
+        self.path = "" if self._directory is None else self._directory.name
+        """The directory that servers load it from."""
         self.name = None if directory is None else f"core-rl-{uuid4().hex}"
         """Its name on servers; no two adapters of any engines share one."""
 
@@ -176,18 +173,11 @@ class ServedAdapter:
         """The fields of a request that uses it."""
         return {} if self.name is None else {"lora_path": self.name}
 
-    @property
-    def path(self) -> str:
-        """The directory that servers load it from."""
-        return "" if self._path is None else str(self._path.path)
-
     def version_of(self, weight_version: int) -> int:
         """The version of a token that was drawn when the server reported ``weight_version``."""
         return weight_version if self.last_version is None else min(weight_version, self.last_version)
 
     def discard(self) -> None:
         """Remove its files; no server will need them again."""
-        if self._path is not None:
-            self._path.remove()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.discard()

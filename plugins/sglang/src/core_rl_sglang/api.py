@@ -26,15 +26,7 @@ class ServerTimeout(RolloutError):
 
 
 class Refused(RolloutError):
-    """The server responded with an error, or with something else than JSON; ``status`` is that of HTTP."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message, status)
-        self.message = message
-        self.status = status
-
-    def __str__(self) -> str:
-        return self.message
+    """The server responded with an error, or with something else than JSON."""
 
 
 class Api:
@@ -44,7 +36,6 @@ class Api:
         self.address = address
         self._session = session
         self._name = f"SGLang server {address}"
-        self._url = f"http://{address}"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def get(self, path: str, timeout_s: float) -> Any:
@@ -77,14 +68,13 @@ class Api:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """A response with the status 200. Errors while the context reads it are translated too."""
         subject, limit = f"{self._name}: {method} {path}", aiohttp.ClientTimeout(total=timeout_s)
-        call = self._session.request(
-            method, self._url + path, json=body, headers=self._headers, timeout=limit
-        )
+        url = f"http://{self.address}{path}"
+        call = self._session.request(method, url, json=body, headers=self._headers, timeout=limit)
         try:
             async with call as response:
                 if response.status != 200:
                     reason = _reason(await response.read())
-                    raise Refused(f"{subject} returned status {response.status}: {reason}", response.status)
+                    raise Refused(f"{subject} returned status {response.status}: {reason}")
                 yield response
         except TimeoutError as error:
             raise ServerTimeout(f"{subject} got no response within {timeout_s:g} s") from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, aclosing
+from functools import cached_property, partial
 
 import aiohttp
 from torch import Tensor
@@ -19,18 +19,16 @@ from core_rl.errors import LayoutError
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl_sglang.api import Api
 from core_rl_sglang.calls import Requests
-from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.fleet import Fleet
 from core_rl_sglang.model import ServedModel
-from core_rl_sglang.process import free_ports
+from core_rl_sglang.process import ServerProcess, free_ports
 from core_rl_sglang.receiving import WeightReceiver
 from core_rl_sglang.scores import Scorer
-from core_rl_sglang.server import Server, start_server
+from core_rl_sglang.server import Server
 from core_rl_sglang.weights import DiskWeights
 
 __all__ = ["SGLangBackend"]
-
-_Result = TypeVar("_Result")
 
 KEEP_ALIVE_S = 2.0
 """An idle connection is closed here before a server does it, after 5 s: a request on its way would be lost."""
@@ -39,20 +37,25 @@ KEEP_ALIVE_S = 2.0
 class SGLangBackend(InferenceBackend[SglangConfig]):
     """Calls SGLang servers over HTTP, on one event loop in a thread of its own."""
 
-    _loop: LoopThread | None = None
-    _connected: Fleet | None = None
-    _own: tuple[Server, ...] = ()
+    servers: tuple[Server, ...] = ()
+    """The servers that the engine is connected to; before `build`, those that it has launched."""
+
+    def __init__(self) -> None:
+        self._cleanup = ExitStack()
 
     # ------------------------------------------------------------ life cycle
 
     def launch_server(self, context: InferenceContext[SglangConfig], count: int) -> tuple[str, ...]:
-        config, model = context.config, _served(context.config)
-        ports = free_ports(config.options, count)
-        self._open_loop()
-        self._own = tuple(start_server(config, model, port, self._session) for port in ports)
-        for server in self._own:
-            self._wait(server.wait_until_up(config.options.start_timeout_s))
-        return tuple(server.address for server in self._own)
+        config, options, model = context.config, context.config.options, _served(context.config)
+        launched = []
+        for port in free_ports(options, count):
+            start = partial(ServerProcess, config, model, port)
+            launched.append(self._server(f"{options.host}:{port}", options, start))
+            self._cleanup.callback(launched[-1].stop)
+        self.servers += tuple(launched)
+        for server in launched:
+            self._loop.wait(server.wait_until_up(options.start_timeout_s))
+        return tuple(server.address for server in launched)
 
     def build(
         self, context: InferenceContext[SglangConfig], addresses: tuple[str, ...], ft_spec: FinetuneSpec
@@ -63,47 +66,35 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         addresses = addresses or options.addresses or self.launch_server(context, dp)
         if len(addresses) != dp and dp > 1:
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
-        loop = self._open_loop()
-        own = {server.address: server for server in self._own}
-        servers = [own.get(a) or Server(Api(a, self._session, options.key), None, None) for a in addresses]
-        fleet = Fleet(options, servers, self._session, DiskWeights(self.model.path, 0))
-        self._connected = fleet
-        self._wait(fleet.connect())
-        self._requests = Requests(fleet.pool)
-        self._scorer = Scorer(self._requests, self.model.limits.vocab_size, options.request_timeout_s)
-        self._receiver = WeightReceiver(loop, fleet, self.model, config.model.lora, options.update_timeout_s)
+        own = {server.address: server for server in self.servers}
+        self.servers = tuple(own.get(address) or self._server(address, options) for address in addresses)
+        self._fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
+        self._cleanup.callback(lambda: self._loop.wait(self._fleet.close()))
+        self._loop.wait(self._fleet.connect())
+        self._requests = Requests(self._fleet.pool)
+        self._scorer = Scorer(self._requests, self.model.limits.vocab_size)
+        self._receiver = WeightReceiver(self._loop, self._fleet, self.model)
         return self.model.limits
 
-    def _open_loop(self) -> LoopThread:
-        if self._loop is None:
-            self._loop = LoopThread("core-rl-sglang")
-            self._session = self._wait(_session())
-        return self._loop
+    @cached_property
+    def _loop(self) -> LoopThread:
+        loop = LoopThread("core-rl-sglang")
+        self._cleanup.callback(loop.close)
+        return loop
 
-    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        assert self._loop is not None
-        return self._loop.run(work).result()
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        session = self._loop.wait(_session())
+        self._cleanup.callback(lambda: self._loop.wait(session.close()))
+        return session
 
-    @property
-    def _fleet(self) -> Fleet:
-        assert self._connected is not None
-        return self._connected
-
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """The servers that the engine is connected to; before `build`, those that it has launched."""
-        return self._own if self._connected is None else self._connected.pool.servers
+    def _server(
+        self, address: str, options: SglangOptions, start: Callable[[], ServerProcess] | None = None
+    ) -> Server:
+        return Server(Api(address, self._session, options.key), options.update_timeout_s, start)
 
     def teardown(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            closing = self._session.close() if self._connected is None else self._connected.close()
-            loop.run(closing).result()
-            loop.close()
-        for server in self._own:
-            if server.process is not None:
-                server.process.stop()
-        self._own = ()
+        self._cleanup.close()
 
     def scheduling(self, config: SglangConfig) -> Scheduling:
         gpus = config.layout.tp if pick_device(config.device, 0).type == "cuda" else 0
@@ -112,19 +103,22 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
     # -------------------------------------------------------------- requests
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        assert self._loop is not None
         return await asyncio.wrap_future(self._loop.run(self._requests.generate(request, self.model.eos)))
 
     async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
         """Parts of a response as they come, and last the response; a server lost after the first is an error."""
-        assert self._loop is not None
         parts: asyncio.Queue[PartialResponse | LLMResponse | None] = asyncio.Queue()
         callers_loop = asyncio.get_running_loop()
 
-        def put(part: PartialResponse | LLMResponse | None) -> None:
-            callers_loop.call_soon_threadsafe(parts.put_nowait, part)
+        async def pump() -> None:
+            try:
+                async with aclosing(self._requests.stream(request, self.model.eos)) as stream:
+                    async for part in stream:
+                        callers_loop.call_soon_threadsafe(parts.put_nowait, part)
+            finally:
+                callers_loop.call_soon_threadsafe(parts.put_nowait, None)
 
-        running = self._loop.run(_pump(self._requests.stream(request, self.model.eos), put))
+        running = self._loop.run(pump())
         try:
             while (part := await parts.get()) is not None:
                 yield part
@@ -133,10 +127,10 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
             running.cancel()
 
     def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
-        return self._wait(self._scorer.score(batch, temperature))
+        return self._loop.wait(self._scorer.score(batch, temperature))
 
     def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        return self._wait(self._scorer.top(batch, k, temperature))
+        return self._loop.wait(self._scorer.top(batch, k, temperature))
 
     # ----------------------------------------------------- weights and memory
 
@@ -144,37 +138,24 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         self._receiver.update(meta)
 
     def set_version(self, version: int) -> None:
-        self._wait(self._fleet.set_weight_version(version))
+        self._loop.wait(self._fleet.set_weight_version(version))
 
     def pause(self) -> None:
-        self._wait(self._fleet.pause())
+        self._loop.wait(self._fleet.pause())
 
     def resume(self) -> None:
-        self._wait(self._fleet.resume())
+        self._loop.wait(self._fleet.resume())
 
     def release_memory(self) -> None:
-        self._wait(self._fleet.release_memory())
+        self._loop.wait(self._fleet.release_memory())
 
     def resume_memory(self) -> None:
-        self._wait(self._fleet.resume_memory())
+        self._loop.wait(self._fleet.resume_memory())
 
 
 def _served(config: SglangConfig) -> ServedModel:
     on_cpu = pick_device(config.device, 0).type == "cpu"
     return ServedModel.of(config.model, config.layout.tp if on_cpu else 0)
-
-
-async def _pump(
-    stream: AsyncGenerator[PartialResponse | LLMResponse],
-    put: Callable[[PartialResponse | LLMResponse | None], None],
-) -> None:
-    """Put all parts of ``stream``, and None at its end or failure."""
-    try:
-        async with aclosing(stream):
-            async for part in stream:
-                put(part)
-    finally:
-        put(None)
 
 
 async def _session() -> aiohttp.ClientSession:

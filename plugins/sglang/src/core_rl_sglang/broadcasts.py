@@ -6,12 +6,14 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.api import Refused, ServerTimeout
+from core_rl_sglang.pool import failures
 from core_rl_sglang.server import Server
 from core_rl_sglang.weights import TensorWeights
 
@@ -39,22 +41,16 @@ class BroadcastWeights(TensorWeights):
         self._receivers = tuple(servers)
         if not self._receivers:
             return None
-        return ReceiverRanks(
-            count=sum(server.ranks for server in self._receivers), host=_own_address(self._receivers)
-        )
+        return _ranks(self._receivers)
 
-    async def join(self, group: GroupAddress, timeout_s: float) -> None:
+    async def join(self, group: GroupAddress) -> None:
         self._group = group.name
-        first, joins = 1, []
-        for server in self._receivers:
-            joins.append(server.join(group, first, timeout_s))
-            first += server.ranks
-        results = await asyncio.gather(*joins, return_exceptions=True)
-        for server, error in zip(self._receivers, results, strict=True):
-            if error is None:
-                self._members.add(server)
-            else:
-                logger.warning("SGLang server %s did not join: %s", server.address, error)
+        first = accumulate((server.ranks for server in self._receivers), initial=1)
+        rank_of = dict(zip(self._receivers, first, strict=False))
+        failed = await failures(lambda server: server.join(group, rank_of[server]), self._receivers)
+        for server, error in failed.items():
+            logger.warning("SGLang server %s did not join: %s", server.address, error)
+        self._members = set(self._receivers) - failed.keys()
 
     async def leave(self) -> None:
         members, self._members = self._members, set()
@@ -64,38 +60,35 @@ class BroadcastWeights(TensorWeights):
         self._by_memory += not broadcast
         await super().add(bucket)
 
-    async def load(self, server: Server, timeout_s: float) -> None:
+    async def load(self, server: Server) -> None:
         if server in self._members:
             self._members.discard(server)
             try:
-                await self.load_each(server, lambda bucket: self._load(server, bucket, timeout_s), timeout_s)
+                await self.load_each(server, lambda bucket: self._load(server, bucket))
                 return
             except (Refused, ServerTimeout) as error:
                 logger.warning("sending weight version %d again: %s", self.version, error)
             finally:
                 await server.leave(self._group)
-        await self._send(server, timeout_s)
+        await self._send(server)
 
-    async def _load(self, server: Server, bucket: Bucket, timeout_s: float) -> None:
+    async def _load(self, server: Server, bucket: Bucket) -> None:
         if self._by_memory:
             raise Refused(f"SGLang server {server.address}: the group of the weight update broke")
-        await server.load_broadcast(bucket, self._group, timeout_s)
+        await server.load_broadcast(bucket, self._group)
 
-    async def _send(self, server: Server, timeout_s: float) -> None:
+    async def _send(self, server: Server) -> None:
         """Broadcast the kept buckets, in a group with ``server`` alone."""
-        ranks = ReceiverRanks(count=server.ranks, host=_own_address([server]))
-        rendezvous = RendezvousServer(ranks, torch.device("cpu"))
+        rendezvous = RendezvousServer(_ranks([server]), torch.device("cpu"))
         address = rendezvous.address
-        group, _ = await asyncio.gather(
-            asyncio.to_thread(rendezvous.wait), server.join(address, 1, timeout_s)
-        )
+        group, _ = await asyncio.gather(asyncio.to_thread(rendezvous.wait), server.join(address, 1))
 
         async def load(bucket: Bucket) -> None:
             sending = asyncio.to_thread(_broadcast, group, bucket)
-            await asyncio.gather(server.load_broadcast(bucket, address.name, timeout_s), sending)
+            await asyncio.gather(server.load_broadcast(bucket, address.name), sending)
 
         try:
-            await self.load_each(server, load, timeout_s)
+            await self.load_each(server, load)
         finally:
             await server.leave(address.name)
             group.close()
@@ -106,10 +99,11 @@ def _broadcast(group: WeightGroup, bucket: Bucket) -> None:
         group.broadcast(tensor)
 
 
-def _own_address(servers: Sequence[Server]) -> str:
-    """The address of this machine for ``servers``: the loopback only where all of them are on it."""
+def _ranks(servers: Sequence[Server]) -> ReceiverRanks:
+    """The ranks of ``servers``, and this machine's address: the loopback only where all of them are on it."""
     found = {_address_towards(server.address.rpartition(":")[0]) for server in servers}
-    return min(found, key=lambda address: (address.startswith("127."), address))
+    host = min(found, key=lambda address: (address.startswith("127."), address))
+    return ReceiverRanks(count=sum(server.ranks for server in servers), host=host)
 
 
 def _address_towards(host: str) -> str:

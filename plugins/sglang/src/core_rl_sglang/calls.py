@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,9 +15,9 @@ from core_rl_sglang.pool import ServerPool
 from core_rl_sglang.responses import StaleServer, generation_body, to_partial_response, to_response
 from core_rl_sglang.server import Server
 
-__all__ = ["Requests", "generated"]
+__all__ = ["Requests"]
 
-_Response = TypeVar("_Response")
+_Result = TypeVar("_Result")
 
 FIRST_RETRY_S = 0.1
 
@@ -32,11 +32,10 @@ class Requests:
     async def generate(self, request: LLMRequest, eos: Collection[int]) -> LLMResponse:
         """The response to ``request`` from any server; sent again where a server is lost on the way."""
 
-        async def ask(server: Server, rid: str, adapter: ServedAdapter) -> LLMResponse:
-            found = await generated(server, adapter, generation_body(request, rid), self._timeout_s)
-            return _with_versions(adapter, to_response(request, found, eos, server.address))
+        def read(response: Any, server: Server, adapter: ServedAdapter) -> LLMResponse:
+            return _with_versions(adapter, to_response(request, response, eos, server.address))
 
-        return await self.call(request.rid, request.input_ids, ask)
+        return await self.call(generation_body(request, request.rid), read)
 
     async def stream(
         self, request: LLMRequest, eos: Collection[int]
@@ -73,53 +72,46 @@ class Requests:
                     self._pool.abort(server, rid)
 
     async def call(
-        self, rid: str, ids: Sequence[int], ask: Callable[[Server, str, ServedAdapter], Awaitable[_Response]]
-    ) -> _Response:
-        """``ask(server, rid, adapter)``, again with another rid and perhaps another server if the connection breaks.
+        self, body: Mapping[str, Any], read: Callable[[Any, Server, ServedAdapter], _Result]
+    ) -> _Result:
+        """``read(response, server, adapter)`` of the response to ``body``.
 
-        The attempt before is aborted, so that one call gives one sample.
+        Where the connection breaks, it is sent again with another rid, perhaps to another server. The attempt before
+        is aborted, so that one call gives one sample.
         """
+        left, delay_s = self._pool.options.retries, FIRST_RETRY_S
         try:
-            return await self._attempts(rid, ids, ask)
+            while True:
+                server = await self._pool.pick(body["input_ids"])
+                # A server aborts every request whose rid begins so.
+                rid = f"{body['rid']}-{left}-"
+                try:
+                    with server.busy() as adapter:
+                        return read(await self._post(server, adapter, {**body, "rid": rid}), server, adapter)
+                except (Unreachable, StaleServer) as error:
+                    self._pool.mark_lost(server, error)
+                    if not left or self._pool.closing:
+                        raise
+                except (asyncio.CancelledError, ServerTimeout):
+                    self._pool.abort(server, rid)
+                    raise
+                await asyncio.sleep(delay_s)
+                left, delay_s = left - 1, 2 * delay_s
         except (asyncio.CancelledError, Unreachable):
             if self._pool.closing:
                 raise EngineStateError("the engine was destroyed while this request was in flight") from None
             raise
 
-    async def _attempts(
-        self, rid: str, ids: Sequence[int], ask: Callable[[Server, str, ServedAdapter], Awaitable[_Response]]
-    ) -> _Response:
-        delay_s = FIRST_RETRY_S
-        for left in range(self._pool.options.retries, -1, -1):
-            server = await self._pool.pick(ids)
-            # A server aborts every request whose rid begins so.
-            own = f"{rid}-{left}-"
-            try:
-                with server.busy() as adapter:
-                    return await ask(server, own, adapter)
-            except (Unreachable, StaleServer) as error:
-                self._pool.mark_lost(server, error)
-                if not left or self._pool.closing:
-                    raise
-                await asyncio.sleep(delay_s)
-                delay_s *= 2
-            except (asyncio.CancelledError, ServerTimeout):
-                self._pool.abort(server, own)
-                raise
-        raise AssertionError("the last attempt returns or raises")
-
-
-async def generated(server: Server, adapter: ServedAdapter, body: Mapping[str, Any], timeout_s: float) -> Any:
-    """The response of ``server`` to ``body`` with ``adapter``.
-
-    Raises `StaleServer` where it does not know the adapter any more, and as `Api.post` does.
-    """
-    try:
-        return await server.api.post("/generate", {**body, **adapter.fields}, timeout_s)
-    except Refused as error:
-        if adapter.name is not None and adapter.name in error.message:
-            raise StaleServer(f"SGLang server {server.address} does not know its adapter: {error}") from error
-        raise
+    async def _post(self, server: Server, adapter: ServedAdapter, body: Mapping[str, Any]) -> Any:
+        """The response to ``body``; `StaleServer` where ``server`` does not know ``adapter`` any more."""
+        try:
+            return await server.api.post("/generate", {**body, **adapter.fields}, self._timeout_s)
+        except Refused as error:
+            if adapter.name is not None and adapter.name in str(error):
+                raise StaleServer(
+                    f"SGLang server {server.address} does not know its adapter: {error}"
+                ) from error
+            raise
 
 
 def _with_versions(adapter: ServedAdapter, response: LLMResponse) -> LLMResponse:

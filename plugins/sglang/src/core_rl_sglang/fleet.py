@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
-
-import aiohttp
+from collections.abc import Sequence
 
 from core_rl.errors import WeightsError
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Unreachable
 from core_rl_sglang.config import SglangOptions
-from core_rl_sglang.pool import ServerPool
-from core_rl_sglang.server import FRESH, PROBE_TIMEOUT_S, Server
+from core_rl_sglang.pool import Failures, ServerPool, failures
+from core_rl_sglang.server import FRESH, Server
 from core_rl_sglang.weights import Weights
 
 __all__ = ["Fleet"]
-
-Errors = list[BaseException | None]
-"""One for each server: how a call failed, or None."""
 
 
 class Fleet:
@@ -28,16 +23,8 @@ class Fleet:
     version. While an update is undone, no server computes.
     """
 
-    def __init__(
-        self,
-        options: SglangOptions,
-        servers: Sequence[Server],
-        session: aiohttp.ClientSession,
-        weights: Weights,
-    ) -> None:
+    def __init__(self, options: SglangOptions, servers: Sequence[Server], weights: Weights) -> None:
         self.pool = ServerPool(options, servers, self._restore)
-        self._session = session
-        self._timeout_s = options.update_timeout_s
         self._interrupt = "retract" if options.in_flight == "continue" else "abort"
         self._weights_lock = asyncio.Lock()
         self._weights = weights
@@ -69,27 +56,26 @@ class Fleet:
         if weight_version != FRESH or path != self._weights.origin:
             await self._load(server, self._weights, "retract")
         if self._adapter.name is not None:
-            await server.load_adapter(self._adapter, self._timeout_s)
+            await server.load_adapter(self._adapter)
         server.adapter = self._adapter
         await server.set_weight_version(self._version)
         if self._paused:
-            await server.pause("retract", self._timeout_s)
+            await server.pause("retract")
 
     async def _add(self, server: Server) -> None:
         await self.pool.add(server)
         if not self._paused:  # any more: a resume() in the meantime did not reach this server
             try:
-                await server.continue_generation(PROBE_TIMEOUT_S)
+                await server.continue_generation()
             except Unreachable as error:
                 self.pool.mark_lost(server, error)
 
     async def close(self) -> None:
-        """Abandon what is in flight and free the connections; processes are not stopped here."""
+        """Abandon what is in flight; connections and processes are not ended here."""
         self.pool.close()
         adapters = [*self._replaced, self._adapter]
         # A server unloads no adapter that a request still needs.
-        await self._forget([adapter for adapter in adapters if not adapter.in_flight.total()])
-        await self._session.close()
+        await self._forget([adapter for adapter in adapters if not adapter.in_flight])
         for adapter in adapters:
             adapter.discard()
         self._weights.discard()
@@ -104,38 +90,37 @@ class Fleet:
         await self.pool.wait_recovered()
         async with self._weights_lock:
             servers = self.pool.ready
-            errors = await self._load_all(servers, weights)
-            if refusal := _refusal(errors):
-                errors = await self._load_all(servers, self._weights)
+            failed = await self._load_all(servers, weights)
+            if refusal := _refusal(failed):
+                failed = await self._load_all(servers, self._weights)
                 weights.discard()
             else:
                 self._weights.discard()
                 self._weights = weights
-            await self._continue(servers, errors)
+            await self._continue(servers, failed)
         if refusal is not None:
             raise WeightsError(
                 f"the weights of version {weights.version} were refused: {refusal}"
             ) from refusal
         await self._require_one()
 
-    async def _load_all(self, servers: Sequence[Server], weights: Weights) -> Errors:
+    async def _load_all(self, servers: Sequence[Server], weights: Weights) -> Failures:
         """Load ``weights`` on all ``servers``; none of them computes until `_continue`."""
-        return await _errors(self._load(server, weights, self._interrupt) for server in servers)
+        return await failures(lambda server: self._load(server, weights, self._interrupt), servers)
 
     async def _load(self, server: Server, weights: Weights, interrupt: str) -> None:
-        await server.pause(interrupt, self._timeout_s)
+        await server.pause(interrupt)
         server.weights_intact = False
-        await weights.load(server, self._timeout_s)
+        await weights.load(server)
         await server.set_weight_version(weights.version)
         server.weights_intact = True
 
-    async def _continue(self, servers: Sequence[Server], errors: Errors) -> None:
-        """Let the servers without an error compute, unless they are paused; the others are lost."""
-        self.pool.mark_failed(servers, errors)
+    async def _continue(self, servers: Sequence[Server], failed: Failures) -> None:
+        """Let the servers that have not ``failed`` compute, unless they are paused; the others are lost."""
+        self.pool.mark_failed(failed)
         if not self._paused:
-            whole = [server for server, error in zip(servers, errors, strict=True) if error is None]
-            errors = await _errors(server.continue_generation(self._timeout_s) for server in whole)
-            self.pool.mark_failed(whole, errors)
+            whole = [server for server in servers if server not in failed]
+            self.pool.mark_failed(await failures(Server.continue_generation, whole))
 
     async def _require_one(self) -> None:
         await self.pool.wait_recovered()
@@ -170,8 +155,8 @@ class Fleet:
         await self.pool.wait_recovered()
         async with self._weights_lock:
             servers = self.pool.ready
-            errors = await _errors(server.load_adapter(adapter, self._timeout_s) for server in servers)
-            if refusal := _refusal(errors):
+            failed = await failures(lambda server: server.load_adapter(adapter), servers)
+            if refusal := _refusal(failed):
                 await self._forget([adapter])
                 raise WeightsError(
                     f"the adapter of version {adapter.version} was refused: {refusal}"
@@ -179,18 +164,18 @@ class Fleet:
             self._adapter.last_version = self._adapter.version
             self._replaced.append(self._adapter)
             self._adapter = adapter
-            failed = await _errors(self._switch_adapter(server) for server in servers)
-            await self._forget([old for old in self._replaced if not old.in_flight.total()])
-        self.pool.mark_failed([*servers, *servers], [*errors, *failed])
+            failed = await failures(self._switch_adapter, servers) | failed
+            await self._forget([old for old in self._replaced if not old.in_flight])
+        self.pool.mark_failed(failed)
         await self._require_one()
 
     async def _switch_adapter(self, server: Server) -> None:
         if self._interrupt == "abort":
-            await server.pause("abort", self._timeout_s)
+            await server.pause("abort")
         await server.set_weight_version(self._adapter.version)
         server.adapter = self._adapter
         if self._interrupt == "abort" and not self._paused:
-            await server.continue_generation(self._timeout_s)
+            await server.continue_generation()
 
     async def _forget(self, adapters: Sequence[ServedAdapter]) -> None:
         """Unload adapters that no request needs any more, and remove their files."""
@@ -205,12 +190,12 @@ class Fleet:
     async def pause(self) -> None:
         """Interrupt what is in flight."""
         self._paused = True
-        await self.pool.post(lambda server: server.pause("retract", self._timeout_s))
+        await self.pool.post(lambda server: server.pause("retract"))
 
     async def resume(self) -> None:
         """Continue what `pause` has interrupted."""
         self._paused = False
-        await self.pool.post(lambda server: server.continue_generation(self._timeout_s))
+        await self.pool.post(Server.continue_generation)
 
     async def release_memory(self) -> None:
         """Free the accelerators' memory."""
@@ -222,27 +207,23 @@ class Fleet:
         await self._post_to_ready("/resume_memory_occupation")
         async with self._weights_lock:
             servers = self.pool.ready
-            errors = await self._load_all(servers, self._weights)
-            if self._adapter.name is not None and not any(errors):
-                errors = await _errors(map(self._reload_adapter, servers))
-            await self._continue(servers, errors)
-        for error in filter(None, errors):
+            failed = await self._load_all(servers, self._weights)
+            if self._adapter.name is not None and not failed:
+                failed = await failures(self._reload_adapter, servers)
+            await self._continue(servers, failed)
+        for error in failed.values():
             raise error
 
     async def _post_to_ready(self, path: str) -> None:
-        await asyncio.gather(*(server.api.post(path, {}, self._timeout_s) for server in self.pool.ready))
+        await asyncio.gather(*(server.post(path, {}) for server in self.pool.ready))
 
     async def _reload_adapter(self, server: Server) -> None:
         """Load the adapter again: the server's copy may have been freed with the memory."""
         await server.unload_adapter(self._adapter)
-        await server.load_adapter(self._adapter, self._timeout_s)
+        await server.load_adapter(self._adapter)
         await server.set_weight_version(self._version)
 
 
-async def _errors(calls: Iterable[Awaitable[None]]) -> Errors:
-    return await asyncio.gather(*calls, return_exceptions=True)
-
-
-def _refusal(errors: Errors) -> BaseException | None:
+def _refusal(failed: Failures) -> BaseException | None:
     """The first error that is more than a lost connection."""
-    return next((error for error in errors if error is not None and not isinstance(error, Unreachable)), None)
+    return next((error for error in failed.values() if not isinstance(error, Unreachable)), None)

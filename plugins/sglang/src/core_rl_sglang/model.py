@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -66,10 +67,7 @@ def _eos(config: PretrainedConfig, path: Path) -> frozenset[int]:
     found = [getattr(config.get_text_config(), "eos_token_id", None)]
     if (path / "generation_config.json").is_file():
         found.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    tokens: set[int] = set()
-    for value in found:
-        tokens |= set() if value is None else {value} if isinstance(value, int) else set(value)
-    return frozenset(tokens)
+    return frozenset(chain.from_iterable([of] if isinstance(of, int) else of or () for of in found))
 
 
 def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

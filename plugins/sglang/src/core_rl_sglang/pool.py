@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from itertools import accumulate
 
 from core_rl.errors import RolloutError
 from core_rl_sglang.api import Unreachable
 from core_rl_sglang.config import SglangOptions
-from core_rl_sglang.server import PROBE_TIMEOUT_S, Server
+from core_rl_sglang.server import Server
 
-__all__ = ["PrefixRouter", "ServerPool"]
+__all__ = ["Failures", "PrefixRouter", "ServerPool", "failures"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,16 @@ REMEMBERED = 100_000
 """Prefixes; the ones that were not used for longest are forgotten."""
 SLACK = 16
 """A server may have so many requests more than the idlest one before it loses a prompt that it knows."""
+
+
+Failures = dict[Server, BaseException]
+"""The error of each server on which a call failed."""
+
+
+async def failures(call: Callable[[Server], Awaitable[None]], servers: Sequence[Server]) -> Failures:
+    """Run ``call`` on all ``servers``; returns its errors."""
+    errors = await asyncio.gather(*map(call, servers), return_exceptions=True)
+    return {server: error for server, error in zip(servers, errors, strict=True) if error is not None}
 
 
 class ServerPool:
@@ -56,23 +66,19 @@ class ServerPool:
 
     async def pick(self, ids: Sequence[int]) -> Server:
         """The server for a prompt, as soon as one is ready; `RolloutError` when none is left."""
+        none_of = f"none of the SGLang servers {', '.join(server.address for server in self.servers)}"
         try:
             async with asyncio.timeout(self.options.start_timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.ready or self._all_failed())
+                await self._changed.wait_for(
+                    lambda: self.ready or all(server.failure is not None for server in self.servers)
+                )
         except TimeoutError as error:
-            raise RolloutError(f"none of the SGLang servers {self._names()} came back") from error
+            raise RolloutError(f"{none_of} came back") from error
         by_name = {server.address: server for server in self.ready}
         if not by_name:
-            raise RolloutError(
-                f"none of the SGLang servers {self._names()} is left: {self.servers[0].failure}"
-            ) from self.servers[0].failure
+            failure = self.servers[0].failure
+            raise RolloutError(f"{none_of} is left: {failure}") from failure
         return by_name[self._router.pick(ids, {name: server.in_flight for name, server in by_name.items()})]
-
-    def _all_failed(self) -> bool:
-        return all(server.failure is not None for server in self.servers)
-
-    def _names(self) -> str:
-        return ", ".join(server.address for server in self.servers)
 
     def abort(self, server: Server, rid: str) -> None:
         """Abort a request on ``server``, in the background."""
@@ -102,11 +108,10 @@ class ServerPool:
             self._router.forget(server.address)
             server.recovery = asyncio.ensure_future(self._recover(server))
 
-    def mark_failed(self, servers: Sequence[Server], errors: Sequence[BaseException | None]) -> None:
-        """Mark each of ``servers`` that has an error as lost."""
-        for server, error in zip(servers, errors, strict=True):
-            if error is not None:
-                self.mark_lost(server, error)
+    def mark_failed(self, failed: Failures) -> None:
+        """Mark all servers that have ``failed`` as lost."""
+        for server, error in failed.items():
+            self.mark_lost(server, error)
 
     async def wait_recovered(self) -> None:
         """Wait for the recoveries that are under way."""
@@ -131,8 +136,7 @@ class ServerPool:
             logger.error("SGLang server %s does not come back: %s", server.address, error)
             if not server.weights_intact:
                 # Its requests would wait for ever; the tokens that they have are of whole weights.
-                with suppress(RolloutError):
-                    await server.pause("abort", PROBE_TIMEOUT_S)
+                await server.abort_all()
             async with self._changed:
                 server.failure = error
                 self._changed.notify_all()
@@ -178,14 +182,10 @@ class PrefixRouter:
 
     def forget(self, name: str) -> None:
         """The caches of the server ``name`` are empty."""
-        for key in [key for key, owner in self._seen.items() if owner == name]:
-            del self._seen[key]
+        self._seen = OrderedDict((key, owner) for key, owner in self._seen.items() if owner != name)
 
 
 def _prefixes(ids: Sequence[int]) -> list[int]:
     """A hash of each prefix whose length is a multiple of `BLOCK`, and of the whole, the shortest first."""
-    found, running = [], 0
-    for start in range(0, len(ids), BLOCK):
-        running = hash((running, *ids[start : start + BLOCK]))
-        found.append(running)
-    return found
+    blocks = (ids[start : start + BLOCK] for start in range(0, len(ids), BLOCK))
+    return list(accumulate(blocks, lambda before, block: hash((before, *block)), initial=0))[1:]

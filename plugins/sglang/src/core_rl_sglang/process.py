@@ -9,15 +9,16 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
+from core_rl.distributed.process_group import pick_device
 from core_rl.errors import ConfigError, RolloutError
 from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
-__all__ = ["ServerProcess", "arguments_of", "free_ports"]
+__all__ = ["ServerProcess", "free_ports"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
@@ -36,9 +37,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
             f"model.path = {str(model.path)!r}: SGLang (0.5.23) reads it as a pattern; rename the directory, "
             "or give it another name with a link"
         )
-    context_length = model.limits.context_length
-    options = config.options
-    cache_tokens = options.max_total_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None)
+    context_length, options = model.limits.context_length, config.options
     values = {
         "--model-path": model.path,
         "--host": options.host,
@@ -47,59 +46,47 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         "--dtype": config.dtype,
         "--tp-size": config.layout.tp,
         "--random-seed": config.seed,
-        "--max-total-tokens": cache_tokens,
+        "--max-total-tokens": options.max_total_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
         "--max-running-requests": options.max_running_requests,
         "--context-length": None if context_length is None else context_length + CONTEXT_MARGIN,
-        # A fused kernel for the CPU is not in SGLang's wheel.
-        "--attention-backend": "torch_native" if device == "cpu" else None,
     }
     given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
-    # Requests and responses are token ids, and the first requests are the warm-up. An idle server on a CPU leaves the
-    # cores to the trainer.
-    flags = [
-        "--skip-tokenizer-init",
-        "--skip-server-warmup",
-        *(["--sleep-on-idle"] if device == "cpu" else []),
-    ]
-    adapter = [] if model.adapter is None else model.adapter.arguments(device)
-    return [*given, *flags, *adapter, *options.extra_args]
+    # Requests and responses are token ids, and the first requests are the warm-up.
+    given += ["--skip-tokenizer-init", "--skip-server-warmup"]
+    if device == "cpu":
+        # A fused kernel is not in SGLang's wheel. An idle server leaves the cores to the trainer.
+        given += ["--attention-backend", "torch_native", "--sleep-on-idle"]
+    if model.adapter is not None:
+        given += model.adapter.arguments(device)
+    return [*given, *options.extra_args]
 
 
 def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
     """The ports of ``count`` servers; raises `ConfigError` for ``options.ports`` that do not suffice or are taken."""
     if options.ports and len(options.ports) != count:
         raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
-    return tuple(_free_port(options.host, port) for port in options.ports or [0] * count)
-
-
-def _free_port(host: str, port: int) -> int:
-    """``port`` of ``host``, or for 0 any that is free at this moment; `ConfigError` if a server cannot listen on it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"options.ports: port {port} of {host} cannot be listened on ({error.strerror}); "
-                "choose another, or leave 'ports' empty"
-            ) from error
-        found: int = probe.getsockname()[1]
-        return found
+    free = []
+    for port in options.ports or [0] * count:  # 0 is any that is free at this moment
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"options.ports: port {port} of {options.host} cannot be listened on ({error.strerror}); "
+                    "choose another, or leave 'ports' empty"
+                ) from error
+            free.append(int(probe.getsockname()[1]))
+    return tuple(free)
 
 
 class ServerProcess:
     """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
 
-    def __init__(
-        self,
-        python: str,
-        arguments: Sequence[str],
-        api_key: str | None,
-        device: str,
-        log: Path | None,
-        ranks: int = 1,
-    ) -> None:
-        self._log = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115
+    def __init__(self, config: SglangConfig, model: ServedModel, port: int) -> None:
+        options, device, python = config.options, pick_device(config.device, 0).type, config.server_python
+        arguments = arguments_of(config, model, port, device)
+        self._log = _log_file(options.log_path, port)
         environment = {
             **os.environ,
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -108,8 +95,8 @@ class ServerProcess:
         }
         if device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            if ranks > 1:
-                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shared_cores(ranks))
+            if config.layout.tp > 1:
+                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shared_cores(config.layout.tp))
         # The path of this process belongs to another environment.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             environment.pop(name, None)
@@ -128,13 +115,10 @@ class ServerProcess:
             raise ConfigError(
                 f"options.python: {python!r} cannot be run: {error}; name the Python of the environment that has SGLang"
             ) from error
-        # Not an argument, which every user of the machine can read.
-        self._write((api_key or "") + "\n")
-
-    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
-            self._process.stdin.write(line.encode())
+            # Not an argument, which every user of the machine can read.
+            self._process.stdin.write(f"{options.key or ''}\n".encode())
             self._process.stdin.flush()
 
     @property
@@ -152,20 +136,21 @@ class ServerProcess:
         code = self._process.poll()
         if code is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise RolloutError(f"SGLang server {address} {how}; the end of its log:\n{self.log_tail()}")
+            raise RolloutError(f"SGLang server {address} {how}; {self.log_tail()}")
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last lines that the server wrote."""
+        """The last lines that the server wrote, for a message."""
         size = self._log.seek(0, os.SEEK_END)
         text = os.pread(self._log.fileno(), 64 * 1024, max(0, size - 64 * 1024)).decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(["the end of its log:", *text.splitlines()[-lines:]])
 
     def stop(self) -> None:
         """End the server and its children; returns when all of them are gone."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._kill()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         deadline = time.monotonic() + GRACE_S
@@ -173,9 +158,12 @@ class ServerProcess:
             time.sleep(0.02)
         self._log.close()
 
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+
+def _log_file(directory: str | None, port: int) -> IO[bytes]:
+    if directory is None:
+        return tempfile.TemporaryFile()
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    return Path(directory, f"sglang-{port}.log").open("ab+")
 
 
 def _shared_cores(ranks: int) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_shapes
-from core_rl.config.engine import LoraConfig
 from core_rl.errors import WeightsError
 from core_rl.rollout.loop_thread import LoopThread
+from core_rl.weight_sync.group import ReceiverRanks
 from core_rl.weight_sync.stream import ReceivedWeights, receiving
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.broadcasts import BroadcastWeights
@@ -26,20 +26,16 @@ SENT = "the weights that were sent"
 class WeightReceiver:
     """Weight updates of ``fleet``, whose event loop is ``loop``; the methods run in another thread, and block."""
 
-    def __init__(
-        self, loop: LoopThread, fleet: Fleet, model: ServedModel, lora: LoraConfig | None, timeout_s: float
-    ) -> None:
+    def __init__(self, loop: LoopThread, fleet: Fleet, model: ServedModel) -> None:
         self._loop = loop
         self._fleet = fleet
         self._model = model
-        self._lora = lora
-        self._timeout_s = timeout_s
+        self._timeout_s = fleet.pool.options.update_timeout_s
 
     def update(self, meta: WeightUpdateMeta) -> None:
         """Install the weights of ``meta`` on all servers; raises `WeightsError`, with the old ones installed."""
         if meta.method == "disk":
-            weights = DiskWeights.checked(meta, self._model.shapes)
-            self._loop.run(self._fleet.install(weights)).result()
+            self._loop.wait(self._fleet.install(DiskWeights.checked(meta, self._model.shapes)))
         elif meta.method == "lora":
             self._receive_adapter(meta)
         else:
@@ -48,11 +44,10 @@ class WeightReceiver:
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
         """Write the adapter to files, which servers read in addition to those of the adapter before."""
         form = self._model.adapter
-        assert form is not None
-        assert self._lora is not None  # the core checks it
+        assert form is not None  # the core checks it
         with receiving(meta, self._timeout_s) as received:
             assert received.adapter is not None
-            received.adapter.require_fit(self._lora, lambda: self._model.digest)
+            received.adapter.require_fit(form.lora, lambda: self._model.digest)
             factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
             # The scheduler of a server dies of a wrong shape.
             found = {name: tuple(tensor.shape) for name, tensor in factors.items()}
@@ -60,23 +55,22 @@ class WeightReceiver:
             file = Path(meta.path or "")
             directory = Path(tempfile.mkdtemp(prefix=f".{file.name}.adapter-", dir=file.parent))
             form.write(factors, directory)
-            adapter = ServedAdapter(meta.version, directory)
-            self._loop.run(self._fleet.install_adapter(adapter)).result()
+            self._loop.wait(self._fleet.install_adapter(ServedAdapter(meta.version, directory)))
 
     def _receive_tensors(self, meta: WeightUpdateMeta) -> None:
         """Pass buckets to the servers; they compute until the first one has arrived."""
-        kind = BroadcastWeights if meta.method == "distributed" else TensorWeights
-        weights = kind(meta.version)
-        ready = self._fleet.ready_servers
-        with receiving(
-            meta, self._timeout_s, lambda: weights.receiver_ranks(self._loop.run(ready()).result())
-        ) as received:
+        weights = (BroadcastWeights if meta.method == "distributed" else TensorWeights)(meta.version)
+
+        def ranks() -> ReceiverRanks | None:
+            return weights.receiver_ranks(self._loop.wait(self._fleet.ready_servers()))
+
+        with receiving(meta, self._timeout_s, ranks) as received:
             if received.group is not None:
-                self._loop.run(weights.join(received.group, self._timeout_s)).result()
+                self._loop.wait(weights.join(received.group))
             try:
                 self._pass_on(weights, received)
             finally:
-                self._loop.run(weights.leave()).result()
+                self._loop.wait(weights.leave())
 
     def _pass_on(self, weights: TensorWeights, received: ReceivedWeights) -> None:
         installing: Future[None] | None = None
@@ -88,14 +82,14 @@ class WeightReceiver:
                 check_shapes(found, {name: missing.pop(name) for name in found if name in missing}, SENT)
                 installing = installing or self._loop.run(self._fleet.install(weights))
                 received.allow_broadcast()
-                self._loop.run(weights.add(bucket, broadcast=received.broadcast)).result()
+                self._loop.wait(weights.add(bucket, broadcast=received.broadcast))
             check_shapes({}, missing, SENT)
         except BaseException as error:
             # Servers that have some of the buckets are paused.
-            self._loop.run(weights.finish(WeightsError(f"the update broke off: {error}"))).result()
+            self._loop.wait(weights.finish(WeightsError(f"the update broke off: {error}")))
             if installing is not None:
                 installing.exception()
             raise
-        self._loop.run(weights.finish()).result()
+        self._loop.wait(weights.finish())
         assert installing is not None
         installing.result()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams, StopReason
 from core_rl.errors import RolloutError
 
-__all__ = ["StaleServer", "generation_body", "to_partial_response", "to_response"]
+__all__ = ["StaleServer", "generation_body", "readable", "to_partial_response", "to_response"]
 
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
@@ -16,6 +17,15 @@ MOST_LIKELY_ONLY = 1e-9
 
 class StaleServer(RolloutError):
     """The server responded with weights that this engine never gave it: it has been restarted."""
+
+
+@contextmanager
+def readable(response: Any, subject: str) -> Iterator[None]:
+    """Raise `RolloutError` with ``response`` where the context cannot read it; ``subject`` says from where it came."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RolloutError(f"{subject} that cannot be read ({error!r}): {str(response)[:300]}") from error
 
 
 def generation_body(request: LLMRequest, rid: str) -> dict[str, Any]:
@@ -57,13 +67,33 @@ def to_response(request: LLMRequest, response: Any, eos: Collection[int], addres
 
     Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
     """
-    try:
-        return _response(request, response, eos, address)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise RolloutError(
-            f"SGLang server {address} sent a response to request {request.rid} that cannot be read "
-            f"({type(error).__name__}: {error}): {str(response)[:300]}"
-        ) from error
+    with readable(response, f"SGLang server {address} sent a response to request {request.rid}"):
+        meta, ids = response["meta_info"], tuple(response["output_ids"])
+        finish = meta["finish_reason"]
+        aborted = finish["type"] == "abort"
+        if aborted and finish.get("status_code"):
+            raise RolloutError(
+                f"SGLang server {address} refused request {request.rid}: {finish.get('message', finish)}"
+            )
+        if aborted and "weight_versions" not in meta:  # before it began
+            ids, meta = (), {"output_token_logprobs": [], "weight_versions": []}
+        pairs = meta["output_token_logprobs"]
+        versions = _versions(meta["weight_versions"], len(ids), address)
+        if [token for _, token, _ in pairs] != list(ids):
+            raise ValueError("its log-probs are of other tokens than its output_ids")
+        sampling = request.sampling
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+        # A server that ignores EOS ignores stop_token_ids too, and reports "length" where the last token ends it.
+        end = next((index + 1 for index, token in enumerate(ids) if token in stops), None)
+        reason: StopReason = "abort" if aborted else "length"
+        return LLMResponse(
+            rid=request.rid,
+            input_ids=request.input_ids,
+            output_ids=ids[:end],
+            logprobs=tuple(float(logprob) for logprob, _, _ in pairs[:end]),
+            versions=versions[:end],
+            stop_reason=reason if end is None else "stop",
+        )
 
 
 def to_partial_response(event: Any, seen: int, address: str) -> PartialResponse | None:
@@ -71,48 +101,14 @@ def to_partial_response(event: Any, seen: int, address: str) -> PartialResponse 
 
     Raises `RolloutError` for a malformed event.
     """
-    try:
+    with readable(event, f"SGLang server {address} streamed something"):
         meta = event["meta_info"]
         if meta["finish_reason"] is not None:
             return None
         pairs = meta.get("output_token_logprobs", [])[seen:]
-        ids, logprobs = tuple(token for _, token, _ in pairs), tuple(float(value) for value, _, _ in pairs)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise RolloutError(
-            f"SGLang server {address} streamed something that cannot be read ({error!r}): {str(event)[:300]}"
-        ) from error
-    return PartialResponse(output_ids=ids, logprobs=logprobs)
-
-
-def _response(request: LLMRequest, response: Any, eos: Collection[int], address: str) -> LLMResponse:
-    meta, ids = response["meta_info"], tuple(response["output_ids"])
-    versions: tuple[int, ...] = ()
-    finish = meta["finish_reason"]
-    aborted = finish["type"] == "abort"
-    if aborted and finish.get("status_code"):
-        raise RolloutError(
-            f"SGLang server {address} refused request {request.rid}: {finish.get('message', finish)}"
+        return PartialResponse(
+            output_ids=tuple(token for _, token, _ in pairs), logprobs=tuple(float(p) for p, _, _ in pairs)
         )
-    if aborted and "weight_versions" not in meta:
-        ids, pairs = (), []  # it was aborted before it began
-    else:
-        pairs = meta["output_token_logprobs"]
-        versions = _versions(meta["weight_versions"], len(ids), address)
-    if [token for _, token, _ in pairs] != list(ids):
-        raise ValueError("its log-probs are of other tokens than its output_ids")
-    sampling = request.sampling
-    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-    # A server that ignores EOS ignores stop_token_ids too, and reports "length" where the last token ends it.
-    end = next((index + 1 for index, token in enumerate(ids) if token in stops), None)
-    reason: StopReason = "abort" if aborted else "length"
-    return LLMResponse(
-        rid=request.rid,
-        input_ids=request.input_ids,
-        output_ids=ids[:end],
-        logprobs=tuple(float(logprob) for logprob, _, _ in pairs[:end]),
-        versions=versions[:end],
-        stop_reason=reason if end is None else "stop",
-    )
 
 
 def _versions(spans: list[dict[str, Any]], count: int, address: str) -> tuple[int, ...]:

@@ -15,9 +15,8 @@ from torch import Tensor
 from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import RolloutError
-from core_rl_sglang.adapters import ServedAdapter
-from core_rl_sglang.calls import Requests, generated
-from core_rl_sglang.server import Server
+from core_rl_sglang.calls import Requests
+from core_rl_sglang.responses import readable
 
 __all__ = ["Scorer"]
 
@@ -29,10 +28,9 @@ MOST_VALUES = 2**26
 class Scorer:
     """Scores sequences as prompts without a completion."""
 
-    def __init__(self, requests: Requests, vocab_size: int, timeout_s: float) -> None:
+    def __init__(self, requests: Requests, vocab_size: int) -> None:
         self._requests = requests
         self._vocab_size = vocab_size
-        self._timeout_s = timeout_s
 
     async def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         """Log-probs, float32 ``[T]``.
@@ -43,8 +41,9 @@ class Scorer:
         rows = _rows(batch)
         if temperature == 1.0:
             found = await self._of_each(rows, 0)
-            return torch.cat(
-                [_column([value for value, *_ in meta["input_token_logprobs"]]) for meta in found]
+            # The first token of a sequence has no log-prob.
+            return torch.tensor(
+                [value or 0.0 for meta in found for value, *_ in meta["input_token_logprobs"]]
             )
         full = await self._distributions(rows, temperature)
         picked = [
@@ -87,31 +86,24 @@ class Scorer:
         gate = asyncio.Semaphore(AT_ONCE)
 
         async def one(ids: Sequence[int]) -> dict[str, Any]:
-            async def ask(server: Server, rid: str, adapter: ServedAdapter) -> dict[str, Any]:
-                body = {
-                    "rid": rid,
-                    "input_ids": list(ids),
-                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-                    "return_logprob": True,
-                    "logprob_start_len": 0,
-                    "top_logprobs_num": k,
-                }
-                response = await generated(server, adapter, body, self._timeout_s)
-                return _checked(response, len(ids), k, server.address)
-
+            body = {
+                "rid": uuid.uuid4().hex,
+                "input_ids": list(ids),
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": k,
+            }
             async with gate:
-                return await self._requests.call(uuid.uuid4().hex, ids, ask)
+                return await self._requests.call(
+                    body, lambda response, server, _: _checked(response, len(ids), k, server.address)
+                )
 
         return list(await asyncio.gather(*map(one, rows)))
 
 
 def _rows(batch: SequenceBatch) -> list[list[int]]:
     return [row.tolist() for row in batch.input_ids.split(batch.lengths)]
-
-
-def _column(values: Sequence[float | None]) -> Tensor:
-    """Float32; the first token of a sequence has no log-prob."""
-    return torch.tensor([0.0, *values[1:]], dtype=torch.float32)
 
 
 def _top_of(meta: dict[str, Any], k: int) -> tuple[Tensor, Tensor]:
@@ -124,18 +116,13 @@ def _top_of(meta: dict[str, Any], k: int) -> tuple[Tensor, Tensor]:
 
 def _checked(response: Any, count: int, k: int, address: str) -> dict[str, Any]:
     """The ``meta_info`` of a complete response, or `RolloutError`."""
-    try:
+    with readable(response, f"SGLang server {address} gave scores"):
         meta: dict[str, Any] = response["meta_info"]
         logprobs = [entry[0] for entry in meta["input_token_logprobs"]]
         whole = len(logprobs) == count and all(math.isfinite(value) for value in logprobs[1:])
         if k:
-            whole = whole and [len(position) for position in meta["input_top_logprobs"][1:]] == [k] * (
-                count - 1
-            )
-    except (KeyError, IndexError, TypeError) as error:
-        raise RolloutError(
-            f"SGLang server {address} gave scores that cannot be read ({error!r}): {str(response)[:300]}"
-        ) from error
+            best = meta["input_top_logprobs"][1:]
+            whole = whole and len(best) == count - 1 and all(len(position) == k for position in best)
     if not whole:
         raise RolloutError(
             f"SGLang server {address} did not score all of {count} tokens: {meta.get('finish_reason')}"

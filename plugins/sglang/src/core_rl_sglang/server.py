@@ -8,23 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from core_rl.distributed.process_group import pick_device
 from core_rl.errors import RolloutError
 from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket, pickled_by_name
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
-from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.model import ServedModel
-from core_rl_sglang.process import ServerProcess, arguments_of
+from core_rl_sglang.process import ServerProcess
+from core_rl_sglang.responses import readable
 
-__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server", "start_server"]
+__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +33,14 @@ class Server:
     """A server, which may be unreachable for a while. Belongs to the event loop of its ``api``."""
 
     def __init__(
-        self, api: Api, start: Callable[[], ServerProcess] | None, process: ServerProcess | None
+        self, api: Api, update_timeout_s: float, start: Callable[[], ServerProcess] | None = None
     ) -> None:
         self.api = api
         self.address = api.address
+        self._update_timeout_s = update_timeout_s
         self.start = start
         """Starts it again on the same port; None for a server that somebody else started."""
-        self.process = process
+        self.process = None if start is None else start()
         self.in_flight = 0
         self.ready = False
         self.version = -1
@@ -65,12 +60,17 @@ class Server:
         """Count a request in flight, which uses the adapter that is yielded."""
         adapter = self.adapter
         self.in_flight += 1
-        adapter.in_flight[self.address] += 1
+        adapter.in_flight += 1
         try:
             yield adapter
         finally:
             self.in_flight -= 1
-            adapter.in_flight[self.address] -= 1
+            adapter.in_flight -= 1
+
+    def stop(self) -> None:
+        """End its process, if it is one of this engine."""
+        if self.process is not None:
+            self.process.stop()
 
     async def wait_until_up(self, timeout_s: float) -> None:
         """Return when the server responds, and computes where its weights allow it; logs a warning every 10 s.
@@ -87,8 +87,9 @@ class Server:
             except (Unreachable, ServerTimeout, Refused) as error:
                 now = time.monotonic()
                 if now - started > timeout_s:
+                    log = "" if self.process is None else f"\n{self.process.log_tail()}"
                     raise ServerTimeout(
-                        f"SGLang server {self.address} is not ready after {timeout_s:g} s: {error}{self._log()}"
+                        f"SGLang server {self.address} is not ready after {timeout_s:g} s: {error}{log}"
                     ) from error
                 if now - logged > PROGRESS_EVERY_S:
                     logged = now
@@ -102,23 +103,16 @@ class Server:
             self.weights_intact = weight_version == FRESH
         if self.weights_intact:
             # The response of /health is a generated token, for which a server that somebody paused would wait.
-            await self.continue_generation(PROBE_TIMEOUT_S)
+            await self.continue_generation()
             await self.api.get("/health", PROBE_TIMEOUT_S)
-
-    def _log(self) -> str:
-        return "" if self.process is None else f"\nthe end of its log:\n{self.process.log_tail()}"
 
     async def served(self) -> tuple[str, str]:
         """The path and the version of the weights that it serves, as the server calls them."""
         info = await self.api.get("/model_info", PROBE_TIMEOUT_S)
         about = await self.api.get("/server_info", PROBE_TIMEOUT_S)
-        try:
+        with readable([info, about], f"{self.address} is no SGLang server: it sent something"):
             self.ranks = int(about["tp_size"])
             return str(info["model_path"]), str(info["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise RolloutError(
-                f"{self.address} does not respond as an SGLang server does: {str(info)[:300]}"
-            ) from error
 
     async def set_weight_version(self, version: int) -> None:
         """Tokens from now on carry ``version``; requests in flight continue."""
@@ -126,39 +120,46 @@ class Server:
         await self.api.post("/update_weight_version", body, PROBE_TIMEOUT_S)
         self.version = version
 
-    async def pause(self, mode: str, timeout_s: float) -> None:
-        """Stop computing: requests go back to the queue (``retract``), or end as they are (``abort``)."""
-        await self.api.post("/pause_generation", {"mode": mode}, timeout_s)
+    async def post(self, path: str, body: dict[str, Any]) -> None:
+        """``POST`` a step of a weight update, within the time limit of one; raises as `Api.post` does."""
+        await self.api.post(path, body, self._update_timeout_s)
 
-    async def continue_generation(self, timeout_s: float) -> None:
+    async def pause(self, mode: str) -> None:
+        """Stop computing: requests go back to the queue (``retract``), or end as they are (``abort``)."""
+        await self.post("/pause_generation", {"mode": mode})
+
+    async def continue_generation(self) -> None:
         """Compute again after `pause`: keys and values of requests in flight are computed anew."""
-        await self.api.post("/continue_generation", {}, timeout_s)
+        await self.api.post("/continue_generation", {}, PROBE_TIMEOUT_S)
 
     async def abort(self, rid: str) -> None:
         """Abort the request ``rid``; a server that cannot be reached has lost it."""
         await self._post_if_up("/abort_request", {"rid": rid})
 
-    async def load_tensors(self, bucket: Bucket, timeout_s: float) -> None:
+    async def abort_all(self) -> None:
+        """Abort all requests, and stop computing; a server that cannot be reached has lost them."""
+        await self._post_if_up("/pause_generation", {"mode": "abort"})
+
+    async def load_tensors(self, bucket: Bucket) -> None:
         """Copy ``bucket`` into the weights, between the beginning and the end of an update."""
         # One for each rank: opening a name releases a reference that pickling has taken.
         payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
         body = {"serialized_named_tensors": payloads, "flush_cache": False}
-        await self.api.post("/update_weights_from_tensor", body, timeout_s)
+        await self.post("/update_weights_from_tensor", body)
 
-    async def load_adapter(self, adapter: ServedAdapter, timeout_s: float) -> None:
+    async def load_adapter(self, adapter: ServedAdapter) -> None:
         """Load ``adapter`` in addition to those that are loaded."""
-        body = {"lora_name": adapter.name, "lora_path": adapter.path}
         try:
-            await self.api.post("/load_lora_adapter", body, timeout_s)
+            await self.post("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
         except Refused as error:
-            if "already loaded" not in error.message:  # a server of which only the connection was lost
+            if "already loaded" not in str(error):  # a server of which only the connection was lost
                 raise
 
     async def unload_adapter(self, adapter: ServedAdapter) -> None:
         """Unload ``adapter``, which no request needs; a server that cannot do it has lost it before."""
         await self._post_if_up("/unload_lora_adapter", {"lora_name": adapter.name})
 
-    async def join(self, group: GroupAddress, rank: int, timeout_s: float) -> None:
+    async def join(self, group: GroupAddress, rank: int) -> None:
         """Have its ranks join ``group``, the first of them as ``rank``; returns when all members have joined."""
         body = {
             "master_address": group.host,
@@ -168,9 +169,9 @@ class Server:
             "group_name": group.name,
             "backend": group.backend,
         }
-        await self.api.post("/init_weights_update_group", body, timeout_s)
+        await self.post("/init_weights_update_group", body)
 
-    async def load_broadcast(self, bucket: Bucket, group: str, timeout_s: float) -> None:
+    async def load_broadcast(self, bucket: Bucket, group: str) -> None:
         """Copy the broadcasts of rank 0 of ``group`` into the weights: ``bucket``, tensor by tensor."""
         body = {
             "names": [name for name, _ in bucket],
@@ -179,15 +180,15 @@ class Server:
             "group_name": group,
             "flush_cache": False,
         }
-        await self.api.post("/update_weights_from_distributed", body, timeout_s)
+        await self.post("/update_weights_from_distributed", body)
 
     async def leave(self, group: str) -> None:
         """Leave ``group``: ranks that wait for this server get an error. One that cannot be reached has left."""
         await self._post_if_up("/destroy_weights_update_group", {"group_name": group})
 
-    async def flush_cache(self, timeout_s: float) -> None:
+    async def flush_cache(self) -> None:
         """Drop the keys and values of earlier weights."""
-        await self.api.post("/flush_cache", {}, timeout_s, parse=False)
+        await self.api.post("/flush_cache", {}, self._update_timeout_s, parse=False)
 
     async def _post_if_up(self, path: str, body: dict[str, Any]) -> None:
         """``POST`` the end of something that a server which cannot be reached has lost anyway."""
@@ -195,19 +196,3 @@ class Server:
             await self.api.post(path, body, PROBE_TIMEOUT_S)
         except RolloutError as error:
             logger.debug("%s %s had no effect: %s", path, body, error)
-
-
-def start_server(
-    config: SglangConfig, model: ServedModel, port: int, session: aiohttp.ClientSession
-) -> Server:
-    """Start the process of a server of ``model``; it is not ready yet."""
-    options, device = config.options, pick_device(config.device, 0).type
-    api = Api(f"{options.host}:{port}", session, options.key)
-    log = None if options.log_path is None else Path(options.log_path) / f"sglang-{port}.log"
-    if log is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-    arguments = arguments_of(config, model, port, device)
-    start = partial(
-        ServerProcess, config.server_python, arguments, options.key, device, log, config.layout.tp
-    )
-    return Server(api, start, start())

@@ -18,7 +18,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks
 from core_rl.weight_sync.messages import Bucket
-from core_rl_sglang.adapters import plain_name
+from core_rl_sglang.adapters import ServedDirectory
 from core_rl_sglang.server import Server
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights"]
@@ -28,15 +28,10 @@ class DiskWeights:
     """A model directory that servers read themselves."""
 
     def __init__(self, directory: Path, version: int, *, temporary: bool = False) -> None:
-        self.directory = directory
+        self._directory = ServedDirectory(directory, temporary=temporary)
         self.version = version
-        self._temporary = temporary
-        self._name = plain_name(directory)
-
-    @property
-    def origin(self) -> str:
+        self.origin = self._directory.name
         """The model path that a fresh server with these weights reports."""
-        return str(self._name.path)
 
     @staticmethod
     def checked(meta: WeightUpdateMeta, shapes: dict[str, tuple[int, ...]]) -> DiskWeights:
@@ -52,17 +47,15 @@ class DiskWeights:
             check_source(TensorFiles(directory, "model"), shapes, f"the weights in {meta.path!r}")
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 
-    async def load(self, server: Server, timeout_s: float) -> None:
+    async def load(self, server: Server) -> None:
         """Load them on ``server``, which is paused; raises the errors of its interface."""
         body = {"model_path": self.origin, "weight_version": str(self.version), "flush_cache": True}
-        await server.api.post("/update_weights_from_disk", body, timeout_s)
+        await server.post("/update_weights_from_disk", body)
         server.version = self.version
 
     def discard(self) -> None:
         """Remove the files; no server will need them again."""
-        self._name.remove()
-        if self._temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        self._directory.discard()
 
 
 def _linked(directory: Path) -> Path:
@@ -103,7 +96,7 @@ class TensorWeights:
         """The ranks of ``servers``, which join the trainer's group; None for no group."""
         return None
 
-    async def join(self, group: GroupAddress, timeout_s: float) -> None:
+    async def join(self, group: GroupAddress) -> None:
         """Have the servers join ``group``."""
 
     async def leave(self) -> None:
@@ -123,15 +116,13 @@ class TensorWeights:
             self._complete, self._failure = True, failure
             self._changed.notify_all()
 
-    async def load(self, server: Server, timeout_s: float) -> None:
+    async def load(self, server: Server) -> None:
         """Load all buckets on ``server``, which is paused; raises the errors of its interface."""
-        await self.load_each(server, lambda bucket: server.load_tensors(bucket, timeout_s), timeout_s)
+        await self.load_each(server, server.load_tensors)
 
-    async def load_each(
-        self, server: Server, load: Callable[[Bucket], Awaitable[None]], timeout_s: float
-    ) -> None:
+    async def load_each(self, server: Server, load: Callable[[Bucket], Awaitable[None]]) -> None:
         """Have ``server`` load all buckets, from the first on, as they arrive."""
-        await server.api.post("/begin_weight_update", {}, timeout_s)
+        await server.post("/begin_weight_update", {})
         self._loaded[server] = 0
         try:
             while (bucket := await self._next(server)) is not None:
@@ -143,8 +134,8 @@ class TensorWeights:
             async with self._changed:
                 del self._loaded[server]
                 self._changed.notify_all()
-            await server.api.post("/end_weight_update", {}, timeout_s)
-        await server.flush_cache(timeout_s)
+            await server.post("/end_weight_update", {})
+        await server.flush_cache()
 
     async def _next(self, server: Server) -> Bucket | None:
         count = self._loaded[server]
