@@ -15,7 +15,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,14 +28,13 @@ from core_rl.distributed.comm import Channel
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (
-    REPLY_TIMEOUT_S,
     AdapterMetadata,
     Bucket,
     Kind,
     digest_of,
-    pickled_by_name,
     receive_message,
     rendezvous_file,
+    send_message,
 )
 
 __all__ = ["Bucket", "ReceivedWeights", "abandon", "receiving", "receiving_buckets"]
@@ -85,14 +83,8 @@ class ReceivedWeights:
         if ranks is not None:
             _, self.group = self._next()
 
-    def _next(self) -> Any:
-        try:
-            message = receive_message(self._channel)
-        except (EOFError, TimeoutError, ConnectionError) as error:
-            raise WeightsError(f"the sender of the weights is gone: {describe(error)}") from error
-        if message[0] == Kind.FAILED:
-            raise WeightsError(f"the sender failed: {message[1]}")
-        return message
+    def _next(self) -> tuple[Any, ...]:
+        return receive_message(self._channel, "sender")
 
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
         if self._meta.verify and (digest is None or digest != digest_of(tensors)):
@@ -100,9 +92,9 @@ class ReceivedWeights:
                 f"{len(tensors)} tensors from {tensors[0][0]!r} on ({used} bytes) did not arrive as they were sent"
             )
 
-    def reply(self, *message: object) -> None:
+    def reply(self, kind: Kind, *fields: object) -> None:
         """Send a message to the sender."""
-        self._channel.send(pickled_by_name(message), time.monotonic() + REPLY_TIMEOUT_S)
+        send_message(self._channel, kind, *fields)
 
 
 @contextmanager
