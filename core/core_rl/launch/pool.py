@@ -32,7 +32,8 @@ class RankPool:
         self._ranks: list[RankProcess] = []
         self._busy = threading.Lock()
         self._ended: str | None = None
-        self._caller: int | None = None
+        self.caller: int | None = None
+        """The engine id of the running call."""
         self.starting_s = 0.0
         """Seconds that `grow` has taken."""
         # For a pool that is forgotten. `multiprocessing` joins its processes at exit, after these
@@ -48,11 +49,6 @@ class RankPool:
     def is_idle(self) -> bool:
         """True while the ranks wait for a call."""
         return self._ended is None and not self._busy.locked()
-
-    @property
-    def caller(self) -> int | None:
-        """The engine id of the running call."""
-        return self._caller
 
     def check(self) -> None:
         """Raise `GroupError` if the ranks are gone."""
@@ -132,7 +128,7 @@ class RankPool:
                 f"{name}: another call on this group is running, or on one that shares its processes; make one call at "
                 "a time"
             )
-        self._caller = caller
+        self.caller = caller
         try:
             self.check()
             try:
@@ -142,7 +138,7 @@ class RankPool:
                 self._end(f"{name} failed with {type(error).__name__}: {first_line}")
                 raise
         finally:
-            self._caller = None
+            self.caller = None
             self._busy.release()
 
     def _send(self, rank: RankProcess, payload: bytes, name: str, deadline: float) -> None:

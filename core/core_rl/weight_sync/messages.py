@@ -117,7 +117,8 @@ def send_message(channel: Channel, kind: Kind, *fields: object) -> None:
 def receive_message(channel: Channel, peer: str) -> tuple[Any, ...]:
     """The next message of the ``peer``, a sender or receiver; raises `WeightsError` where it failed or is gone."""
     try:
-        message: tuple[Any, ...] = pickle.loads(channel.receive(time.monotonic() + REPLY_TIMEOUT_S))  # noqa: S301  # from a rank of the same run
+        payload = channel.receive(time.monotonic() + REPLY_TIMEOUT_S)
+        message: tuple[Any, ...] = pickle.loads(payload)  # noqa: S301  # from a rank of the same run
     except (EOFError, TimeoutError, ConnectionError) as error:
         raise WeightsError(f"the {peer} of the weights is gone: {describe(error)}") from error
     except RuntimeError as error:  # torch's: a bucket lives as long as its sender, until it is opened

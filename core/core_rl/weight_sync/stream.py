@@ -12,7 +12,6 @@ back to the buckets in shared memory. By ``lora`` the tensors are the adapter's,
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -108,13 +107,13 @@ def receiving(
     `WeightsError` when no sender connects within ``timeout_s``.
     """
     file = rendezvous_file(meta)
-    directory = Path(tempfile.mkdtemp(prefix="core-rl-"))  # a socket's name must be short
-    try:
+    with tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True) as directory:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(directory / "weights"))
+            name = f"{directory}/weights"  # a socket's name must be short
+            listener.bind(name)
             listener.listen(1)
             listener.settimeout(timeout_s)
-            _announce(file, str(directory / "weights"))
+            _announce(file, name)
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
@@ -126,8 +125,6 @@ def receiving(
                 file.unlink(missing_ok=True)
         with _reported(Channel(connection), meta, ranks) as weights:
             yield weights
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
