@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -57,7 +56,7 @@ class ReceivedWeights:
 
         Raises `WeightsError` when the sender fails or dies, and for a bucket whose digest is wrong.
         """
-        while (message := self._next())[0] != Kind.END:
+        while (message := receive_message(self._channel, "sender"))[0] != Kind.END:
             _, tensors, used, digest, self.broadcast = message
             self._verify(tensors, used, digest)
             yield tensors
@@ -71,7 +70,7 @@ class ReceivedWeights:
 
     def start(self, ranks: ReceiverRanks | None) -> None:
         """Exchange the first messages; raises `WeightsError` for weights of another version."""
-        _, version, self.adapter = self._next()
+        _, version, self.adapter = receive_message(self._channel, "sender")
         if version != self._meta.version:
             raise WeightsError(
                 f"the sender has weights of version {version}; {self._meta.version} was expected"
@@ -80,10 +79,7 @@ class ReceivedWeights:
             raise WeightsError("the sender sent no metadata of its adapter")
         self.reply(Kind.READY, ranks)
         if ranks is not None:
-            _, self.group = self._next()
-
-    def _next(self) -> tuple[Any, ...]:
-        return receive_message(self._channel, "sender")
+            _, self.group = receive_message(self._channel, "sender")
 
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
         if self._meta.verify and (digest is None or digest != digest_of(tensors)):
