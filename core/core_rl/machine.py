@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +71,11 @@ def _processor() -> str:
 
 def _versions(distributions: Iterable[str], extra: str | None) -> dict[str, str]:
     names = {name for own in distributions for name in [own, *_requirements(own, extra)]}
-    versions = {_normalized(name): _version(name) for name in names}
-    return {name: version for name, version in sorted(versions.items()) if version is not None}
+    versions = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            versions[re.sub(r"[-_.]+", "-", name).lower()] = metadata.version(name)
+    return dict(sorted(versions.items()))
 
 
 def _requirements(distribution: str, extra: str | None) -> Iterator[str]:
@@ -86,14 +90,3 @@ def _requirements(distribution: str, extra: str | None) -> Iterator[str]:
             continue
         if match := REQUIREMENT.match(line):
             yield match[0]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -214,8 +214,10 @@ def test_a_bucket_of_a_sender_that_is_gone_is_an_error() -> None:
     _, name, _ = storage._share_filename_cpu_()
     Path(f"/dev/shm/{name.decode()}").unlink()
     del storage
-    with pytest.raises(EOFError, match="its shared memory is gone: unable to open"):
-        receive_message(Channel(theirs))
+    with pytest.raises(
+        WeightsError, match="sender of the weights and its shared memory are gone: unable to open"
+    ):
+        receive_message(Channel(theirs), "sender")
 
 
 def test_threads_leave_the_sharing_strategy_as_it_was() -> None:

@@ -116,28 +116,17 @@ def _write_part(staged: Path, rank: int, write: Write) -> None:
         write(staged)
         outcome = "done"
     finally:
-        _marker(staged, rank, outcome).touch()  # empty: a full disk takes it
-
-
-def _marker(staged: Path, rank: int, outcome: str) -> Path:
-    return staged / f".rank-{rank:05d}.{outcome}"
+        (staged / f".rank-{rank:05d}.{outcome}").touch()  # empty: a full disk takes it
 
 
 def _await_parts(staged: Path, world_size: int, timeout_s: float) -> bool:
     """Return when all ranks have written, True if none has failed; the markers are gone then."""
     deadline = time.monotonic() + timeout_s
-    waiting = set(range(world_size))
-    whole = True
-    while waiting:
-        for rank in list(waiting):
-            for outcome in ("done", "failed"):
-                marker = _marker(staged, rank, outcome)
-                if marker.exists():
-                    marker.unlink()
-                    waiting.discard(rank)
-                    whole &= outcome == "done"
-        if waiting and time.monotonic() > deadline:
+    while len(markers := list(staged.glob(".rank-*"))) < world_size:
+        if time.monotonic() > deadline:
+            waiting = set(range(world_size)) - {int(marker.stem.removeprefix(".rank-")) for marker in markers}
             raise CheckpointError(f"rank(s) {sorted(waiting)} did not finish writing within {timeout_s:g} s")
-        if waiting:
-            time.sleep(POLL_S)
-    return whole
+        time.sleep(POLL_S)
+    for marker in markers:
+        marker.unlink()
+    return all(marker.suffix == ".done" for marker in markers)

@@ -58,6 +58,11 @@ class Contents:
         """Whether ``meta`` asks for the optimizer's state, and there is some."""
         return meta.with_optimizer and self.config.optimizer is not None
 
+    def kinds(self, meta: SaveLoadMeta) -> tuple[TensorKind, ...]:
+        """Kinds of the float32 weights, and of the moments where ``meta`` asks for them."""
+        moments = self.tensors.optimizer_kinds if self.with_moments(meta) else ()
+        return (*self.tensors.weight_kinds("master"), *moments)
+
     def fingerprint(self) -> dict[str, Any]:
         """Fields that tell one architecture from another."""
         config = self.backend.hf_config().get_text_config()

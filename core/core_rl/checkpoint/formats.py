@@ -81,13 +81,12 @@ def _copy_model_files(model_path: str | None, tokenizer_path: str | None, direct
     """The tokenizer, and the model's generation config, from where they are."""
     if model_path is not None:
         _copy(Path(model_path), ("generation_config.json",), directory)
-    if tokenizer_path is not None:
-        if not _copy(Path(tokenizer_path), TOKENIZER_FILES, directory):
-            raise CheckpointError(
-                f"tokenizer_path = {tokenizer_path!r} holds no tokenizer files; correct the path"
-            )
-    elif model_path is not None:
-        _copy(Path(model_path), TOKENIZER_FILES, directory)
+    source = tokenizer_path or model_path
+    copied = 0 if source is None else _copy(Path(source), TOKENIZER_FILES, directory)
+    if tokenizer_path is not None and not copied:
+        raise CheckpointError(
+            f"tokenizer_path = {tokenizer_path!r} holds no tokenizer files; correct the path"
+        )
 
 
 def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
@@ -101,7 +100,7 @@ def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
 
 def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Float32 weights, and where asked moments; collective."""
-    kinds = _kinds(contents, meta)
+    kinds = contents.kinds(meta)
 
     def write(directory: Path) -> None:
         errors = []
@@ -123,14 +122,9 @@ def _load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | N
     subject = f"cannot load {meta.path!r}"
     with opened(meta.path, contents.world, kind="portable") as directory:
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
-        kinds = _kinds(contents, meta)
+        kinds = contents.kinds(meta)
         load_parts(contents, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
     return EngineProgress(**state["progress"]) if meta.with_optimizer else None
-
-
-def _kinds(contents: Contents, meta: SaveLoadMeta) -> tuple[TensorKind, ...]:
-    moments = contents.tensors.optimizer_kinds if contents.with_moments(meta) else ()
-    return (*contents.tensors.weight_kinds("master"), *moments)
 
 
 def _tensors_later(

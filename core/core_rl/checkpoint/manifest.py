@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -192,12 +193,9 @@ def _inside(name: str) -> str:
 
 def find_damage(directory: Path, manifest: Manifest) -> list[str]:
     """Every file of ``manifest``, and of nested manifests, that is missing or not what it was."""
-
-    def difference(name: str) -> str | None:
-        return _difference(directory / name, name, manifest.files[name])
-
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        problems = [problem for problem in pool.map(difference, manifest.files) if problem is not None]
+        found = pool.map(partial(_difference, directory), manifest.files, manifest.files.values())
+        problems = [problem for problem in found if problem is not None]
     if problems:
         return problems
     for name in manifest.nested():
@@ -206,7 +204,8 @@ def find_damage(directory: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _difference(file: Path, name: str, record: FileRecord) -> str | None:
+def _difference(directory: Path, name: str, record: FileRecord) -> str | None:
+    file = directory / name
     try:
         size = file.stat().st_size
         if size != record.bytes:

@@ -26,11 +26,10 @@ def save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | Non
     """Weights, and where asked moments and random states; collective."""
     with_optimizer = contents.with_moments(meta)
     rank, size = contents.world.rank, contents.world.size
+    own = contents.backend if isinstance(contents.backend, SupportsOwnCheckpoint) else None
 
-    def snapshot() -> Later | None:
-        if isinstance(contents.backend, SupportsOwnCheckpoint):
-            return None
-        copies = copy_shards(rank, _shards(contents, with_optimizer))
+    def snapshot() -> Later:
+        copies = copy_shards(rank, _shards(contents, meta))
 
         def write_later(directory: Path) -> None:
             write_copies(_inside(directory), rank, copies, size)
@@ -39,12 +38,12 @@ def save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | Non
         return Later(write_later)
 
     def write(directory: Path) -> None:
-        if isinstance(contents.backend, SupportsOwnCheckpoint):
-            contents.backend.save_sharded(_inside(directory), with_optimizer)
-        copies = copy_shards(rank, _shards(contents, with_optimizer))
-        write_copies(_inside(directory), rank, copies, size)
+        if own is not None:
+            own.save_sharded(_inside(directory), with_optimizer)
+        snapshot().write(directory)
 
-    return publish_save(contents, meta, write, contents.state(with_optimizer), snapshot)
+    state = contents.state(with_optimizer)
+    return publish_save(contents, meta, write, state, lambda: snapshot() if own is None else None)
 
 
 def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
@@ -59,25 +58,19 @@ def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | Non
             own = backend
             on_all(contents.world, lambda: own.load_sharded(directory / DIRECTORY, with_optimizer), subject)
         else:
-            for kind in _kinds(contents, with_optimizer):
-                contents.tensors.load(
-                    kind, MappedSource(files, {n: f"{kind}/{n}" for n in contents.tensors.shapes(kind)})
-                )
+            for kind in contents.kinds(meta):
+                keys = {name: f"{kind}/{name}" for name in contents.tensors.shapes(kind)}
+                contents.tensors.load(kind, MappedSource(files, keys))
         if with_optimizer:
             on_all(contents.world, lambda: _load_local_state(contents, files), subject)
     return EngineProgress(**state["progress"]) if meta.with_optimizer else None
 
 
-def _kinds(contents: Contents, with_optimizer: bool) -> tuple[str, ...]:
-    moments = contents.tensors.optimizer_kinds if with_optimizer else ()
-    return (*contents.tensors.weight_kinds("master"), *moments)
-
-
-def _shards(contents: Contents, with_optimizer: bool) -> Iterator[Shard]:
+def _shards(contents: Contents, meta: SaveLoadMeta) -> Iterator[Shard]:
     """Tensors, unless the backend writes them itself, and where asked this rank's random and opaque states."""
     if not isinstance(contents.backend, SupportsOwnCheckpoint):
-        yield from contents.tensors.shards(_kinds(contents, with_optimizer))
-    for name, state in _own_states(contents).items() if with_optimizer else ():
+        yield from contents.tensors.shards(contents.kinds(meta))
+    for name, state in _own_states(contents).items() if contents.with_moments(meta) else ():
         yield Shard(f"{name}/{contents.world.rank}", state, tuple(state.shape), (0,) * state.dim())
 
 

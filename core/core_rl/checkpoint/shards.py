@@ -81,13 +81,13 @@ class ShardFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The full shape of ``name``."""
-        self._check(name)
+        if name not in self._shapes:
+            raise WeightsError(f"the shards hold no tensor {name!r}")
         return self._shapes[name]
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
-        self._check(name)
-        wanted = _bounds(slices or (), self._shapes[name])
+        wanted = _bounds(slices or (), self.shape(name))
         pieces = list(self._pieces[name].values())
         for piece in pieces:
             if piece.overlap(wanted) == wanted:
@@ -135,10 +135,6 @@ class ShardFiles:
             # Replicas: the first is enough.
             self._pieces.setdefault(name, {}).setdefault((piece.shape, offsets), piece)
         return int(header["world_size"])
-
-    def _check(self, name: str) -> None:
-        if name not in self._shapes:
-            raise WeightsError(f"the shards hold no tensor {name!r}")
 
 
 def _bounds(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:

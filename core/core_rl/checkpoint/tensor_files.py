@@ -169,7 +169,14 @@ class TensorFiles:
             self._files = dict.fromkeys(file.keys(), file)
         else:
             raise CheckpointNotFound(f"{directory} holds neither {single.name} nor {index.name}")
-        self._shapes = {name: self._shape_in(file, name) for name, file in self._files.items()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, file in self._files.items():
+            try:
+                self._shapes[name] = file.shape(name)
+            except SafetensorError as error:
+                raise CheckpointDamaged(
+                    f"{file.name}: {describe(error)}, which the index says is there"
+                ) from error
 
     def names(self) -> list[str]:
         """All names."""
@@ -188,14 +195,6 @@ class TensorFiles:
     def _check(self, name: str) -> None:
         if name not in self._files:
             raise WeightsError(f"{self._place} holds no tensor {name!r}")
-
-    def _shape_in(self, file: SafetensorsFile, name: str) -> tuple[int, ...]:
-        try:
-            return file.shape(name)
-        except SafetensorError as error:
-            raise CheckpointDamaged(
-                f"{file.name}: {describe(error)}, which the index says is there"
-            ) from error
 
 
 def _read_index(index: Path) -> dict[str, str]:

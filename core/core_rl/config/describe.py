@@ -39,9 +39,10 @@ def describe_fields(kind: type[BaseModel]) -> list[FieldHelp]:
 def _walk(kind: type[BaseModel], prefix: str, defaults: BaseModel | None) -> Iterator[FieldHelp]:
     """``defaults`` is the section's own default, whose fields may differ from those of its class."""
     for name, field in kind.model_fields.items():
-        default = _default(field) if defaults is None else getattr(defaults, name)
+        own = field.get_default(call_default_factory=True, validated_data={})
+        default = own if defaults is None else getattr(defaults, name)
         section = _section(field.annotation)
-        if section is None or default is PydanticUndefined or _allows_null(field.annotation):
+        if section is None or default is PydanticUndefined or type(None) in _parts(field.annotation):
             yield FieldHelp(
                 name=prefix + name,
                 type=_type_name(field.annotation) + _bounds(field),
@@ -53,10 +54,6 @@ def _walk(kind: type[BaseModel], prefix: str, defaults: BaseModel | None) -> Ite
             yield from _walk(section, f"{prefix}{name}.", default if isinstance(default, section) else None)
 
 
-def _default(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True, validated_data={})
-
-
 def _section(annotation: Any) -> type[BaseModel] | None:
     """The config class of a field that is one section, or one section or null."""
     found = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
@@ -66,10 +63,6 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 def _parts(annotation: Any) -> tuple[Any, ...]:
     union = get_origin(annotation) in (Union, types.UnionType)
     return get_args(annotation) if union else (annotation,)
-
-
-def _allows_null(annotation: Any) -> bool:
-    return type(None) in _parts(annotation)
 
 
 def _type_name(annotation: Any) -> str:

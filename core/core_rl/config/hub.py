@@ -73,8 +73,7 @@ def _download(name: str, revision: str | None, local_files_only: bool, subject: 
             errors.LocalEntryNotFoundError: f"the local cache has no complete copy of {name!r} and the Hub is not "
             "reached; connect to the network, unset HF_HUB_OFFLINE, or name a directory",
         }
-        first_line = f"the download of {name!r} failed with {type(error).__name__}: {error}".partition("\n")[
-            0
-        ]
-        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), first_line)
+        first_line = str(error).partition("\n")[0]
+        other = f"the download of {name!r} failed with {type(error).__name__}: {first_line}"
+        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), other)
         raise ConfigError(f"{subject} {reason}") from error

@@ -36,7 +36,11 @@ def agree(
         value = compute()
     except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, whatever it raised
         cause = error
-    failure = None if cause is None else (_kind_of(cause, kind or foreign), describe(cause))
+    failure = (
+        None
+        if cause is None
+        else (type(cause) if isinstance(cause, CoreRLError) else foreign, describe(cause))
+    )
     answers = comm.gather((value, failure))
     failures = {rank: found for rank, (_, found) in enumerate(answers) if found is not None}
     if failures:
@@ -107,7 +111,3 @@ def _by_reason(reasons: dict[int, str]) -> list[str]:
     for rank, reason in reasons.items():
         ranks.setdefault(reason, []).append(str(rank))
     return [f"rank{'s' * (len(those) > 1)} {', '.join(those)}: {reason}" for reason, those in ranks.items()]
-
-
-def _kind_of(error: Exception, foreign: type[CoreRLError]) -> type[CoreRLError]:
-    return type(error) if isinstance(error, CoreRLError) else foreign

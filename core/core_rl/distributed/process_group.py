@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ class RankAddress:
 class _Present:
     """The process group of this process."""
 
+    current: ClassVar[_Present | None] = None
+
     address: RankAddress
     device: torch.device
     owned: bool
@@ -48,10 +51,6 @@ class _Present:
     def is_there(self) -> bool:
         """True while ``torch.distributed`` has this group; its creator may have destroyed it."""
         return dist.is_initialized() and dist.group.WORLD is self.group
-
-
-class _Process:
-    present: _Present | None = None
 
 
 class Membership:
@@ -73,8 +72,8 @@ class Membership:
         present.members.remove(self)
         if present.members:
             return
-        if _Process.present is present:
-            _Process.present = None
+        if _Present.current is present:
+            _Present.current = None
         if present.owned and present.is_there():
             dist.destroy_process_group()
 
@@ -97,12 +96,10 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
     Without an address, the existing group is used (that of ``torchrun``, or of another engine), or else a
     group of one rank is created. Raises `EngineStateError` if another group exists.
     """
-    present = _Process.present
+    present = _Present.current
     if present is None or not present.is_there():
-        present = (
-            _adopt(device) if dist.is_initialized() and address is None else _initialize(address, device)
-        )
-        _Process.present = present
+        adopts = dist.is_initialized() and address is None
+        _Present.current = present = _adopt(device) if adopts else _initialize(address, device)
     elif address is not None and not _same(present, address, device):
         raise EngineStateError(
             f"this engine is to be rank {address.rank} of {address.world_size} on {device}, and torch.distributed is "
@@ -114,9 +111,8 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
 
 
 def _same(present: _Present, address: RankAddress, device: torch.device) -> bool:
-    there = present.address
-    present_and_new = [(one.store_path, one.rank, one.world_size) for one in (there, address)]
-    return present_and_new[0] == present_and_new[1] and present.device == device
+    fields = attrgetter("store_path", "rank", "world_size")
+    return bool(fields(present.address) == fields(address)) and present.device == device
 
 
 def _adopt(device: torch.device) -> _Present:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import EngineProgress, SaveLoadMeta, Scheduling, TensorKind, WeightUpdateMeta
+from core_rl.backend.meta import EngineProgress, TensorKind
 from core_rl.backend.steps import PostHook
-from core_rl.backend.tensors import TensorSource
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
@@ -23,20 +23,35 @@ from core_rl.engine.post_hook import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, GroupError, LossError
 from core_rl.launch import remote
-from core_rl.launch.ranks import ArgTs, EngineRanks, ResultT
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from core_rl.launch.ranks import EngineRanks, ResultT
 
 __all__ = ["EngineGroup"]
+
+
+P = ParamSpec("P")
+
+
+def _on_all_ranks(
+    method: Callable[Concatenate[TrainEngine, P], ResultT],
+) -> Callable[Concatenate[EngineRanks, P], ResultT]:
+    """A method of the group that calls the engine's ``method`` on every rank, and returns the first rank's result."""
+
+    @wraps(method)
+    def call(group: EngineRanks, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        name = method.__name__
+        per_rank = [()] * len(group.rank_infos())
+        first: ResultT = group.call_ranks(name, methodcaller(name, *args, **kwargs), per_rank)[0]
+        return first
+
+    return call
 
 
 class EngineGroup(EngineRanks):
     """The ranks of one train engine, each in a process of its own, behind the engine's public methods.
 
     A batch is split over the data-parallel ranks, and results come back merged in the caller's
-    order; `run` calls any function on every rank. What travels is pickled: losses, hooks and
-    functions belong to an importable module, and a script that starts a group keeps its main part
+    order; `run` calls any function on every rank. What travels is pickled: losses, hooks, tensor
+    sources and functions belong to an importable module, and a script that starts a group keeps its main part
     under ``if __name__ == "__main__":``. Use the group as a context manager, or `close` it. It takes
     one call at a time.
 
@@ -62,7 +77,28 @@ class EngineGroup(EngineRanks):
     the last of the groups is closed, and `restart` replaces them for all.
     """
 
-    # -------------------------------------------------------------- training
+    # ---------------------------------- methods of the engine, on all ranks alike
+
+    optimizer_zero_grad = _on_all_ranks(TrainEngine.optimizer_zero_grad)
+    optimizer_step = _on_all_ranks(TrainEngine.optimizer_step)
+    lr_scheduler_step = _on_all_ranks(TrainEngine.lr_scheduler_step)
+    hf_config = _on_all_ranks(TrainEngine.hf_config)
+    tensor_shapes = _on_all_ranks(TrainEngine.tensor_shapes)
+    load_named_tensors = _on_all_ranks(TrainEngine.load_named_tensors)
+    save = _on_all_ranks(TrainEngine.save)
+    wait_for_saves = _on_all_ranks(TrainEngine.wait_for_saves)
+    load = _on_all_ranks(TrainEngine.load)
+    upload_weights = _on_all_ranks(TrainEngine.upload_weights)
+    restore_progress = _on_all_ranks(TrainEngine.restore_progress)
+    set_version = _on_all_ranks(TrainEngine.set_version)
+    get_version = _on_all_ranks(TrainEngine.get_version)
+    get_scheduling_config = _on_all_ranks(TrainEngine.get_scheduling_config)
+    to = _on_all_ranks(TrainEngine.to)
+    onload = _on_all_ranks(TrainEngine.onload)
+    offload = _on_all_ranks(TrainEngine.offload)
+    _switch_adapter = _on_all_ranks(TrainEngine.switch_adapter)
+
+    # ---------------------------------------------------------- parts of a batch
 
     def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         """One optimizer step; see `TrainEngine.train_batch`."""
@@ -95,18 +131,6 @@ class EngineGroup(EngineRanks):
         """The loss and its metrics without gradients; see `TrainEngine.eval_batch`."""
         return self._on_parts(TrainEngine.eval_batch, batch, loss, mb_spec)
 
-    def optimizer_zero_grad(self) -> None:
-        """Drop the accumulated gradients."""
-        self._on_all(TrainEngine.optimizer_zero_grad)
-
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip and update, or skip; see `TrainEngine.optimizer_step`."""
-        return self._on_all(TrainEngine.optimizer_step)
-
-    def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one; the learning rate of the next step."""
-        return self._on_all(TrainEngine.lr_scheduler_step)
-
     def forward(
         self,
         batch: SequenceBatch,
@@ -131,17 +155,13 @@ class EngineGroup(EngineRanks):
         results = self._call_parts("forward", remote.forward, calls, plan)
         if post_hook is None:
             return unshard_output(results, batch, plan)
-        rows: dict[int, Tensor] = {}
-        for indices, own in zip(plan, results, strict=True):
-            if indices:
-                rows.update(zip(indices, own, strict=True))
+        by_part = (
+            zip(indices, own, strict=True) for indices, own in zip(plan, results, strict=True) if indices
+        )
+        rows = dict(chain.from_iterable(by_part))
         return (aggregate_fn or torch.cat)([rows[index] for index in range(batch.num_sequences)])
 
     # ----------------------------------------------------------------- state
-
-    def hf_config(self) -> PretrainedConfig:
-        """The transformers config of the model with its head."""
-        return self._on_all(TrainEngine.hf_config)
 
     def named_tensors(self, kind: TensorKind) -> dict[str, Tensor]:
         """All tensors of ``kind`` in full on the CPU: for models that fit into this process.
@@ -151,83 +171,25 @@ class EngineGroup(EngineRanks):
         gathered = self.run(remote.gather_tensors, kind)
         return next(found for found in gathered if found is not None)
 
-    def tensor_shapes(self, kind: TensorKind) -> dict[str, tuple[int, ...]]:
-        """Names and full shapes of what `named_tensors` returns."""
-        return self._on_all(TrainEngine.tensor_shapes, kind)
-
-    def load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
-        """Set parameters, moments or buffers; ``source`` is pickled for each rank."""
-        self._on_all(TrainEngine.load_named_tensors, kind, source)
-
-    def save(self, meta: SaveLoadMeta) -> None:
-        """Write a checkpoint; see `TrainEngine.save`."""
-        self._on_all(TrainEngine.save, meta)
-
-    def wait_for_saves(self) -> None:
-        """Wait for saves in the background; see `TrainEngine.wait_for_saves`."""
-        self._on_all(TrainEngine.wait_for_saves)
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        """Read a checkpoint; see `TrainEngine.load`."""
-        self._on_all(TrainEngine.load, meta)
-
-    def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the weights to inference engines; see `TrainEngine.upload_weights`."""
-        self._on_all(TrainEngine.upload_weights, meta)
-
     @property
     def progress(self) -> EngineProgress:
         """Scheduler steps, updates and version."""
         first: EngineProgress = self.run(attrgetter("progress"))[0]
         return first
 
-    def restore_progress(self, progress: EngineProgress) -> None:
-        """Continue from ``progress``; see `TrainEngine.restore_progress`."""
-        self._on_all(TrainEngine.restore_progress, progress)
-
-    def set_version(self, version: int) -> None:
-        """Record the version that the driver gave to the weights."""
-        self._on_all(TrainEngine.set_version, version)
-
-    def get_version(self) -> int:
-        """The version that the driver gave to the weights."""
-        return self._on_all(TrainEngine.get_version)
-
-    def get_scheduling_config(self) -> Scheduling:
-        """Resources that one rank needs."""
-        return self._on_all(TrainEngine.get_scheduling_config)
-
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """The base model on all ranks inside the context; see `TrainEngine.disable_adapter`."""
-        was_on = self._on_all(TrainEngine.switch_adapter, False)
+        was_on = self._switch_adapter(False)
         try:
             yield
         except BaseException:
             with suppress(GroupError):  # the error that ended the group counts
-                self._on_all(TrainEngine.switch_adapter, was_on)
+                self._switch_adapter(was_on)
             raise
-        self._on_all(TrainEngine.switch_adapter, was_on)
-
-    def to(self, device: torch.device | str, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights and gradients, and moments, to ``device``; see `TrainEngine.to`."""
-        self._on_all(TrainEngine.to, device, model, optimizer)
-
-    def onload(self) -> None:
-        """Bring everything back to the engine's device."""
-        self._on_all(TrainEngine.onload)
-
-    def offload(self) -> None:
-        """Move everything to host memory until `onload` or the next call that needs it."""
-        self._on_all(TrainEngine.offload)
+        self._switch_adapter(was_on)
 
     # -------------------------------------------------------------- plumbing
-
-    def _on_all(self, method: Callable[[TrainEngine, *ArgTs], ResultT], *args: *ArgTs) -> ResultT:
-        """The engine's ``method(*args)`` on every rank; the first rank's result."""
-        name, per_rank = method.__name__, [args] * len(self.rank_infos())
-        first: ResultT = self.call_ranks(name, partial(remote.call_method, name), per_rank)[0]
-        return first
 
     def _on_parts(
         self, method: Callable[..., dict[str, float]], batch: SequenceBatch, *args: object

@@ -11,19 +11,12 @@ from typing import Any
 
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 
-__all__ = ["Done", "Failure", "Reply", "pack_call", "pack_reply", "unpack_call", "unpack_reply"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """A call returned."""
-
-    value: Any
+__all__ = ["Failure", "pack_call", "pack_reply", "unpack_call", "unpack_reply"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A call raised."""
+    """The reply to a call that raised; the reply to any other call is its result."""
 
     summary: str
     """The error in one line or a few, as Python prints it."""
@@ -52,9 +45,6 @@ class Failure:
         return original
 
 
-Reply = Done | Failure
-
-
 def pack_call(name: str, engine_id: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The call ``name`` of engine ``engine_id`` as bytes; raises `GroupError` if a part of it cannot be pickled."""
     try:
@@ -78,27 +68,25 @@ def unpack_call(payload: bytearray) -> tuple[int, Callable[..., Any], tuple[Any,
     return engine_id, fn, args
 
 
-def pack_reply(reply: Reply) -> bytes:
-    """A reply as bytes; a value that cannot be pickled becomes a `Failure`."""
+def pack_reply(reply: object) -> bytes:
+    """A reply as bytes; a result that cannot be pickled becomes a `Failure`."""
     try:
         return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # noqa: BLE001 - `__reduce__` of a user's object may raise anything
-        assert isinstance(reply, Done)
-        kind = type(reply.value).__name__
+        kind = type(reply).__name__
         refusal = GroupError(f"the result, a {kind}, cannot be sent to the driver: {error}")
         refusal.__cause__ = error
         return pickle.dumps(Failure.of(refusal), protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def unpack_reply(payload: bytearray) -> Reply:
-    """A reply from its bytes; a value that cannot be restored here becomes a `Failure`."""
+def unpack_reply(payload: bytearray) -> Any:
+    """A reply from its bytes; a result that cannot be restored here becomes a `Failure`."""
     try:
-        reply: Reply = pickle.loads(payload)  # noqa: S301 - our own rank sent it
+        return pickle.loads(payload)  # noqa: S301 - our own rank sent it
     except Exception as error:  # noqa: BLE001 - `__setstate__` of a user's object may raise anything
         refusal = GroupError(f"the result of a rank cannot be restored in the driver: {error}")
         refusal.__cause__ = error
         return Failure.of(refusal)
-    return reply
 
 
 def _pack_error(error: BaseException) -> bytes | None:

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
-from core_rl.launch.messages import Failure, Reply, pack_call, unpack_reply
+from core_rl.launch.messages import Failure, pack_call, unpack_reply
 from core_rl.launch.process import RankProcess
 
 __all__ = ["RankPool"]
@@ -32,7 +32,8 @@ class RankPool:
         self._ranks: list[RankProcess] = []
         self._busy = threading.Lock()
         self._ended: str | None = None
-        self._caller: int | None = None
+        self.caller: int | None = None
+        """The engine id of the running call."""
         self.starting_s = 0.0
         """Seconds that `grow` has taken."""
         # For a pool that is forgotten. `multiprocessing` joins its processes at exit, after these
@@ -48,11 +49,6 @@ class RankPool:
     def is_idle(self) -> bool:
         """True while the ranks wait for a call."""
         return self._ended is None and not self._busy.locked()
-
-    @property
-    def caller(self) -> int | None:
-        """The engine id of the running call."""
-        return self._caller
 
     def check(self) -> None:
         """Raise `GroupError` if the ranks are gone."""
@@ -93,10 +89,9 @@ class RankPool:
             for rank, args in zip(ranks, per_rank, strict=True):
                 self._send(rank, payloads[id(args)], name, deadline)
             replies = self._collect(ranks, name, timeout_s)
-        for number, reply in replies.items():
-            if isinstance(reply, Failure):
-                raise reply.to_error(number, len(ranks))
-        return [reply.value for _, reply in sorted(replies.items()) if not isinstance(reply, Failure)]
+        for number, failure in _failures(replies).items():
+            raise failure.to_error(number, len(ranks))
+        return [reply for _, reply in sorted(replies.items())]
 
     def close(self, wait_s: float = EXIT_WAIT_S) -> None:
         """End the ranks, which may take ``wait_s`` seconds to end by themselves."""
@@ -132,7 +127,7 @@ class RankPool:
                 f"{name}: another call on this group is running, or on one that shares its processes; make one call at "
                 "a time"
             )
-        self._caller = caller
+        self.caller = caller
         try:
             self.check()
             try:
@@ -142,7 +137,7 @@ class RankPool:
                 self._end(f"{name} failed with {type(error).__name__}: {first_line}")
                 raise
         finally:
-            self._caller = None
+            self.caller = None
             self._busy.release()
 
     def _send(self, rank: RankProcess, payload: bytes, name: str, deadline: float) -> None:
@@ -155,10 +150,10 @@ class RankPool:
         except OSError:
             raise _death(rank, name, {}) from None
 
-    def _collect(self, ranks: Sequence[RankProcess], name: str, timeout_s: float) -> dict[int, Reply]:
+    def _collect(self, ranks: Sequence[RankProcess], name: str, timeout_s: float) -> dict[int, Any]:
         """The replies in the order of their arrival; raises unless every rank has answered."""
         waiting = {rank.rank: rank for rank in ranks}
-        replies: dict[int, Reply] = {}
+        replies: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         graced = False
         while waiting and (ready := _ready(waiting.values(), deadline)):
@@ -189,11 +184,11 @@ def _ready(ranks: Iterable[RankProcess], deadline: float) -> list[tuple[RankProc
     return [(rank, answer) for rank, answer in answered if answer or rank.sentinel in found]
 
 
-def _failures(replies: Mapping[int, Reply]) -> dict[int, Failure]:
+def _failures(replies: Mapping[int, Any]) -> dict[int, Failure]:
     return {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
 
 
-def _death(rank: RankProcess, name: str, replies: Mapping[int, Reply]) -> RankDied:
+def _death(rank: RankProcess, name: str, replies: Mapping[int, Any]) -> RankDied:
     rank.wait(EXIT_WAIT_S)  # its end of the socket closes a moment before the exit code is known
     message = f"rank {rank.rank} {rank.exit_reason()} during {name}"
     if name == START:
@@ -205,7 +200,7 @@ def _death(rank: RankProcess, name: str, replies: Mapping[int, Reply]) -> RankDi
 
 
 def _silence(
-    ranks: Sequence[RankProcess], world_size: int, name: str, timeout_s: float, replies: Mapping[int, Reply]
+    ranks: Sequence[RankProcess], world_size: int, name: str, timeout_s: float, replies: Mapping[int, Any]
 ) -> CoreRLError:
     """The error for ``ranks`` that did not answer: that of the first failure, if there was one."""
     numbers = [rank.rank for rank in ranks]

@@ -91,10 +91,9 @@ class RankProcess:
         """Becomes readable when the process has ended."""
         return self._process.sentinel
 
-    def wait(self, timeout_s: float) -> bool:
-        """True if the process ends within ``timeout_s`` seconds."""
+    def wait(self, timeout_s: float) -> None:
+        """Return when the process has ended, or after ``timeout_s`` seconds."""
         self._process.join(timeout_s)
-        return self._process.exitcode is not None
 
     def exit_reason(self) -> str:
         """A phrase about the end of the process."""

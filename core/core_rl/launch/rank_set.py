@@ -11,7 +11,6 @@ from pathlib import Path
 from core_rl.errors import EngineStateError, GroupError
 from core_rl.launch.pool import EXIT_WAIT_S, RankPool
 from core_rl.launch.remote import RankInfo
-from core_rl.machine import cpu_cores
 
 __all__ = ["RankSet"]
 
@@ -23,27 +22,20 @@ class RankSet:
     """
 
     def __init__(self, threads_per_rank: int | None, devices: Sequence[int] | None) -> None:
+        self.threads_per_rank = threads_per_rank
         self.devices = devices
         self.pool = RankPool()
-        self._threads_per_rank = threads_per_rank
         self._engine_ids = itertools.count()
         self._engines: dict[int, list[RankInfo]] = {}
         """For each registered group the ranks of its engine, none while it has no engine."""
         self._store_directory: tempfile.TemporaryDirectory[str] | None = None
 
-    def threads(self, size: int) -> int:
-        """The number of threads with which one of ``size`` ranks computes."""
-        return self._threads_per_rank or max(1, cpu_cores() // size)
-
-    def new_engine_id(self, group: object) -> int:
-        """An engine id, which is released with ``group`` at the latest."""
+    def register(self, group: object) -> int:
+        """A new engine id, which keeps the processes until `release`, or until ``group`` is collected."""
         engine_id = next(self._engine_ids)
+        self._engines[engine_id] = []
         weakref.finalize(group, self._engines.pop, engine_id, None).atexit = False
         return engine_id
-
-    def register(self, engine_id: int) -> None:
-        """Keep the processes until `release`."""
-        self._engines.setdefault(engine_id, [])
 
     def release(self, engine_id: int, wait_s: float = EXIT_WAIT_S) -> None:
         """End the processes if no other group is registered, or if the group of ``engine_id`` is in a call.
@@ -62,12 +54,13 @@ class RankSet:
         if not self._engines or caller == engine_id:
             self.pool.close(wait_s)
 
-    def restart(self) -> None:
-        """Replace the processes by new ones, without engines."""
+    def restart(self, engine_id: int) -> None:
+        """Replace the processes by new ones, without engines; a group that was released is registered again."""
         self.pool.close(wait_s=0.0)
         self.pool = RankPool()
-        for engine_id in self._engines:
-            self.set_engine(engine_id, [])
+        self._engines[engine_id] = []
+        for other in self._engines:
+            self.set_engine(other, [])
 
     def check_open(self, engine_id: int) -> None:
         """Raise `GroupError` if the processes are gone, or the group was closed."""

@@ -17,6 +17,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError, EngineStateError, LayoutError
 from core_rl.launch import remote
 from core_rl.launch.rank_set import RankSet
+from core_rl.machine import cpu_cores
 from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.spec import EngineSpec
 
@@ -68,7 +69,7 @@ class EngineRanks:
             self._ranks = RankSet(threads_per_rank, devices)
         else:
             self._ranks = colocate_with._shared_ranks(self.config, threads_per_rank, devices)
-        self._engine_id = self._ranks.new_engine_id(self)
+        self._engine_id = self._ranks.register(self)
         self._start()
 
     def __enter__(self) -> Self:
@@ -129,11 +130,10 @@ class EngineRanks:
 
         Colocated groups lose their engines as well, and need `initialize` too.
         """
-        self._ranks.restart()
+        self._ranks.restart(self._engine_id)
         self._start()
 
     def _start(self) -> None:
-        self._ranks.register(self._engine_id)
         try:
             self.config = self._prepare(self.config)
         except BaseException:
@@ -151,7 +151,8 @@ class EngineRanks:
         ranks.check_world(self._engine_id, size)
         config = with_local_model(config)
         ranks.pool.grow(size)
-        arguments = (self._make_engine, self.spec, config, ranks.threads(size))
+        threads = ranks.threads_per_rank or max(1, cpu_cores() // size)
+        arguments = (self._make_engine, self.spec, config, threads)
         self._call("the check of the config", remote.prepare, [arguments] * size)
         return config
 

@@ -76,15 +76,10 @@ def destroy(state: RankState) -> None:
 
 
 def call_engine(fn: Callable[..., Any], state: RankState, *args: Any) -> Any:
-    """``fn(engine, *args)``."""
-    return fn(_engine(state), *args)
-
-
-def _engine(state: RankState) -> TrainEngine:
+    """``fn(engine, *args)``; raises `EngineStateError` before `initialize`."""
     if state.engine is None:
         raise EngineStateError("the ranks have no engine; call initialize() first")
-    engine: TrainEngine = state.engine
-    return engine
+    return fn(state.engine, *args)
 
 
 # ------------------------------------------------------ functions of an engine

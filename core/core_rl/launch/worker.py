@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from core_rl.distributed.comm import Channel
-from core_rl.launch.messages import Done, Failure, pack_reply, unpack_call
+from core_rl.launch.messages import Failure, pack_reply, unpack_call
 
 __all__ = ["DUMP_SIGNAL", "RankState", "end_with_driver", "rank_main"]
 
@@ -49,7 +49,7 @@ def rank_main(
     channel = Channel(sock)
     states: dict[int, RankState] = defaultdict(RankState)
     try:
-        channel.send(pack_reply(Done(value=None)))
+        channel.send(pack_reply(None))
         while True:
             channel.send(_answer(channel.receive(), states))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -59,7 +59,7 @@ def rank_main(
 def _answer(payload: bytearray, states: Mapping[int, RankState]) -> bytes:
     try:
         engine_id, fn, args = unpack_call(payload)
-        return pack_reply(Done(value=fn(states[engine_id], *args)))
+        return pack_reply(fn(states[engine_id], *args))
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it

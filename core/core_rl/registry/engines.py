@@ -7,7 +7,9 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import importlib_metadata as metadata
 
@@ -76,12 +78,11 @@ def list_engines() -> list[EngineEntry]:
     """All engines in alphabetical order; one that cannot be used carries its error, and hides no other."""
     entries = _claims()
     counts = Counter(entry.name for entry in entries)
-    read = [entry.read() for entry in entries]
-    listed = [
+    read = [entry.read() for entry in sorted(entries, key=attrgetter("name", "distribution"))]
+    return [
         dataclasses.replace(entry, error=_ambiguous(entry.name, entries)) if counts[entry.name] > 1 else entry
         for entry in read
     ]
-    return sorted(listed, key=lambda entry: (entry.name, entry.distribution))
 
 
 def get_spec(name: str) -> EngineSpec:
@@ -139,7 +140,7 @@ def load_class(spec: EngineSpec, field: Literal["config", "factory"], base: type
     )
 
 
-class Registration:
+class Registration(AbstractContextManager["Registration"]):
     """An engine registered in this process; `close`, or leaving the ``with`` block, undoes it."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -150,9 +151,6 @@ class Registration:
         """Unregister the engine; one that it replaced is used again. Further calls do nothing."""
         if self in _registered:
             _registered.remove(self)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

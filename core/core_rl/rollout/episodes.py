@@ -30,15 +30,9 @@ class StalenessLimit:
     max_head_offpolicyness: int
     """The most versions by which a consumed episode may be older than the newest weights."""
 
-    def ahead(self, *, version: int, accepted: int, running: int) -> int:
-        """The number of episodes that may still start before ``version`` rises; 0 or less is none."""
-        return (self.max_head_offpolicyness + version + 1) * self.consumer_batch_size - (accepted + running)
-
-    def room(self, *, version: int, accepted: int, running: int) -> int:
-        """The number of episodes that may still start now."""
-        return min(
-            self.max_concurrent - running, self.ahead(version=version, accepted=accepted, running=running)
-        )
+    def capacity(self, version: int) -> int:
+        """The number of episodes that may start before ``version`` rises, those of earlier versions included."""
+        return (self.max_head_offpolicyness + version + 1) * self.consumer_batch_size
 
     def within_bound(self, *, consumed: int, started_at: Sequence[int]) -> bool:
         """True if the remaining episodes, in the order of their start, can all be consumed in time.
@@ -85,9 +79,9 @@ class EpisodeQueue:
             self._waiting.append(episode)
 
     def start_next(self) -> Episode | None:
-        """The next episode that may start now, which counts as running; None while there is no room."""
-        room = self._limit.room(version=self._version(), running=len(self._running), accepted=self._accepted)
-        if not self._waiting or room <= 0:
+        """The next episode that may start now, which counts as running; None while there is none."""
+        running = len(self._running)
+        if not self._waiting or running >= self._limit.max_concurrent or not self._has_capacity(running):
             return None
         episode = self._waiting.popleft()
         self._running.add(episode.number)
@@ -130,9 +124,11 @@ class EpisodeQueue:
 
     def wants_more(self) -> bool:
         """True if no episode has failed, and the limit allows more than is submitted."""
-        outstanding = len(self._waiting) + len(self._running)
-        ahead = self._limit.ahead(version=self._version(), accepted=self._accepted, running=outstanding)
-        return not self._failed and ahead > 0
+        return not self._failed and self._has_capacity(len(self._waiting) + len(self._running))
+
+    def _has_capacity(self, unfinished: int) -> bool:
+        """True if the limit allows one more episode than the accepted and the ``unfinished`` ones."""
+        return self._accepted + unfinished < self._limit.capacity(self._version())
 
     def decided(self, count: int) -> bool:
         """True if waiting longer for ``count`` episodes changes nothing."""

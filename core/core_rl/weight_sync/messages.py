@@ -20,11 +20,11 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
+from core_rl.distributed.agreement import describe
 from core_rl.distributed.comm import Channel
 from core_rl.errors import ConfigError, WeightsError, raise_all
 
 __all__ = [
-    "REPLY_TIMEOUT_S",
     "AdapterMetadata",
     "Bucket",
     "Kind",
@@ -32,13 +32,14 @@ __all__ = [
     "pickled_by_name",
     "receive_message",
     "rendezvous_file",
+    "send_message",
     "shared_by_name",
 ]
 
 Bucket = list[tuple[str, Tensor]]
 """Tensors with their names, as views of one piece of shared memory."""
 REPLY_TIMEOUT_S = 1800.0
-"""The longest wait of either side between two messages."""
+"""Seconds that either side waits at most between two messages."""
 _sharing_strategy = threading.Lock()
 
 
@@ -108,13 +109,23 @@ def shared_by_name() -> Iterator[None]:
             set_sharing_strategy(before)
 
 
-def receive_message(channel: Channel) -> Any:
-    """The next message; raises `EOFError` where the other side is gone, `TimeoutError` or `ConnectionError`."""
-    payload = channel.receive(time.monotonic() + REPLY_TIMEOUT_S)
+def send_message(channel: Channel, kind: Kind, *fields: object) -> None:
+    """Send one message; raises `OSError` or `TimeoutError` where the other side is gone."""
+    channel.send(pickled_by_name((kind, *fields)), time.monotonic() + REPLY_TIMEOUT_S)
+
+
+def receive_message(channel: Channel, peer: str) -> tuple[Any, ...]:
+    """The next message of the ``peer``, a sender or receiver; raises `WeightsError` where it failed or is gone."""
     try:
-        return pickle.loads(payload)  # noqa: S301  # from a rank of the same run
+        payload = channel.receive(time.monotonic() + REPLY_TIMEOUT_S)
+        message: tuple[Any, ...] = pickle.loads(payload)  # noqa: S301  # from a rank of the same run
+    except (EOFError, TimeoutError, ConnectionError) as error:
+        raise WeightsError(f"the {peer} of the weights is gone: {describe(error)}") from error
     except RuntimeError as error:  # torch's: a bucket lives as long as its sender, until it is opened
-        raise EOFError(f"its shared memory is gone: {error}") from error
+        raise WeightsError(f"the {peer} of the weights and its shared memory are gone: {error}") from error
+    if message[0] == Kind.FAILED:
+        raise WeightsError(f"the {peer} of the weights failed: {message[1]}")
+    return message
 
 
 def rendezvous_file(meta: WeightUpdateMeta) -> Path:

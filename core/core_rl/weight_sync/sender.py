@@ -20,14 +20,13 @@ from core_rl.distributed.comm import Channel, Comm
 from core_rl.errors import CoreRLError, WeightsError
 from core_rl.weight_sync.group import ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import (
-    REPLY_TIMEOUT_S,
     AdapterMetadata,
     Bucket,
     Kind,
     digest_of,
-    pickled_by_name,
     receive_message,
     rendezvous_file,
+    send_message,
     shared_by_name,
 )
 
@@ -52,10 +51,7 @@ def send_weights(
     adapter: AdapterMetadata | None = None,
 ) -> None:
     """Call `send_tensors` on all ranks of ``comm``; raises one `WeightsError` on all of them if one fails."""
-
-    def send() -> None:
-        send_tensors(stream, meta, is_writer=is_writer, device=device, adapter=adapter)
-
+    send = partial(send_tensors, stream, meta, is_writer=is_writer, device=device, adapter=adapter)
     on_all(comm, send, f"weights of version {meta.version} were not installed", WeightsError)
 
 
@@ -168,24 +164,18 @@ class _Sender:
                     self._send(Kind.FAILED, failure)
             self._channel.close()
 
-    def _send(self, *message: object) -> None:
+    def _send(self, kind: Kind, *fields: object) -> None:
         assert self._channel is not None
-        self._channel.send(pickled_by_name(message), time.monotonic() + REPLY_TIMEOUT_S)
+        send_message(self._channel, kind, *fields)
 
     def _reply(self, expected: Kind) -> list[Any]:
         """The other fields of the receiver's next message, which is of the kind ``expected``."""
         assert self._channel is not None
-        try:
-            message: list[Any] = [*receive_message(self._channel)]
-        except (EOFError, TimeoutError, ConnectionError) as error:
-            raise WeightsError(f"the receiver of the weights is gone: {describe(error)}") from error
-        kind, *rest = message
-        if kind == Kind.FAILED:
-            raise WeightsError(f"the receiver refused the weights: {rest[0]}")
+        kind, *fields = receive_message(self._channel, "receiver")
         if kind != expected:
             raise WeightsError(f"the receiver sent {kind!r} instead of {expected!r}")
         self._unacknowledged -= kind == Kind.ACK
-        return rest
+        return fields
 
 
 class _Filling:

@@ -12,14 +12,11 @@ back to the buckets in shared memory. By ``lora`` the tensors are the adapter's,
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,14 +26,13 @@ from core_rl.distributed.comm import Channel
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (
-    REPLY_TIMEOUT_S,
     AdapterMetadata,
     Bucket,
     Kind,
     digest_of,
-    pickled_by_name,
     receive_message,
     rendezvous_file,
+    send_message,
 )
 
 __all__ = ["Bucket", "ReceivedWeights", "abandon", "receiving", "receiving_buckets"]
@@ -60,7 +56,7 @@ class ReceivedWeights:
 
         Raises `WeightsError` when the sender fails or dies, and for a bucket whose digest is wrong.
         """
-        while (message := self._next())[0] != Kind.END:
+        while (message := receive_message(self._channel, "sender"))[0] != Kind.END:
             _, tensors, used, digest, self.broadcast = message
             self._verify(tensors, used, digest)
             yield tensors
@@ -74,7 +70,7 @@ class ReceivedWeights:
 
     def start(self, ranks: ReceiverRanks | None) -> None:
         """Exchange the first messages; raises `WeightsError` for weights of another version."""
-        _, version, self.adapter = self._next()
+        _, version, self.adapter = receive_message(self._channel, "sender")
         if version != self._meta.version:
             raise WeightsError(
                 f"the sender has weights of version {version}; {self._meta.version} was expected"
@@ -83,16 +79,7 @@ class ReceivedWeights:
             raise WeightsError("the sender sent no metadata of its adapter")
         self.reply(Kind.READY, ranks)
         if ranks is not None:
-            _, self.group = self._next()
-
-    def _next(self) -> Any:
-        try:
-            message = receive_message(self._channel)
-        except (EOFError, TimeoutError, ConnectionError) as error:
-            raise WeightsError(f"the sender of the weights is gone: {describe(error)}") from error
-        if message[0] == Kind.FAILED:
-            raise WeightsError(f"the sender failed: {message[1]}")
-        return message
+            _, self.group = receive_message(self._channel, "sender")
 
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
         if self._meta.verify and (digest is None or digest != digest_of(tensors)):
@@ -100,9 +87,9 @@ class ReceivedWeights:
                 f"{len(tensors)} tensors from {tensors[0][0]!r} on ({used} bytes) did not arrive as they were sent"
             )
 
-    def reply(self, *message: object) -> None:
+    def reply(self, kind: Kind, *fields: object) -> None:
         """Send a message to the sender."""
-        self._channel.send(pickled_by_name(message), time.monotonic() + REPLY_TIMEOUT_S)
+        send_message(self._channel, kind, *fields)
 
 
 @contextmanager
@@ -116,13 +103,13 @@ def receiving(
     `WeightsError` when no sender connects within ``timeout_s``.
     """
     file = rendezvous_file(meta)
-    directory = Path(tempfile.mkdtemp(prefix="core-rl-"))  # a socket's name must be short
-    try:
+    with tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True) as directory:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(directory / "weights"))
+            name = f"{directory}/weights"  # a socket's name must be short
+            listener.bind(name)
             listener.listen(1)
             listener.settimeout(timeout_s)
-            _announce(file, str(directory / "weights"))
+            _announce(file, name)
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
@@ -134,8 +121,6 @@ def receiving(
                 file.unlink(missing_ok=True)
         with _reported(Channel(connection), meta, ranks) as weights:
             yield weights
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
