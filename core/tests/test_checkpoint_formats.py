@@ -35,8 +35,7 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl.reference import SPEC
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.state.rng_state import RngState
 
 NLL = LossSpec(fn=support.weighted_nll)

@@ -32,8 +32,7 @@ from core_rl.errors import (
     LossError,
     WeightsError,
 )
-from core_rl.reference import SPEC
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.reference.train import ReferenceBackend
 
 ONE, TWO = MicroBatchSpec(count=1), MicroBatchSpec(count=2)

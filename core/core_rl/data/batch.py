@@ -119,7 +119,12 @@ class SequenceBatch:
         Without a ``loss_mask`` field, all but the first tokens are.
         """
         mask = self.tokens.get(LOSS_MASK)
-        mask = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask.clone()
+        return self.not_first if mask is None else self.not_first & mask
+
+    @property
+    def not_first(self) -> Tensor:
+        """Bool ``[T]``: all but the first token of each sequence."""
+        mask = torch.ones_like(self.input_ids, dtype=torch.bool)
         mask[self.cu_seqlens[:-1].to(mask.device, torch.long)] = False
         return mask
 

@@ -35,7 +35,7 @@ from core_rl.distributed.process_group import Membership, RankAddress, join, pic
 from core_rl.engine import guards
 from core_rl.engine.components import Parts, TrainComponents
 from core_rl.engine.modes import parts_of
-from core_rl.engine.post_hook import AggregateFn
+from core_rl.engine.passes import AggregateFn
 from core_rl.engine.runtime import Status
 from core_rl.engine.updates import schedule_length
 from core_rl.errors import ConfigError, EngineContractError

@@ -28,7 +28,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import pick_device
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
-from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.reference import ReferenceRolloutConfig
 from core_rl.reference.sampling import Completion, generate
 from core_rl.seeds import derive_seed
 from core_rl.state.reductions import digest_of_parts

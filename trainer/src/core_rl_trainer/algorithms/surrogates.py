@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_fill, segment_sum
+from core_rl.data.outputs import masked_fill, segment_sum
 from core_rl_trainer.algorithms.advantages import spread_to_tokens
 from core_rl_trainer.algorithms.aggregation import sequence_mean
 from core_rl_trainer.algorithms.kl import MAX_LOG_RATIO, log_ratio
