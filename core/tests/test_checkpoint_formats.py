@@ -434,7 +434,6 @@ def contents_of(world: Comm, tensors: Any) -> Contents:
         tensors=tensors,
         world=world,
         is_writer=world.rank == 0,
-        timeout_s=TIMEOUT_S,
         progress=EngineProgress(),
         rng=RngState(0, torch.device("cpu")),
     )
