@@ -45,15 +45,11 @@ def from_padded_dict(data: Mapping[str, Tensor]) -> SequenceBatch:
     if missing:
         raise BatchError(f"a padded dictionary needs {missing}; it has {sorted(data)}")
     ids, mask = data["input_ids"], data["attention_mask"]
-    rest = {
-        name: value
-        for name, value in data.items()
-        if name not in ("input_ids", "attention_mask", "position_ids")
-    }
-    tokens = {
-        name: value for name, value in rest.items() if value.dim() >= 2 and value.shape[:2] == ids.shape
-    }
-    sequences = {name: value for name, value in rest.items() if name not in tokens}
+    tokens: dict[str, Tensor] = {}
+    sequences: dict[str, Tensor] = {}
+    for name, value in data.items():
+        if name not in ("input_ids", "attention_mask", "position_ids"):
+            (tokens if value.shape[:2] == ids.shape else sequences)[name] = value
     unit = sequences.pop("unit", None)
     return from_padded(ids, mask, tokens=tokens, sequences=sequences, unit=unit)
 
@@ -70,12 +66,12 @@ def from_tensordict(data: TensorDictLike) -> SequenceBatch:
     ``responses`` and ``prompts``, which repeat ``input_ids``, are left out; ``response_mask [B, R]``
     becomes ``loss_mask`` at the last ``R`` positions.
     """
-    fields = {name: data[name] for name in data.keys() if name not in ("prompts", "responses")}  # noqa: SIM118
-    if "input_ids" in fields and fields["input_ids"].is_nested:
+    fields = {name: data[name] for name in data.keys() if name != "prompts"}  # noqa: SIM118
+    responses, ids = fields.pop("responses", None), fields.get("input_ids")
+    if ids is not None and ids.is_nested:
         return _from_nested(fields)
-    ids = fields.get("input_ids")
-    if ids is not None:
-        for name in [n for n, v in fields.items() if _is_response_field(v, ids, data)]:
+    if ids is not None and responses is not None and responses.shape[1] != ids.shape[1]:
+        for name in [name for name, value in fields.items() if value.shape[:2] == responses.shape[:2]]:
             value = fields.pop(name)
             full = value.new_zeros((ids.shape[0], ids.shape[1], *value.shape[2:]))
             full[:, ids.shape[1] - value.shape[1] :] = value
@@ -90,13 +86,6 @@ def to_tensordict(batch: SequenceBatch) -> Any:
     except ModuleNotFoundError as error:
         raise BatchError("to_tensordict needs the package tensordict; pip install tensordict") from error
     return tensordict.TensorDict(to_padded_dict(batch), batch_size=[batch.num_sequences])
-
-
-def _is_response_field(value: Tensor, ids: Tensor, data: TensorDictLike) -> bool:
-    if "responses" not in set(data.keys()):
-        return False
-    width = data["responses"].shape[1]
-    return width != ids.shape[1] and value.dim() >= 2 and tuple(value.shape[:2]) == (ids.shape[0], width)
 
 
 def _from_nested(fields: Mapping[str, Tensor]) -> SequenceBatch:

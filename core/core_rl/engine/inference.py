@@ -175,9 +175,8 @@ class InferenceEngine:
         self._require_serving(method)
 
     def _check_response(self, request: LLMRequest, response: LLMResponse, oldest: int) -> None:
-        incoming = self._incoming
-        newest = max(self._version, -1 if incoming is None else incoming)
-        inference_guards.check_response(request, response, self._limits, oldest=oldest, newest=newest)
+        newest = max(self._version, self._incoming or 0)
+        inference_guards.check_response(request, response, self._limits, range(oldest, newest + 1))
 
     def _require_serving(self, method: str) -> None:
         guards.require_state(self._state, "ready", method)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_rl_ddp import SPEC
-from core_rl_ddp.config import DDPConfig
+from core_rl_ddp import SPEC, DDPConfig
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec, count_tokens
