@@ -119,7 +119,7 @@ class Persistence:
         run = self.runtime
         guards.require_sync(run.spec, meta.method)
         if meta.method == "disk":
-            self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
+            self.save(SaveLoadMeta(path=meta.path or "", format="hf", with_optimizer=False))
             return
         kinds, adapter = run.tensors.weight_kinds("params"), None
         with self.modes.onloaded("model"):
