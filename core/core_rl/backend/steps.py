@@ -94,7 +94,7 @@ class _Step:
             return connected
 
     def _handle(self, number: int, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor | float:
-        """What to add to the connected zero."""
+        """The value to add to the connected zero."""
         raise NotImplementedError
 
     def require_all(self) -> None:

@@ -10,16 +10,21 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 
-__all__ = ["balanced", "first_fit", "shard", "shard_plan", "unshard_output", "weighted_units"]
+__all__ = ["balanced", "first_fit", "shard", "shard_plan", "units", "unshard_output", "weighted_units"]
 
 
-def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
-    """The sequences of each unit, in order of first appearance, and its tokens; without ``unit``, each is one."""
+def units(batch: SequenceBatch) -> list[list[int]]:
+    """The sequences of each unit, in order of first appearance; a sequence alone without ``unit``."""
     groups: dict[int, list[int]] = {}
     for index, number in enumerate(range(batch.num_sequences) if batch.unit is None else batch.unit.tolist()):
         groups.setdefault(number, []).append(index)
-    lengths = batch.lengths
-    return list(groups.values()), [sum(lengths[i] for i in group) for group in groups.values()]
+    return list(groups.values())
+
+
+def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
+    """The sequences of each unit, and its tokens."""
+    groups, lengths = units(batch), batch.lengths
+    return groups, [sum(lengths[i] for i in group) for group in groups]
 
 
 def shard_plan(batch: SequenceBatch, parts: int) -> list[list[int]]:
