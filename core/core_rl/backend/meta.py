@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from core_rl.errors import ConfigError
@@ -87,6 +88,11 @@ class WeightUpdateMeta:
             raise ConfigError("WeightUpdateMeta(method='disk') needs a path; set the directory to write to")
         if self.bucket_bytes < 1:
             raise ConfigError(f"WeightUpdateMeta.bucket_bytes = {self.bucket_bytes}; it must be positive")
+
+    @property
+    def directory(self) -> Path:
+        """The path of the ``disk`` method, where it is local."""
+        return Path(self.path or "")
 
 
 @dataclass(frozen=True, kw_only=True)

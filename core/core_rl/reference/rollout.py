@@ -172,7 +172,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as buckets:
             # Requests use the old weights until all of the new ones have arrived.
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-            self._on_worker(self._install, tensors, meta)
+            self._on_worker(self._install_tensors, tensors, meta.version)
 
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
         lora = self.config.model.lora
@@ -181,23 +181,28 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
             assert received.adapter is not None
             received.adapter.require_fit(lora, self._base_digest)
             factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
-            self._on_worker(self._install, factors, meta)
+            self._on_worker(self._install_adapter, factors, meta.version)
 
     def _base_digest(self) -> str:
         state = HFShardedState(self._model, None, {}, Comm())
         return digest_of_parts(Comm(), ((part.name, part.tensor) for part in state.local("params")))
 
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        written = {checkpoint_name(name): value for name, value in self._model.named_parameters()}
+        own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
+        self._install(own, factors, version, "the adapter that was sent")
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self._install(dict(self._model.named_parameters()), tensors, version, "the weights that were sent")
+
     @torch.no_grad()
-    def _install(self, sent: Mapping[str, Tensor], meta: WeightUpdateMeta) -> None:
-        own, subject = dict(self._model.named_parameters()), "the weights that were sent"
-        if meta.method == "lora":
-            written = {checkpoint_name(name): value for name, value in own.items()}
-            own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
-            subject = "the adapter that was sent"
+    def _install(
+        self, own: Mapping[str, Tensor], sent: Mapping[str, Tensor], version: int, subject: str
+    ) -> None:
         check_source(TensorDict(sent), {name: tuple(value.shape) for name, value in own.items()}, subject)
         for name, value in own.items():
             value.copy_(sent[name])
-        self._served_version = meta.version
+        self._served_version = version
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
         assert meta.path is not None
