@@ -35,7 +35,7 @@ def spec(backend: type[TrainBackend[TrainEngineConfig]], *capabilities: Capabili
         kind="train",
         protocol=PROTOCOL_VERSION,
         factory=f"{backend.__module__}:{backend.__name__}",
-        config="core_rl.reference.config:ReferenceConfig",
+        config="core_rl.reference:ReferenceConfig",
         capabilities=frozenset(capabilities),
     )
 

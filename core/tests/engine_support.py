@@ -14,8 +14,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
-from core_rl.reference import SPEC
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import SPEC, ReferenceConfig
 
 VOCABULARY = 61
 TINY: dict[str, Any] = {

@@ -30,7 +30,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine.guards import check_config
-from core_rl.engine.post_hook import AggregateFn
+from core_rl.engine.passes import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError
 from core_rl.launch.group import EngineGroup

@@ -10,8 +10,7 @@ from core_rl.backend.inference_backend import InferenceContext, ModelLimits
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.rollout.continued import generate_whole
 

@@ -19,7 +19,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.guards import require_kind
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import ReferenceConfig
 
 LOSS = LossSpec(fn=support.weighted_nll)
 CUT = MicroBatchSpec(max_tokens=24)

@@ -12,10 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl.data.adapters import from_padded_dict, from_tensordict, load_batch, save_batch, to_padded_dict
+from core_rl.data.adapters import (
+    from_padded,
+    from_padded_dict,
+    from_tensordict,
+    load_batch,
+    save_batch,
+    to_padded,
+    to_padded_dict,
+)
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_mean, masked_sum, segment_sum
-from core_rl.data.padding import from_padded, to_padded
+from core_rl.data.outputs import masked_mean, masked_sum, segment_sum
 from core_rl.errors import BatchError
 
 

@@ -35,8 +35,7 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl.reference import SPEC
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.state.rng_state import RngState
 
 NLL = LossSpec(fn=support.weighted_nll)
@@ -435,7 +434,6 @@ def contents_of(world: Comm, tensors: Any) -> Contents:
         tensors=tensors,
         world=world,
         is_writer=world.rank == 0,
-        timeout_s=TIMEOUT_S,
         progress=EngineProgress(),
         rng=RngState(0, torch.device("cpu")),
     )

@@ -21,8 +21,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LossError, UnsupportedCapability
-from core_rl.reference import SPEC
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import ExpertsKernel, build_model
 from core_rl.toolkit.packed import PackedModel

@@ -29,7 +29,7 @@ from core_rl.errors import (
     RankFailed,
 )
 from core_rl.launch.group import EngineGroup
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import ReferenceConfig
 
 Pair = tuple[EngineGroup, EngineGroup]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_support as support
+import fsspec
 import pytest
 import torch
 
@@ -32,8 +33,7 @@ from core_rl.errors import (
     LossError,
     WeightsError,
 )
-from core_rl.reference import SPEC
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.reference.train import ReferenceBackend
 
 ONE, TWO = MicroBatchSpec(count=1), MicroBatchSpec(count=2)
@@ -297,6 +297,13 @@ def test_bad_input_raises_one_clear_error_and_loses_nothing(
         act(engine)
     assert not changed(before, tensors(engine))
     assert engine.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1
+
+
+def test_weights_are_uploaded_to_a_url(engine: TrainEngine) -> None:
+    files = fsspec.filesystem("memory")
+    engine.upload_weights(WeightUpdateMeta(path="memory://sync/a", version=1))
+    assert files.exists("/sync/a/config.json")
+    files.store.clear()
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:

@@ -25,8 +25,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCapability
-from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe

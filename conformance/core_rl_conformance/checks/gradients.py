@@ -203,7 +203,7 @@ def masked_nan_is_harmless(subject: EngineUnderTest) -> None:
     """NaN in a field at positions that are not trained changes neither the loss nor any gradient.
 
     Why: multiplying by a mask keeps NaN, since 0 * NaN is NaN (SkyRL #1635).
-    Look at: products with masks; select with ``torch.where`` or `core_rl.data.masked`.
+    Look at: products with masks; select with ``torch.where`` or `core_rl.data.outputs.masked_sum`.
     """
     model, data = subject.model(), subject.data()
     batch = data.batch()

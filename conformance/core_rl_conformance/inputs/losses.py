@@ -16,8 +16,7 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec, count_sequences, count_tokens
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_fill, masked_sum, segment_sum
-from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.data.outputs import ModelOutput, OutputName, masked_fill, masked_sum, segment_sum
 from core_rl_oracle.oracle import OracleSequence
 
 __all__ = [

@@ -216,7 +216,7 @@ class _SavesByReference(Persistence):
             run.world,
             kind=meta.format,
             state=contents.state(with_optimizer=True),
-            timeout_s=run.timeout_s,
+            timeout_s=run.world.timeout_s,
         )
 
 

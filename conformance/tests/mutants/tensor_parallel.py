@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from core_rl.backend.tensors import LocalSlice
 from core_rl.distributed.comm import Comm
-from core_rl.state.reductions import global_grad_norm
+from core_rl.state.store import global_grad_norm
 from mutants.bases import OwnNorm
 from mutants.zoo import TP2, TP2SP, Mutant
 

@@ -14,8 +14,7 @@ from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.train import TrainEngine
-from core_rl.reference import ROLLOUT_SPEC
-from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.registry.engines import load_class
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import load_checks
@@ -119,7 +118,7 @@ def spec_of(
         kind="train",
         protocol=(0, 2),
         factory=f"{engine.__module__}:{engine.__name__}",
-        config="core_rl.reference.config:ReferenceConfig",
+        config="core_rl.reference:ReferenceConfig",
         capabilities=(CAPABILITIES | declared) - undeclared,
     )
 

@@ -20,7 +20,7 @@ SPEC = EngineSpec(
     kind="train",
     protocol=(0, 2),
     factory="toy_cp.engine:ContextParallelBackend",
-    config="core_rl.reference.config:ReferenceConfig",
+    config="core_rl.reference:ReferenceConfig",
     capabilities=frozenset(
         {
             C.VALUE_HEAD,

@@ -21,7 +21,7 @@ SPEC = EngineSpec(
     kind="train",
     protocol=(0, 2),
     factory="toy_ep.engine:ExpertParallelBackend",
-    config="core_rl.reference.config:ReferenceConfig",
+    config="core_rl.reference:ReferenceConfig",
     capabilities=frozenset(
         {
             C.VALUE_HEAD,

@@ -91,7 +91,7 @@ class WeightUpdateMeta:
 
     @property
     def directory(self) -> Path:
-        """The path of the ``disk`` method."""
+        """The path of the ``disk`` method, where it is local."""
         return Path(self.path or "")
 
 

@@ -48,18 +48,11 @@ class LowRank:
     transposed: bool = False
     """The weight is stored as ``[in, out]`` (GPT-2's ``Conv1D``)."""
 
-    def box(self, a: Tensor, b: Tensor, region: tuple[slice, ...]) -> Tensor:
-        """The part of the product that lies in ``region`` of the weight, unscaled; ``a`` and ``b`` are whole."""
+    def added_to(self, weight: Tensor, a: Tensor, b: Tensor, region: tuple[slice, ...]) -> Tensor:
+        """A new tensor: ``weight``, the ``region`` of a whole one, plus its part of the product of whole factors."""
         rows, columns = reversed(region) if self.transposed else region
         product = b[rows] @ a[:, columns]
-        return product.T if self.transposed else product
-
-    def added_to(
-        self, weight: Tensor, a: Tensor, b: Tensor, region: tuple[slice, ...] | None = None
-    ) -> Tensor:
-        """A new tensor: ``weight``, a region of the whole one, with its part of the product added."""
-        whole = tuple(slice(0, size) for size in weight.shape)
-        return torch.add(weight, self.box(a, b, region or whole), alpha=self.scaling)
+        return torch.add(weight, product.T if self.transposed else product, alpha=self.scaling)
 
 
 @runtime_checkable

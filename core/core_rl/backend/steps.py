@@ -73,20 +73,28 @@ class MicroBatches:
 class _Step:
     """Errors of a pass, kept until all ranks can raise them together."""
 
-    def __init__(self, micro_batches: MicroBatches) -> None:
+    def __init__(
+        self, micro_batches: MicroBatches, outputs: tuple[OutputName, ...], temperature: float
+    ) -> None:
         self._micro_batches = micro_batches
+        self.outputs = outputs
+        self.temperature = temperature
         self._failure: Exception | None = None
 
     def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
         # Connected to the graph in any case: collectives in the backward pass must run on every rank.
         connected = output.zero_loss()
         try:
-            return self._handle(output, micro_batch, connected)
+            number = self._micro_batches.claim(micro_batch)
+            output.check(self.outputs, micro_batch.num_tokens, micro_batch.num_sequences)
+            is_dummy = not self._micro_batches.plan[number]
+            return connected if is_dummy else connected + self._handle(number, output, micro_batch)
         except Exception as error:  # noqa: BLE001  # of a user's loss: the other ranks are in the middle of the pass
             self._failure = self._failure or error
             return connected
 
-    def _handle(self, output: ModelOutput, micro_batch: SequenceBatch, connected: Tensor) -> Tensor:
+    def _handle(self, number: int, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor | float:
+        """The value to add to the connected zero."""
         raise NotImplementedError
 
     def require_all(self) -> None:
@@ -113,29 +121,18 @@ class LossStep(_Step):
     def __init__(
         self, micro_batches: MicroBatches, loss: LossSpec, scale: float, aux_scale: float = 0.0
     ) -> None:
-        super().__init__(micro_batches)
+        outputs = (*loss.outputs, "aux_loss") if aux_scale else loss.outputs
+        super().__init__(micro_batches, outputs, loss.temperature)
         self._loss = loss
         self._scale = scale
         self._aux_scale = aux_scale
         self.metrics: list[Mapping[str, Metric]] = []
         self.totals: list[Tensor] = []
 
-    @property
-    def outputs(self) -> tuple[OutputName, ...]:
-        return (*self._loss.outputs, "aux_loss") if self._aux_scale else self._loss.outputs
-
-    @property
-    def temperature(self) -> float:
-        return self._loss.temperature
-
-    def _handle(self, output: ModelOutput, micro_batch: SequenceBatch, connected: Tensor) -> Tensor:
-        number = self._micro_batches.claim(micro_batch)
-        output.check(self.outputs, micro_batch.num_tokens, micro_batch.num_sequences)
-        if not self._micro_batches.plan[number]:
-            return connected
+    def _handle(self, number: int, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
         total, metrics = self._loss.total(output.masked(micro_batch.loss_mask), micro_batch)
         self.totals.append(total.detach())
-        scaled = total * self._scale + connected
+        scaled = total * self._scale
         if self._aux_scale:
             aux = output["aux_loss"]
             metrics = {**metrics, "aux_loss": Metric.mean(aux, micro_batch.num_tokens)}
@@ -160,16 +157,11 @@ class CollectStep(_Step):
         temperature: float,
         post_hook: PostHook | None = None,
     ) -> None:
-        super().__init__(micro_batches)
-        self.outputs = outputs
-        self.temperature = temperature
+        super().__init__(micro_batches, outputs, temperature)
         self._post_hook = post_hook
         self.collected: dict[int, Any] = {}
 
-    def _handle(self, output: ModelOutput, micro_batch: SequenceBatch, connected: Tensor) -> Tensor:
-        number = self._micro_batches.claim(micro_batch)
-        output.check(self.outputs, micro_batch.num_tokens, micro_batch.num_sequences)
-        if self._micro_batches.plan[number]:
-            kept = output.detached() if self._post_hook is None else self._post_hook(output, micro_batch)
-            self.collected[number] = kept
-        return connected
+    def _handle(self, number: int, output: ModelOutput, micro_batch: SequenceBatch) -> float:
+        kept = output.detached() if self._post_hook is None else self._post_hook(output, micro_batch)
+        self.collected[number] = kept
+        return 0.0

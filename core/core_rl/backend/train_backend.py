@@ -44,8 +44,6 @@ class BuildContext(Generic[C]):
     """As `TrainBackend.groups` returned them."""
     device: torch.device
     """Device on which this rank computes."""
-    timeout_s: float = 600.0
-    """Seconds that ranks wait for each other."""
     check_model: Callable[[PretrainedConfig], None] = lambda model: None
     """Raises `UnsupportedCapability` for a model that the engine does not declare, such as a mixture of experts.
 

@@ -50,7 +50,6 @@ class Contents:
     world: Comm
     is_writer: bool
     """Whether this rank writes what exists once, and receives full tensors."""
-    timeout_s: float
     progress: EngineProgress
     rng: RngState
 
@@ -135,8 +134,8 @@ def publish_save(
         write(directory)
         return Later(lambda directory: None)
 
-    world, timeout_s = contents.world, contents.timeout_s
-    return publish_later(meta.path, prepare, world, kind=meta.format, state=state, timeout_s=timeout_s)
+    world = contents.world
+    return publish_later(meta.path, prepare, world, kind=meta.format, state=state, timeout_s=world.timeout_s)
 
 
 def load_parts(

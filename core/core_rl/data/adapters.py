@@ -1,4 +1,4 @@
-"""To and from other forms: verl's TensorDict, AReaL's padded dictionary, and safetensors files."""
+"""To and from other forms: padded tensors, verl's TensorDict, AReaL's padded dictionary, and safetensors files."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.padding import Side, from_padded, to_padded
 from core_rl.errors import BatchError
 
 __all__ = [
     "TensorDictLike",
+    "from_padded",
     "from_padded_dict",
     "from_tensordict",
     "load_batch",
+    "pad_tokens",
     "save_batch",
+    "to_padded",
     "to_padded_dict",
     "to_tensordict",
 ]
+
+
+Side = Literal["left", "right"]
 
 
 class TensorDictLike(Protocol):
@@ -34,6 +40,62 @@ class TensorDictLike(Protocol):
     def keys(self) -> Iterable[str]: ...
 
     def __getitem__(self, key: str) -> Tensor: ...
+
+
+def from_padded(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    tokens: Mapping[str, Tensor] | None = None,
+    sequences: Mapping[str, Tensor] | None = None,
+    unit: Tensor | None = None,
+) -> SequenceBatch:
+    """Pack ``input_ids [B, L]`` where ``attention_mask [B, L]`` is 1; padding may stand on either side.
+
+    ``tokens`` are ``[B, L, ...]``. Raises `BatchError` for wrong shapes and for a mask with a hole.
+    """
+    shape = input_ids.shape
+    if input_ids.dim() != 2 or attention_mask.shape != shape:
+        raise BatchError(
+            f"input_ids {list(shape)} and attention_mask {list(attention_mask.shape)} must both be [B, L]"
+        )
+    for name, value in (tokens or {}).items():
+        if value.shape[:2] != shape:
+            raise BatchError(
+                f"token field {name!r} must be [B={shape[0]}, L={shape[1]}, ...]; got {list(value.shape)}"
+            )
+    keep = attention_mask.bool()
+    holes = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0].long() > 1
+    if holes.any():
+        raise BatchError(
+            f"attention_mask of sequence {int(holes.nonzero()[0])} has a hole; pad on one side only"
+        )
+    lengths = keep.sum(1).to("cpu", torch.int32)
+    return SequenceBatch(
+        input_ids=input_ids[keep],
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]),
+        tokens={name: value[keep] for name, value in (tokens or {}).items()},
+        sequences=dict(sequences or {}),
+        unit=unit,
+    )
+
+
+def pad_tokens(values: Tensor, batch: SequenceBatch, *, side: Side = "right", fill: float = 0) -> Tensor:
+    """A token field ``[T, ...]`` of ``batch`` as ``[B, L, ...]``, with ``fill`` in the padding."""
+    if not batch.num_sequences:
+        return values.new_zeros((0, 0, *values.shape[1:]))
+    rows = list(values.split(batch.lengths))
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+
+
+def to_padded(batch: SequenceBatch, *, side: Side = "right", pad_id: int = 0) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` (int64 ``[B, L]``) and all token fields ``[B, L, ...]``."""
+    mask = pad_tokens(torch.ones_like(batch.input_ids), batch, side=side)
+    padded = {
+        "input_ids": pad_tokens(batch.input_ids, batch, side=side, fill=pad_id),
+        "attention_mask": mask,
+    }
+    return padded | {name: pad_tokens(value, batch, side=side) for name, value in batch.tokens.items()}
 
 
 def from_padded_dict(data: Mapping[str, Tensor]) -> SequenceBatch:
@@ -45,15 +107,11 @@ def from_padded_dict(data: Mapping[str, Tensor]) -> SequenceBatch:
     if missing:
         raise BatchError(f"a padded dictionary needs {missing}; it has {sorted(data)}")
     ids, mask = data["input_ids"], data["attention_mask"]
-    rest = {
-        name: value
-        for name, value in data.items()
-        if name not in ("input_ids", "attention_mask", "position_ids")
-    }
-    tokens = {
-        name: value for name, value in rest.items() if value.dim() >= 2 and value.shape[:2] == ids.shape
-    }
-    sequences = {name: value for name, value in rest.items() if name not in tokens}
+    tokens: dict[str, Tensor] = {}
+    sequences: dict[str, Tensor] = {}
+    for name, value in data.items():
+        if name not in ("input_ids", "attention_mask", "position_ids"):
+            (tokens if value.shape[:2] == ids.shape else sequences)[name] = value
     unit = sequences.pop("unit", None)
     return from_padded(ids, mask, tokens=tokens, sequences=sequences, unit=unit)
 
@@ -70,12 +128,12 @@ def from_tensordict(data: TensorDictLike) -> SequenceBatch:
     ``responses`` and ``prompts``, which repeat ``input_ids``, are left out; ``response_mask [B, R]``
     becomes ``loss_mask`` at the last ``R`` positions.
     """
-    fields = {name: data[name] for name in data.keys() if name not in ("prompts", "responses")}  # noqa: SIM118
-    if "input_ids" in fields and fields["input_ids"].is_nested:
+    fields = {name: data[name] for name in data.keys() if name != "prompts"}  # noqa: SIM118
+    responses, ids = fields.pop("responses", None), fields.get("input_ids")
+    if ids is not None and ids.is_nested:
         return _from_nested(fields)
-    ids = fields.get("input_ids")
-    if ids is not None:
-        for name in [n for n, v in fields.items() if _is_response_field(v, ids, data)]:
+    if ids is not None and responses is not None and responses.shape[1] != ids.shape[1]:
+        for name in [name for name, value in fields.items() if value.shape[:2] == responses.shape[:2]]:
             value = fields.pop(name)
             full = value.new_zeros((ids.shape[0], ids.shape[1], *value.shape[2:]))
             full[:, ids.shape[1] - value.shape[1] :] = value
@@ -90,13 +148,6 @@ def to_tensordict(batch: SequenceBatch) -> Any:
     except ModuleNotFoundError as error:
         raise BatchError("to_tensordict needs the package tensordict; pip install tensordict") from error
     return tensordict.TensorDict(to_padded_dict(batch), batch_size=[batch.num_sequences])
-
-
-def _is_response_field(value: Tensor, ids: Tensor, data: TensorDictLike) -> bool:
-    if "responses" not in set(data.keys()):
-        return False
-    width = data["responses"].shape[1]
-    return width != ids.shape[1] and value.dim() >= 2 and tuple(value.shape[:2]) == (ids.shape[0], width)
 
 
 def _from_nested(fields: Mapping[str, Tensor]) -> SequenceBatch:

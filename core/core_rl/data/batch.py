@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core_rl.errors import BatchError, raise_all
@@ -100,7 +101,7 @@ class SequenceBatch:
     @property
     def lengths(self) -> list[int]:
         """The length of each sequence, ``B`` integers."""
-        return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+        return self.cu_seqlens.diff().tolist()
 
     @property
     def max_length(self) -> int:
@@ -119,7 +120,12 @@ class SequenceBatch:
         Without a ``loss_mask`` field, all but the first tokens are.
         """
         mask = self.tokens.get(LOSS_MASK)
-        mask = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask.clone()
+        return self.not_first if mask is None else self.not_first & mask
+
+    @property
+    def not_first(self) -> Tensor:
+        """Bool ``[T]``: all but the first token of each sequence."""
+        mask = torch.ones_like(self.input_ids, dtype=torch.bool)
         mask[self.cu_seqlens[:-1].to(mask.device, torch.long)] = False
         return mask
 
@@ -169,10 +175,9 @@ class SequenceBatch:
             raise BatchError(f"cannot select sequence {wrong[0]} of a batch with {self.num_sequences}")
         rows = torch.tensor(list(indices), dtype=torch.long)
         picked = self.token_index(indices).to(self.device)
-        lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1])[rows]
         return SequenceBatch(
             input_ids=self.input_ids[picked],
-            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]),
+            cu_seqlens=_bounds(self.cu_seqlens.diff()[rows]),
             tokens={name: value[picked.to(value.device)] for name, value in self.tokens.items()},
             sequences={name: value[rows.to(value.device)] for name, value in self.sequences.items()},
             meta={name: [entries[i] for i in indices] for name, entries in self.meta.items()},
@@ -204,10 +209,9 @@ class SequenceBatch:
         rows = [torch.as_tensor(row, dtype=torch.long) for row in input_ids]
         fields = {name: [torch.as_tensor(row) for row in values] for name, values in (tokens or {}).items()}
         raise_all(BatchError, "from_sequences", _ragged_violations(rows, fields))
-        lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int32)
         return SequenceBatch(
             input_ids=torch.cat(rows) if rows else torch.zeros(0, dtype=torch.long),
-            cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
+            cu_seqlens=_bounds(torch.tensor([len(row) for row in rows], dtype=torch.int32)),
             tokens={name: torch.cat(values) if values else torch.zeros(0) for name, values in fields.items()},
             sequences=dict(sequences or {}),
             meta=dict(meta or {}),
@@ -223,11 +227,8 @@ class SequenceBatch:
         if not batches:
             raise BatchError("cannot concatenate no batches; pass at least one")
         raise_all(BatchError, "concat", _field_mismatches(batches))
-        offsets, units, shift = [torch.zeros(1, dtype=torch.int32)], [], 0
-        total = 0
+        units, shift = [], 0
         for batch in batches:
-            offsets.append(batch.cu_seqlens[1:] + total)
-            total += batch.num_tokens
             if batch.unit is not None:
                 _, dense = torch.unique(batch.unit, return_inverse=True)
                 units.append(dense + shift)
@@ -235,7 +236,7 @@ class SequenceBatch:
         first = batches[0]
         return SequenceBatch(
             input_ids=torch.cat([b.input_ids for b in batches]),
-            cu_seqlens=torch.cat(offsets),
+            cu_seqlens=_bounds(torch.cat([b.cu_seqlens.diff() for b in batches])),
             tokens={name: torch.cat([b.tokens[name] for b in batches]) for name in first.tokens},
             sequences={name: torch.cat([b.sequences[name] for b in batches]) for name in first.sequences},
             meta={name: [entry for b in batches for entry in b.meta[name]] for name in first.meta},
@@ -257,6 +258,11 @@ class SequenceBatch:
             meta={name: [None] for name in self.meta},
             unit=None if self.unit is None else torch.zeros(1, dtype=torch.long),
         )  # fmt: skip
+
+
+def _bounds(lengths: Tensor) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _describe(value: Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.partition import balanced, first_fit, units
+from core_rl.data.partition import balanced, first_fit, weighted_units
 from core_rl.errors import BatchError, raise_all
 
 __all__ = ["MicroBatchSpec", "count_micro_batches", "plan_micro_batches"]
@@ -35,8 +35,14 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
     """
     if spec.max_tokens is None:
         return spec.count or 1
-    groups, weights = _weighted_units(batch)
-    raise_all(BatchError, "micro-batches", _too_long(groups, weights, spec.max_tokens))
+    groups, weights = weighted_units(batch)
+    too_long = [
+        f"{f'sequence {group[0]}' if len(group) == 1 else f'the unit of sequences {group}'} has {weight} tokens, "
+        f"and max_tokens is {spec.max_tokens}; raise max_tokens or cut it"
+        for group, weight in zip(groups, weights, strict=True)
+        if weight > spec.max_tokens
+    ]
+    raise_all(BatchError, "micro-batches", too_long)
     return max(1, len(first_fit(weights, spec.max_tokens)))
 
 
@@ -46,7 +52,7 @@ def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -
     ``count`` is the largest `count_micro_batches` of the data-parallel ranks, so that all run
     equally many; an empty list stands for a dummy.
     """
-    groups, weights = _weighted_units(batch)
+    groups, weights = weighted_units(batch)
     parts = balanced(weights, count)
     budget = spec.max_tokens
     if budget is not None and any(sum(weights[i] for i in part) > budget for part in parts):
@@ -54,17 +60,3 @@ def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -
         packed = first_fit(weights, budget)
         parts = packed + [[] for _ in range(count - len(packed))]
     return [[index for item in part for index in groups[item]] for part in parts]
-
-
-def _weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
-    groups, lengths = units(batch), batch.lengths
-    return groups, [sum(lengths[i] for i in group) for group in groups]
-
-
-def _too_long(groups: list[list[int]], weights: list[int], budget: int) -> list[str]:
-    return [
-        f"{f'sequence {group[0]}' if len(group) == 1 else f'the unit of sequences {group}'} has {weight} tokens, "
-        f"and max_tokens is {budget}; raise max_tokens or cut it"
-        for group, weight in zip(groups, weights, strict=True)
-        if weight > budget
-    ]

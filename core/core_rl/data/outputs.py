@@ -1,4 +1,4 @@
-"""Outputs of an engine's forward pass, for a loss or for the caller."""
+"""Outputs of an engine's forward pass, for a loss or for the caller, and reductions of them over masks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core_rl.data.masked import masked_fill
 from core_rl.errors import EngineContractError, LossError, raise_all
 
-__all__ = ["ModelOutput", "OutputName"]
+__all__ = ["ModelOutput", "OutputName", "masked_fill", "masked_mean", "masked_sum", "segment_sum"]
 
 OutputName = Literal["logprobs", "entropy", "values", "scores", "logits", "aux_loss", "routing"]
 TOKEN_OUTPUTS = ("logprobs", "entropy", "values", "logits")
@@ -88,9 +87,8 @@ class ModelOutput:
             if not isinstance(value, Tensor):
                 problems.append(f"output {name!r} was requested and is {type(value).__name__}")
             elif value.dtype != dtype or value.dim() < 1 or len(value) != length:
-                problems.append(
-                    f"output {name!r} is {value.dtype} {list(value.shape)}, not {_name(dtype)} [{length}]"
-                )
+                wanted = f"{str(dtype).removeprefix('torch.')} [{length}]"
+                problems.append(f"output {name!r} is {value.dtype} {list(value.shape)}, not {wanted}")
         raise_all(EngineContractError, "the engine's forward", problems)
 
     @staticmethod
@@ -108,5 +106,29 @@ class ModelOutput:
         return ModelOutput(**values)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def masked_fill(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` where ``mask`` is true and 0 elsewhere; no gradient flows to the rest. Same shape.
+
+    It selects, and never multiplies by the mask: ``0 * NaN`` is NaN.
+    """
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """The scalar sum of ``values [T]`` where ``mask [T]`` is true; 0 when it is true nowhere."""
+    return masked_fill(values, mask).sum()
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The scalar mean of ``values [T]`` where ``mask [T]`` is true; 0 when it is true nowhere.
+
+    For metrics inside one batch. A loss returns sums instead: means of means depend on the cut.
+    """
+    return masked_sum(values, mask) / mask.bool().sum().clamp(min=1)
+
+
+def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Per-sequence sums ``[B, ...]`` of token values ``[T, ...]``, in the dtype of ``values``."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(device=values.device, dtype=torch.long)
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    return values.new_zeros((len(lengths), *values.shape[1:])).index_add(0, owner, values)

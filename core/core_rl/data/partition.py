@@ -10,17 +10,21 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 
-__all__ = ["balanced", "first_fit", "shard", "shard_plan", "units", "unshard_output"]
+__all__ = ["balanced", "first_fit", "shard", "shard_plan", "units", "unshard_output", "weighted_units"]
 
 
 def units(batch: SequenceBatch) -> list[list[int]]:
     """The sequences of each unit, in order of first appearance; a sequence alone without ``unit``."""
-    if batch.unit is None:
-        return [[index] for index in range(batch.num_sequences)]
     groups: dict[int, list[int]] = {}
-    for index, number in enumerate(torch.as_tensor(batch.unit).tolist()):
+    for index, number in enumerate(range(batch.num_sequences) if batch.unit is None else batch.unit.tolist()):
         groups.setdefault(number, []).append(index)
     return list(groups.values())
+
+
+def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
+    """The sequences of each unit, and its tokens."""
+    groups, lengths = units(batch), batch.lengths
+    return groups, [sum(lengths[i] for i in group) for group in groups]
 
 
 def shard_plan(batch: SequenceBatch, parts: int) -> list[list[int]]:
@@ -28,8 +32,7 @@ def shard_plan(batch: SequenceBatch, parts: int) -> list[list[int]]:
 
     A rank's list is empty when there are fewer units than ranks.
     """
-    groups = units(batch)
-    weights = [sum(batch.lengths[i] for i in group) for group in groups]
+    groups, weights = weighted_units(batch)
     return [[i for item in part for i in groups[item]] for part in balanced(weights, parts)]
 
 

@@ -23,10 +23,6 @@ STOP_REASONS: tuple[StopReason, ...] = ("stop", "length", "abort")
 SEED_LIMIT = 2**63
 
 
-def _new_rid() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of sampling, the same for every engine; raises `ConfigError` for values out of range."""
@@ -82,7 +78,7 @@ class LLMRequest:
     input_ids: tuple[int, ...]
     """The prompt."""
     sampling: SamplingParams = SamplingParams()
-    rid: str = field(default_factory=_new_rid)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names the request in errors and at the server; unique."""
 
     def __post_init__(self) -> None:

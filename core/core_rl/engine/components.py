@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
+from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.train_backend import AnyTrainBackend, BuildContext
+from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
-from core_rl.distributed.process_group import Membership
+from core_rl.config.hub import with_local_model
+from core_rl.distributed.agreement import first_on_each_machine
+from core_rl.distributed.process_group import RankAddress, join, pick_device
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.passes import Passes
 from core_rl.engine.persistence import Persistence
 from core_rl.engine.runtime import Runtime, Status
-from core_rl.engine.updates import Updates
+from core_rl.engine.updates import Updates, schedule_length
 from core_rl.registry.spec import EngineSpec
 from core_rl.seeds import derive_seed
 from core_rl.state.rng_state import RngState
@@ -50,12 +53,31 @@ class TrainComponents:
         config: TrainEngineConfig,
         backend: AnyTrainBackend,
         status: Status,
-        membership: Membership,
-        device: torch.device,
-        schedule_steps: int | None,
+        addr: RankAddress | None,
+        ft_spec: FinetuneSpec | None,
+        resources: ExitStack,
     ) -> Parts:
-        """Build ``backend`` and the parts over it; collective. Raises what `TrainEngine.initialize` raises."""
-        world, timeout_s = membership.world, membership.address.timeout_s
+        """Join the process group, build ``backend`` and the parts over it; collective.
+
+        ``resources`` leaves the group and frees the backend. Raises what `TrainEngine.initialize` raises.
+        """
+        device = pick_device(config.device, addr.local_rank if addr else 0)
+        if device.type == "cuda":
+            guards.require_capability(spec, Capability.CUDA, "device 'cuda'")
+        if addr is not None:
+            config.layout.check_world(addr.world_size)
+        schedule_steps = None
+        if config.optimizer is not None:
+            schedule_steps = schedule_length(config.optimizer, ft_spec.total_train_steps if ft_spec else None)
+        membership = join(addr, device)
+        resources.callback(membership.leave)
+        world = membership.world
+        config.layout.check_world(world.size)
+        if config.model.path is not None:  # a model that is named by a Hub id is downloaded
+            config = first_on_each_machine(
+                world, lambda first: with_local_model(config, local_files_only=not first), "the model"
+            )
+        resources.callback(backend.teardown)
         groups = backend.groups(world, config)
         # Ranks that see the same sequences draw the same numbers: replicas stay equal.
         rng = RngState(derive_seed(config.seed, groups.data_parallel.rank), device)
@@ -64,7 +86,6 @@ class TrainComponents:
             world=world,
             groups=groups,
             device=device,
-            timeout_s=timeout_s,
             check_model=partial(guards.check_experts, spec, config.model),
         )
         with rng.own():
@@ -88,7 +109,6 @@ class TrainComponents:
             world=world,
             groups=groups,
             device=device,
-            timeout_s=timeout_s,
             rng=rng,
             schedule_steps=schedule_steps,
             tensors=tensors,

@@ -35,7 +35,6 @@ HINTS = {
     "destroyed": "build another",
 }
 MOMENTS = ("exp_avg", "exp_avg_sq")
-HEAD_CAPABILITY = {"value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD}
 HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
     "lm": frozenset({"logprobs", "entropy", "logits", "routing"}),
     "value": frozenset({"values", "routing"}),
@@ -53,19 +52,17 @@ SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
 def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
     """Raise `UnsupportedCapability` or `LayoutError` for what ``config`` asks and ``spec`` does not declare."""
     check_layout(spec, config.layout)
-    wanted: list[Capability] = []
-    if config.model.head in HEAD_CAPABILITY:
-        wanted.append(HEAD_CAPABILITY[config.model.head])
-    if config.dtype == "bfloat16":
-        wanted.append(Capability.BFLOAT16)
-    if config.model.frozen:
-        wanted.append(Capability.FROZEN_PARAMETERS)
-    if config.model.lora:
-        wanted.append(Capability.LORA)
-    if config.offload_params or config.offload_optimizer:
-        wanted.append(Capability.OFFLOAD)
-    for capability in wanted:
-        require_capability(spec, capability, f"a config with {capability.value}")
+    wanted = {
+        Capability.VALUE_HEAD: config.model.head == "value",
+        Capability.REWARD_HEAD: config.model.head == "reward",
+        Capability.BFLOAT16: config.dtype == "bfloat16",
+        Capability.FROZEN_PARAMETERS: config.model.frozen,
+        Capability.LORA: config.model.lora,
+        Capability.OFFLOAD: config.offload_params or config.offload_optimizer,
+    }
+    for capability, asked in wanted.items():
+        if asked:
+            require_capability(spec, capability, f"a config with {capability.value}")
 
 
 def check_layout(spec: EngineSpec, layout: ParallelLayout) -> None:
@@ -83,7 +80,7 @@ def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig
 
     And `ConfigError` where the routers of a model without any are to be balanced.
     """
-    if has_experts(model):
+    if _expert_count(model):
         require_capability(spec, Capability.MOE, f"{model.model_type!r}, a mixture of experts")
     elif config.router_aux_coef:
         raise ConfigError(
@@ -91,16 +88,10 @@ def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig
         )
 
 
-def has_experts(model: PretrainedConfig) -> bool:
-    """Whether ``model`` routes tokens to experts; each family of transformers counts them under one of a few names."""
+def _expert_count(model: PretrainedConfig) -> int:
+    """Experts of each router, 0 without routers; each family of transformers has one of a few names for it."""
     text = model.get_text_config()
-    return any(getattr(text, name, None) for name in EXPERT_COUNTS)
-
-
-def check_device(spec: EngineSpec, device: torch.device) -> None:
-    """Raise `UnsupportedCapability` for CUDA on an engine without it."""
-    if device.type == "cuda":
-        require_capability(spec, Capability.CUDA, "device 'cuda'")
+    return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
 
 
 def require_capability(spec: EngineSpec, capability: Capability, what: str) -> None:
@@ -233,12 +224,12 @@ def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfi
     if "routing" not in batch.tokens:
         return
     require_capability(spec, Capability.ROUTING_REPLAY, "a batch with the token field 'routing'")
-    text, routing = model.get_text_config(), batch["routing"]
-    if not has_experts(model):
+    routing, count = batch["routing"], _expert_count(model)
+    if not count:
         raise BatchError(
             f"the batch has a token field 'routing', and {model.model_type!r} routes nothing; drop it"
         )
-    k, count = text.num_experts_per_tok, next(filter(None, (getattr(text, n, None) for n in EXPERT_COUNTS)))
+    k = model.get_text_config().num_experts_per_tok
     if routing.dtype != torch.int64 or routing.dim() != 3 or routing.shape[2] != k:
         raise BatchError(
             f"token field 'routing' must be int64 [T, layers, {k}]; got {routing.dtype} {list(routing.shape)}"

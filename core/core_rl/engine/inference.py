@@ -50,7 +50,6 @@ class InferenceEngine:
         self.spec = spec
         self.config = config
         self._backend = backend
-        self._context = InferenceContext(name=spec.name, config=config)
         chosen = components or InferenceComponents()
         self._require_capability = chosen.require_capability
         self._gate = chosen.gate()
@@ -79,10 +78,10 @@ class InferenceEngine:
         the engine is destroyed.
         """
         guards.require_state(self._state, "new", "initialize()")
-        self._fetch_model()
+        context = self._fetched_context()
         addresses = (addr,) if isinstance(addr, str) else tuple(addr or ())
         try:
-            limits = self._backend.build(self._context, addresses, ft_spec or FinetuneSpec())
+            limits = self._backend.build(context, addresses, ft_spec or FinetuneSpec())
             if not isinstance(limits, ModelLimits):
                 raise EngineContractError(f"build() returned {limits!r}; it returns the model's ModelLimits")
         except BaseException:
@@ -114,15 +113,15 @@ class InferenceEngine:
         """
         guards.require_state(self._state, "new", "launch_server()")
         self._require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
-        self._fetch_model()
+        context = self._fetched_context()
         self._launched = True
         backend = cast("protocols.SupportsLaunchServer", self._backend)
-        return backend.launch_server(self._context, self.config.layout.dp if count is None else count)
+        return backend.launch_server(context, self.config.layout.dp if count is None else count)
 
-    def _fetch_model(self) -> None:
-        """Download a model that is named by a Hub id."""
+    def _fetched_context(self) -> InferenceContext[Any]:
+        """Name and config, after a model that is named by a Hub id was downloaded."""
         self.config = with_local_model(self.config)
-        self._context = InferenceContext(name=self.spec.name, config=self.config)
+        return InferenceContext(name=self.spec.name, config=self.config)
 
     def get_scheduling_config(self) -> Scheduling:
         """Resources that one server needs."""
@@ -176,9 +175,8 @@ class InferenceEngine:
         self._require_serving(method)
 
     def _check_response(self, request: LLMRequest, response: LLMResponse, oldest: int) -> None:
-        incoming = self._incoming
-        newest = max(self._version, -1 if incoming is None else incoming)
-        inference_guards.check_response(request, response, self._limits, oldest=oldest, newest=newest)
+        newest = max(self._version, self._incoming or 0)
+        inference_guards.check_response(request, response, self._limits, range(oldest, newest + 1))
 
     def _require_serving(self, method: str) -> None:
         guards.require_state(self._state, "ready", method)

@@ -81,20 +81,18 @@ def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[st
         )
 
 
-def check_response(
-    request: LLMRequest, response: LLMResponse, limits: ModelLimits, *, oldest: int, newest: int
-) -> None:
-    """Raise `EngineContractError` unless ``response`` belongs to ``request`` and has weights of these versions."""
+def check_response(request: LLMRequest, response: LLMResponse, limits: ModelLimits, weights: range) -> None:
+    """Raise `EngineContractError` unless ``response`` belongs to ``request`` and versions are those of ``weights``."""
     if not isinstance(response, LLMResponse):
         raise EngineContractError(
             f"agenerate() returned a {type(response).__name__}; it returns an LLMResponse"
         )
-    violations = _response_violations(request, response, limits, oldest, newest)
+    violations = _response_violations(request, response, limits, weights)
     raise_all(EngineContractError, f"response to request {request.rid}", violations)
 
 
 def _response_violations(
-    request: LLMRequest, response: LLMResponse, limits: ModelLimits, oldest: int, newest: int
+    request: LLMRequest, response: LLMResponse, limits: ModelLimits, weights: range
 ) -> Iterable[str]:
     if (response.rid, response.input_ids) != (request.rid, request.input_ids):
         yield f"it repeats another request (rid {response.rid!r}) or another prompt"
@@ -113,8 +111,9 @@ def _response_violations(
     odd = [p for p in logprobs if not (isinstance(p, float) and math.isfinite(p) and p <= 1e-4)]
     if odd:
         yield f"the log-prob {odd[0]!r} is not a finite float of at most 0"
-    if any(not (isinstance(v, int) and oldest <= v <= newest) for v in versions):
-        yield f"versions {sorted(set(response.versions))}; the weights had {oldest} to {newest} meanwhile"
+    if any(not (isinstance(v, int) and v in weights) for v in versions):
+        found = sorted(set(response.versions))
+        yield f"versions {found}; the weights had {weights.start} to {weights.stop - 1} meanwhile"
     elif any(later < earlier for earlier, later in pairwise(response.versions)):
         yield f"versions fall along the response: {response.versions}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, overload
 
 from core_rl.backend.inference_backend import InferenceBackend
@@ -54,15 +54,12 @@ def check_backend(spec: EngineSpec, backend: type[Any]) -> None:
     A declared capability that has protocols is implemented by one of them. A protocol's method that is defined outside
     of the toolkit belongs to a declared capability; what is inherited from the toolkit need not be declared.
     """
-    table = TRAIN_PROTOCOLS if spec.kind == "train" else INFERENCE_PROTOCOLS
-    problems = [*_unimplemented(spec, backend, table), *_undeclared(spec, backend, table)]
     subject = f"engine {spec.name!r}: {backend.__module__}.{backend.__qualname__} ({MIGRATION_PAGE})"
-    raise_all(EngineContractError, subject, problems)
+    raise_all(EngineContractError, subject, _differences(spec, backend))
 
 
-def _unimplemented(
-    spec: EngineSpec, backend: type[Any], table: Mapping[Capability, tuple[type, ...]]
-) -> Iterator[str]:
+def _differences(spec: EngineSpec, backend: type[Any]) -> Iterator[str]:
+    table = TRAIN_PROTOCOLS if spec.kind == "train" else INFERENCE_PROTOCOLS
     for capability in sorted(spec.capabilities & table.keys()):
         protocols = table[capability]
         if not any(_implements(backend, protocol) for protocol in protocols):
@@ -71,11 +68,6 @@ def _unimplemented(
                 for protocol in protocols
             )
             yield f"it declares {capability.value!r} and lacks {names}"
-
-
-def _undeclared(
-    spec: EngineSpec, backend: type[Any], table: Mapping[Capability, tuple[type, ...]]
-) -> Iterator[str]:
     serving: dict[type, list[Capability]] = {}
     for capability, protocols in table.items():
         for protocol in protocols:

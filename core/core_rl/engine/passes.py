@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric, merge_metrics
@@ -16,15 +17,17 @@ from core_rl.backend.steps import CollectStep, LossStep, MicroBatches, PostHook
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
-from core_rl.data.outputs import OutputName
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.data.partition import unshard_output
 from core_rl.distributed.agreement import agree
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
-from core_rl.engine.post_hook import AggregateFn, gather_collected
 from core_rl.engine.runtime import Runtime
 from core_rl.errors import BatchError, CoreRLError, LossError
 
-__all__ = ["Passes"]
+__all__ = ["AggregateFn", "Passes"]
+
+AggregateFn = Callable[[list[Tensor]], Any]
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ class Passes:
                 self._run(micro_batches, step, "forward")
                 agree(run.world, step.raise_failure, "the pass failed", foreign=BatchError)
         collected = run.groups.model_parallel.broadcast(step.collected, run.groups.output_source)
-        return gather_collected(batch, micro_batches.plan, collected, output_seqlens, aggregate_fn)
+        return _gather_collected(batch, micro_batches.plan, collected, output_seqlens, aggregate_fn)
 
     # ------------------------------------------------------------ inside a pass
 
@@ -196,3 +199,45 @@ class Passes:
         return {"loss": value, **{name: metric.result() for name, metric in merged.items()}}, all(
             map(math.isfinite, totals)
         )
+
+
+def _gather_collected(
+    batch: SequenceBatch,
+    plan: Sequence[Sequence[int]],
+    collected: Mapping[int, ModelOutput | Tensor],
+    output_seqlens: Sequence[int] | None,
+    aggregate_fn: AggregateFn | None,
+) -> Any:
+    """Gather what was ``collected`` for each micro-batch of ``plan``, in the order of ``batch``."""
+    numbers = [number for number, part in enumerate(plan) if part]
+    outputs = [item for number in numbers if isinstance(item := collected[number], ModelOutput)]
+    if len(outputs) == len(numbers):
+        return unshard_output(outputs, batch, [plan[number] for number in numbers])
+    rows: dict[int, Tensor] = {}
+    for number in numbers:
+        rows |= _rows(collected[number], plan[number], batch, output_seqlens)
+    return (aggregate_fn or torch.cat)([rows[index] for index in range(batch.num_sequences)])
+
+
+def _rows(
+    value: ModelOutput | Tensor,
+    part: Sequence[int],
+    batch: SequenceBatch,
+    output_seqlens: Sequence[int] | None,
+) -> dict[int, Tensor]:
+    """One tensor for each sequence of a micro-batch."""
+    if not isinstance(value, Tensor):
+        raise BatchError(f"post_hook must return a tensor; it returned a {type(value).__name__}")
+    value = value.detach().to("cpu")
+    if output_seqlens is not None:
+        sizes = [output_seqlens[index] for index in part]
+    else:
+        sizes = [batch.lengths[index] for index in part]
+        if len(value) != sum(sizes):
+            sizes = [1] * len(part)
+    if len(value) != sum(sizes):
+        raise BatchError(
+            f"post_hook returned {len(value)} rows for {len(part)} sequences with {sum(sizes)} expected rows; "
+            "return one row for each token or sequence, or pass output_seqlens"
+        )
+    return dict(zip(part, value.split(sizes), strict=True))

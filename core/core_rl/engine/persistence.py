@@ -65,14 +65,11 @@ class Persistence:
 
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a checkpoint; see `TrainEngine.save`."""
-        run = self.runtime
-        self._require_format(meta.format)
+        self._require_format("save", meta.format)
         if meta.format == "hf":
             guards.require_adapter_on(self.modes.adapter_off, "save(format='hf')")
-        if meta.format == "adapter":
-            guards.require_adapter(run.config, "save(format='adapter')")
         self.wait_for_saves()
-        with self.modes.onloaded("model", "optimizer"), run.rng.own():
+        with self.modes.onloaded("model", "optimizer"), self.runtime.rng.own():
             self.saving = save_contents(self.contents(), meta)
 
     def wait_for_saves(self) -> None:
@@ -84,11 +81,9 @@ class Persistence:
     def load(self, meta: SaveLoadMeta) -> None:
         """Read a checkpoint; see `TrainEngine.load`."""
         run = self.runtime
-        self._require_format(meta.format)
+        self._require_format("load", meta.format)
         if meta.format == "hf":
             guards.require_loadable(run.config, "params")
-        if meta.format == "adapter":
-            guards.require_adapter(run.config, "load(format='adapter')")
         self.wait_for_saves()
         self.modes.zero_grad()
         with self.modes.onloaded("model", "optimizer"), run.rng.own():
@@ -96,10 +91,12 @@ class Persistence:
         if progress is not None:
             run.progress = replace(progress)
 
-    def _require_format(self, name: CheckpointFormat) -> None:
+    def _require_format(self, method: str, name: CheckpointFormat) -> None:
         if name in FORMAT_CAPABILITY:
             what = f"a checkpoint with format={name!r}"
             guards.require_capability(self.runtime.spec, FORMAT_CAPABILITY[name], what)
+        if name == "adapter":
+            guards.require_adapter(self.runtime.config, f"{method}(format='adapter')")
 
     def contents(self) -> Contents:
         """Everything that a checkpoint is made of."""
@@ -111,7 +108,6 @@ class Persistence:
             tensors=run.tensors,
             world=run.world,
             is_writer=run.is_writer,
-            timeout_s=run.timeout_s,
             progress=run.progress,
             rng=run.rng,
         )
@@ -123,7 +119,7 @@ class Persistence:
         run = self.runtime
         guards.require_sync(run.spec, meta.method)
         if meta.method == "disk":
-            self.save(SaveLoadMeta(path=str(meta.directory), format="hf", with_optimizer=False))
+            self.save(SaveLoadMeta(path=meta.path or "", format="hf", with_optimizer=False))
             return
         kinds, adapter = run.tensors.weight_kinds("params"), None
         with self.modes.onloaded("model"):

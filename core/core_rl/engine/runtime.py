@@ -76,7 +76,6 @@ class Runtime:
     world: Comm
     groups: RankGroups
     device: torch.device
-    timeout_s: float
     rng: RngState
     schedule_steps: int | None
     """The number of steps of the learning rate's schedule; None where it has no end."""

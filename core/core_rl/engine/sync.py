@@ -41,25 +41,16 @@ def sync_weights(
     """
     if meta.method == "disk":
         sender.upload_weights(meta)
-        with receiving or nullcontext():
-            receiver.update_weights(meta).result(timeout_s)
-        return
     with receiving or nullcontext():
-        _send_to(sender, receiver, meta, timeout_s)
-
-
-def _send_to(
-    sender: WeightSender, receiver: InferenceEngine, meta: WeightUpdateMeta, timeout_s: float | None
-) -> None:
-    """Run both sides at the same time, where they find each other."""
-    arrival = receiver.update_weights(meta)
-    try:
-        sender.upload_weights(meta)
-    except BaseException:
-        # It may have failed before it connected to the receiver, which would keep waiting.
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not arrival.done() and time.monotonic() < deadline:
-            abandon(meta)
-            wait([arrival], POLL_S)
-        raise
-    arrival.result(timeout_s)
+        arrival = receiver.update_weights(meta)
+        try:
+            if meta.method != "disk":
+                sender.upload_weights(meta)
+        except BaseException:
+            # It may have failed before it connected to the receiver, which would keep waiting.
+            deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+            while not arrival.done() and time.monotonic() < deadline:
+                abandon(meta)
+                wait([arrival], POLL_S)
+            raise
+        arrival.result(timeout_s)

@@ -23,21 +23,18 @@ from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.backend.train_backend import AnyTrainBackend, PassMode
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
-from core_rl.config.hub import with_local_model
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.data.partition import shard, shard_plan, unshard_output
-from core_rl.distributed.agreement import first_on_each_machine
 from core_rl.distributed.comm import Comm
-from core_rl.distributed.process_group import Membership, RankAddress, join, pick_device
+from core_rl.distributed.process_group import RankAddress
 from core_rl.engine import guards
 from core_rl.engine.components import Parts, TrainComponents
 from core_rl.engine.modes import parts_of
-from core_rl.engine.post_hook import AggregateFn
+from core_rl.engine.passes import AggregateFn
 from core_rl.engine.runtime import Status
-from core_rl.engine.updates import schedule_length
 from core_rl.errors import ConfigError, EngineContractError
 from core_rl.registry.spec import EngineSpec
 
@@ -93,51 +90,17 @@ class TrainEngine:
         ``model.lora.path``.
         """
         self._status.require("new", "initialize()")
-        self.device = pick_device(self.config.device, addr.local_rank if addr else 0)
-        guards.check_device(self.spec, self.device)
-        if addr is not None:
-            self.layout.check_world(addr.world_size)
-        schedule_steps = None
-        if self.config.optimizer is not None:
-            total = ft_spec.total_train_steps if ft_spec else None
-            schedule_steps = schedule_length(self.config.optimizer, total)
-        self._membership: Membership = join(addr, self.device)
-        with ExitStack() as undo:
-            undo.callback(self._membership.leave)
-            self.layout.check_world(self._membership.world.size)
-            self._fetch_model()
-            undo.callback(self._abandon)
-            self._parts: Parts = self._components.build(
-                self.spec,
-                self.config,
-                self.backend,
-                self._status,
-                self._membership,
-                self.device,
-                schedule_steps,
+        with ExitStack() as resources:
+            self._parts = self._components.build(
+                self.spec, self.config, self.backend, self._status, addr, ft_spec, resources
             )
-            self._start()
-            undo.pop_all()
-
-    def _fetch_model(self) -> None:
-        """Download a model that is named by a Hub id, once on each machine."""
-        if self.config.model.path is not None:
-            self.config = first_on_each_machine(
-                self._membership.world,
-                lambda first: with_local_model(self.config, local_files_only=not first),
-                "the model",
-            )
-
-    def _start(self) -> None:
+            self.config, self.device = self._parts.runtime.config, self._parts.runtime.device
+            lora = self.config.model.lora
+            if lora is not None and lora.path is not None:
+                self._parts.persistence.load(SaveLoadMeta(path=lora.path, format="adapter"))
+            self._parts.modes.offload(parts_of(self.config.offload_params, self.config.offload_optimizer))
+            self._resources = resources.pop_all()
         self._status.name = "ready"
-        lora = self.config.model.lora
-        if lora is not None and lora.path is not None:
-            self.load(SaveLoadMeta(path=lora.path, format="adapter"))
-        self._parts.modes.offload(parts_of(self.config.offload_params, self.config.offload_optimizer))
-
-    def _abandon(self) -> None:
-        self._status.name = "new"
-        self.backend.teardown()
 
     def destroy(self) -> None:
         """Free the model and leave the process group; the engine cannot be used again.
@@ -151,8 +114,7 @@ class TrainEngine:
             if before == "ready":
                 self._parts.persistence.wait_for_saves()
         finally:
-            self.backend.teardown()
-            self._membership.leave()
+            self._resources.close()
 
     def _ready(self, method: str) -> Parts:
         """The parts of an engine that is ready; raises `EngineStateError` for any other."""

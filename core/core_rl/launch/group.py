@@ -19,7 +19,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.data.partition import shard_plan, unshard_output
-from core_rl.engine.post_hook import AggregateFn
+from core_rl.engine.passes import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, GroupError, LossError
 from core_rl.launch import remote

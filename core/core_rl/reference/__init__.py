@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from core_rl.config.capability import Capability
+from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["ROLLOUT_SPEC", "SPEC"]
+__all__ = ["ROLLOUT_SPEC", "SPEC", "ReferenceConfig", "ReferenceRolloutConfig"]
+
+
+class ReferenceConfig(TrainEngineConfig):
+    """The config of the engine ``reference``: the common fields and nothing else."""
+
+
+class ReferenceRolloutConfig(InferenceEngineConfig):
+    """The config of the engine ``reference-rollout``."""
+
+    max_batch_size: int = Field(default=256, ge=1)
+    """Requests that one call of ``generate`` serves at most."""
+
 
 SPEC = EngineSpec(
     name="reference",
     kind="train",
     protocol=(0, 2),
     factory="core_rl.reference.train:ReferenceBackend",
-    config="core_rl.reference.config:ReferenceConfig",
+    config="core_rl.reference:ReferenceConfig",
     capabilities=frozenset(
         {
             Capability.VALUE_HEAD,
@@ -40,7 +55,7 @@ ROLLOUT_SPEC = EngineSpec(
     kind="inference",
     protocol=(0, 2),
     factory="core_rl.reference.rollout:ReferenceRolloutBackend",
-    config="core_rl.reference.config:ReferenceRolloutConfig",
+    config="core_rl.reference:ReferenceRolloutConfig",
     capabilities=frozenset(
         {
             Capability.CUDA,

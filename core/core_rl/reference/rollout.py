@@ -28,10 +28,10 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import pick_device
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
-from core_rl.reference.config import ReferenceRolloutConfig
+from core_rl.reference import ReferenceRolloutConfig
 from core_rl.reference.sampling import Completion, generate
 from core_rl.seeds import derive_seed
-from core_rl.state.reductions import digest_of_parts
+from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -66,7 +67,9 @@ def generate(
     eos_token_ids: Sequence[int],
 ) -> list[Completion]:
     """Continue all ``prompts`` at once with the same ``sampling``, each with its own seed."""
-    ids, mask = _left_pad(prompts)
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    # Positions follow from the mask.
+    ids, mask = _left_padded(rows), _left_padded([torch.ones_like(row) for row in rows])
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
@@ -97,15 +100,8 @@ def generate(
     return [_cut(row, values, stops) for row, values in zip(drawn.tolist(), logprobs.tolist(), strict=True)]
 
 
-def _left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, int64 ``[B, L]``; ``generate`` derives the positions from the mask."""
-    length = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(len(prompts), length, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, length - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
-        mask[row, length - len(prompt) :] = 1
-    return ids, mask
+def _left_padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_side="left")
 
 
 def _cut(ids: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Completion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from core_rl.backend.tensors import LocalSlice
 from core_rl.distributed.comm import Comm
 from core_rl.state.slices import Box, Placements
 
-__all__ = ["BUCKET_BYTES", "Gather"]
+__all__ = ["BUCKET_BYTES", "Gather", "buckets"]
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 32 * 2**20
 """Full tensors are gathered together up to this size, in bytes; a larger tensor is gathered alone."""
@@ -49,21 +52,12 @@ class Gather:
         for part in slices:
             if part.replica == 0:
                 own.setdefault(part.name, []).append(part)
-        for names in self._buckets(placements):
+        sizes = (
+            math.prod(shape) * self._dtype(placements, name).itemsize
+            for name, shape in placements.shapes.items()
+        )
+        for names in buckets(placements.shapes, sizes, self.bucket_bytes):
             yield from self._gathered(names, placements, own)
-
-    def _buckets(self, placements: Placements) -> Iterator[list[str]]:
-        bucket: list[str] = []
-        filled = 0
-        for name, shape in placements.shapes.items():
-            size = math.prod(shape) * self._dtype(placements, name).itemsize
-            if bucket and filled + size > self.bucket_bytes:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(name)
-            filled += size
-        if bucket:
-            yield bucket
 
     def _dtype(self, placements: Placements, name: str) -> torch.dtype:
         boxes = placements.boxes[name]
@@ -131,6 +125,20 @@ class Gather:
         full = full.contiguous()
         dist.broadcast(full, group=self.world.group, group_src=self.writer)
         return full
+
+
+def buckets(items: Iterable[T], sizes: Iterable[int], limit: int) -> Iterator[list[T]]:
+    """Consecutive ``items`` together up to a sum of their ``sizes`` of ``limit``; a larger one is alone."""
+    bucket: list[T] = []
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if bucket and filled + size > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += size
+    if bucket:
+        yield bucket
 
 
 def _aligned(size: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core_rl.backend.tensors import LocalSlice, ShardedState
+from core_rl.backend.tensors import ShardedState
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError, raise_all
 
@@ -51,7 +51,10 @@ def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements
     own: dict[str, list[Box]] = {}
     problems: list[str] = []
     for part in state.local(kind):
-        problems += _misfit(part, shapes.get(part.name))
+        if part.name in shapes:
+            problems += _outside(part.name, part.shape, part.offsets, shapes[part.name])
+        else:
+            problems.append(f"{part.name!r} is not in shapes()")
         if part.replica == 0:
             own.setdefault(part.name, []).append(Box(world.rank, part.offsets, part.shape, part.tensor.dtype))
     answers = world.gather((list(shapes.items()), own, problems))
@@ -65,21 +68,14 @@ def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements
     return Placements(shapes, boxes)
 
 
-def _misfit(part: LocalSlice, whole: Shape | None) -> Iterator[str]:
-    """A slice of an unknown tensor, or one that does not lie inside."""
-    if whole is None:
-        yield f"{part.name!r} is not in shapes()"
-        return
-    if not _lies_inside(part.shape, part.offsets, whole):
-        yield f"{part.name!r}: {list(part.shape)} at {list(part.offsets)} is not inside {list(whole)}"
-
-
-def _lies_inside(shape: Shape, offsets: Shape, whole: Shape) -> bool:
-    """Whether a box of ``shape`` at ``offsets`` lies inside a tensor of the shape ``whole``."""
-    return len(shape) == len(whole) == len(offsets) and all(
+def _outside(name: str, shape: Shape, offsets: Shape, whole: Shape) -> Iterator[str]:
+    """A box of ``shape`` at ``offsets`` that does not lie inside a tensor of the shape ``whole``."""
+    inside = len(shape) == len(whole) == len(offsets) and all(
         offset >= 0 and offset + size <= limit
         for offset, size, limit in zip(offsets, shape, whole, strict=True)
     )
+    if not inside:
+        yield f"{name!r}: {list(shape)} at {list(offsets)} is not inside {list(whole)}"
 
 
 def _untiled(name: str, whole: Shape, boxes: Sequence[Box]) -> Iterator[str]:
@@ -117,24 +113,17 @@ class Shard:
     offsets: tuple[int, ...]
     """Start of the piece, one offset for each dimension."""
 
-    def problem(self) -> str | None:
-        """Why the piece does not lie in the whole, if so."""
-        shape = tuple(self.tensor.shape)
-        if _lies_inside(shape, self.offsets, self.global_shape):
-            return None
-        return f"{self.name!r}: a piece of {list(shape)} at {list(self.offsets)} is not in {list(self.global_shape)}"
-
 
 def copy_shards(rank: int, shards: Iterable[Shard]) -> list[Shard]:
     """True copies in host memory of all pieces of this rank.
 
     Raises `EngineContractError` for a piece that does not lie in its tensor.
     """
-    copies, problems = [], []
+    copies: list[Shard] = []
+    problems: list[str] = []
     for shard in shards:
-        if (problem := shard.problem()) is not None:
-            problems.append(problem)
-        elif not problems:
+        problems += _outside(shard.name, tuple(shard.tensor.shape), shard.offsets, shard.global_shape)
+        if not problems:
             copies.append(replace(shard, tensor=_unshared(shard.tensor)))
     raise_all(EngineContractError, f"the shards of rank {rank}", problems)
     return copies

@@ -86,50 +86,50 @@ def packed_attention(
     bounds, context = segments.bounds, segments.context
     longest = max(end - start for start, end in pairwise(bounds))
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    scores = _Scores(scaling, dropout, window, softcap)
+    call = _Call(bounds, longest, scaling, dropout, window, softcap)
     if context is None or context.size == 1:
-        return _attend(query, key, value, bounds, longest, scores), None
+        return _attend(query, key, value, call), None
     query, key, value = spread_heads(query, key, value, context)
-    return all_to_all(_attend(query, key, value, bounds, longest, scores), context, split=1, join=2), None
+    return all_to_all(_attend(query, key, value, call), context, split=1, join=2), None
 
 
 @dataclass(frozen=True)
-class _Scores:
-    """Settings that turn scores into weights; see `packed_attention`. ``window`` is None where it hides nothing."""
+class _Call:
+    """Sequences and settings of one call of `packed_attention`; ``window`` is None where it hides nothing."""
 
+    bounds: tuple[int, ...]
+    longest: int
     scaling: float | None
     dropout: float
     window: int | None
     softcap: float | None
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], longest: int, scores: _Scores
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if half and scores.softcap is None and scores.dropout == 0.0:
-        return _varlen(query, key, value, bounds, longest, scores)
+    if half and call.softcap is None and call.dropout == 0.0:
+        return _varlen(query, key, value, call)
     pieces = [
-        _segment(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scores)
-        for start, end in pairwise(bounds)
+        _segment(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], call)
+        for start, end in pairwise(call.bounds)
     ]
     return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
-def _segment(query: Tensor, key: Tensor, value: Tensor, scores: _Scores) -> Tensor:
+def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """One sequence, ``[1, heads, L, D]``."""
-    if scores.softcap is not None:
-        return _softcapped(query, key, value, scores, scores.softcap)
-    hides = scores.window is not None and query.shape[2] > scores.window
+    if call.softcap is not None:
+        return _softcapped(query, key, value, call, call.softcap)
+    hides = call.window is not None and query.shape[2] > call.window
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_causal_mask(query.shape[2], scores.window, query.device) if hides else None,
+        attn_mask=_causal_mask(query.shape[2], call.window, query.device) if hides else None,
         is_causal=not hides,
-        dropout_p=scores.dropout,
-        scale=scores.scaling,
+        dropout_p=call.dropout,
+        scale=call.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
@@ -139,38 +139,31 @@ def _causal_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, scores: _Scores, softcap: float) -> Tensor:
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, call: _Call, softcap: float) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scale = scores.scaling if scores.scaling is not None else query.shape[-1] ** -0.5
+    scale = call.scaling if call.scaling is not None else query.shape[-1] ** -0.5
     capped = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
-    mask = _causal_mask(query.shape[2], scores.window, query.device)
+    mask = _causal_mask(query.shape[2], call.window, query.device)
     weights = F.softmax(capped.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
-    return F.dropout(weights.to(query.dtype), scores.dropout, training=scores.dropout > 0) @ value
+    return F.dropout(weights.to(query.dtype), call.dropout, training=call.dropout > 0) @ value
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: tuple[int, ...],
-    longest: int,
-    scores: _Scores,
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All sequences in one kernel; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    starts = torch.tensor(bounds, dtype=torch.int32, device=query.device)
+    starts = torch.tensor(call.bounds, dtype=torch.int32, device=query.device)
     out = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1).contiguous(),
         value[0].transpose(0, 1).contiguous(),
         starts,
         starts,
-        longest,
-        longest,
-        scale=scores.scaling,
-        window_size=(-1 if scores.window is None else scores.window - 1, 0),
+        call.longest,
+        call.longest,
+        scale=call.scaling,
+        window_size=(-1 if call.window is None else call.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +28,7 @@ from core_rl.toolkit.lora import add_adapter
 __all__ = [
     "ExpertsKernel",
     "build_model",
+    "building",
     "finished",
     "freeze",
     "is_new_head",
@@ -83,24 +83,30 @@ def build_model(
     config = read_config(model)
     family = model_family(model)
     built: PreTrainedModel
-    with torch.random.fork_rng(devices=[]), _no_progress_bars():
+    with torch.random.fork_rng(devices=[]), _no_progress_bars(), building(model):
         torch.manual_seed(seed)
-        try:
-            if model.path is None:
-                built = family.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
-            else:
-                built, report = family.from_pretrained(
-                    model.path,
-                    config=config,
-                    attn_implementation=attn_implementation,
-                    dtype=dtype,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
-                _check_loading(model, report)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
+        if model.path is None:
+            built = family.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+        else:
+            built, report = family.from_pretrained(
+                model.path,
+                config=config,
+                attn_implementation=attn_implementation,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            _check_loading(model, report)
     return finished(built, model, seed=seed, experts=experts)
+
+
+@contextmanager
+def building(model: ModelConfig) -> Iterator[None]:
+    """Turn an error of transformers inside the context into a `ConfigError` about ``model``."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
 
 
 def model_family(model: ModelConfig) -> Any:
@@ -159,10 +165,10 @@ def _no_progress_bars() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _check_loading(model: ModelConfig, report: dict[str, object]) -> None:
+def _check_loading(model: ModelConfig, report: Mapping[str, Any]) -> None:
     """A new head may be missing; anything else that is missing or misshapen is an error."""
-    missing = [name for name in _listed(report, "missing_keys") if not is_new_head(model, name)]
-    require_fitting(model, missing, _listed(report, "mismatched_keys"))
+    missing = [name for name in sorted(report["missing_keys"]) if not is_new_head(model, name)]
+    require_fitting(model, missing, sorted(map(str, report["mismatched_keys"])))
 
 
 def is_new_head(model: ModelConfig, name: str) -> bool:
@@ -179,11 +185,6 @@ def require_fitting(model: ModelConfig, missing: Sequence[str], misshapen: Seque
         )
 
 
-def _listed(report: dict[str, object], key: str) -> list[str]:
-    found = report.get(key) or ()
-    return sorted(str(name) for name in found) if isinstance(found, (list, set, tuple)) else []
-
-
 ExpertsKernel = Literal["eager", "grouped"]
 """``eager`` is transformers' loop over experts, ``grouped`` one grouped matrix product for all of them."""
 
@@ -197,7 +198,8 @@ def use_experts_kernel(model: PreTrainedModel, kernel: ExpertsKernel) -> None:
     Both are differentiable in float32 and bfloat16, on the CPU and on CUDA. Both give an expert
     without tokens a gradient of zero, so that every rank has the same gradients to reduce.
     """
-    experts = list(_experts(model))
+    # As transformers' own `use_experts_implementation` marks them.
+    experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
     if not experts:
         return
     aligned = all(
@@ -208,8 +210,3 @@ def use_experts_kernel(model: PreTrainedModel, kernel: ExpertsKernel) -> None:
         for size in parameter.shape[1:]
     )
     model.set_experts_implementation("grouped_mm" if kernel == "grouped" and aligned else "eager")
-
-
-def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that transformers' ``use_experts_implementation`` marks."""
-    return (module for module in model.modules() if hasattr(module, "is_concatenated"))

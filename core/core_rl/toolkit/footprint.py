@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.config.engine import ModelConfig
-from core_rl.errors import ConfigError
-from core_rl.toolkit.build import finished, model_family, read_config
+from core_rl.toolkit.build import building, finished, model_family, read_config
 
 __all__ = ["Footprint", "footprint_of"]
 
@@ -42,11 +41,8 @@ class Footprint:
 def footprint_of(model: ModelConfig) -> Footprint:
     """Build ``model`` on the meta device, which takes no memory, and count. Raises `ConfigError` as `build_model`."""
     config = read_config(model)
-    try:
-        with torch.device("meta"):
-            built = model_family(model).from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
+    with building(model), torch.device("meta"):
+        built = model_family(model).from_config(config, dtype=torch.float32)
     built = finished(built, model, seed=0, experts="eager")
     text = config.get_text_config()
     outside = _outside(built)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,12 +39,6 @@ class PackedStates:
         own = values.new_zeros((length, *values.shape[1:])).index_copy(0, positions, values)
         return reduce_from_region(own, self.shards.context)
 
-    def not_first(self) -> Tensor:
-        """Bool ``[T]``: all but the first token of each sequence."""
-        mask = torch.ones_like(self.batch.input_ids, dtype=torch.bool)
-        mask[self.batch.cu_seqlens[:-1].long().to(mask.device)] = False
-        return mask
-
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelHead:
@@ -75,7 +68,7 @@ class LanguageModelHead:
         """
         batch, shards = states.batch, states.shards
         mapping = HeadMap(scale=self.scale, softcap=self.softcap, temperature=temperature)
-        predicted = (batch.loss_mask if trained_only else states.not_first()).nonzero().squeeze(1)
+        predicted = (batch.loss_mask if trained_only else batch.not_first).nonzero().squeeze(1)
         which, states_at = states.tokens.here(predicted - 1)
         predicted = predicted[which]
         rows = states.rows(partial=True)[states_at]
@@ -121,7 +114,7 @@ def scalar_outputs(states: PackedStates, score: Callable[[Tensor], Tensor], head
     final = states.placed(scores[last], which, batch.num_sequences)
     if head == "reward":
         return {"scores": final}
-    later = states.not_first().nonzero().squeeze(1)
+    later = batch.not_first.nonzero().squeeze(1)
     which, before = tokens.here(later - 1)
     values = states.placed(scores[before], later[which], batch.num_tokens)
     return {"values": values, "bootstrap": final}

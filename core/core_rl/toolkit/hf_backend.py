@@ -18,6 +18,7 @@ from core_rl.backend.train_backend import BuildContext, C, PassMode, TrainBacken
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm
+from core_rl.state.gather import buckets
 from core_rl.state.host_copies import own_memory
 from core_rl.toolkit.dtensor import local_part
 from core_rl.toolkit.hf_state import HFShardedState
@@ -102,8 +103,10 @@ class HFBackend(TrainBackend[C]):
     def reduce_grads(self) -> None:
         """Sum over data-parallel ranks, each of which has all of a gradient."""
         group = self.context.groups.data_parallel
-        for bucket in self._grad_buckets() if group.size > 1 else ():
-            add_up(bucket, group)
+        if group.size > 1:
+            grads = [grad for _, grad in self.gradients()]
+            for bucket in buckets(grads, [grad.nbytes for grad in grads], self.reduce_bytes):
+                add_up(bucket, group)
 
     def local_grads(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and this rank's parts of the gradients that exist."""
@@ -117,16 +120,6 @@ class HFBackend(TrainBackend[C]):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         yield from self.local_grads()
-
-    def _grad_buckets(self) -> Iterator[list[Tensor]]:
-        bucket: list[Tensor] = []
-        for _, grad in self.gradients():
-            if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > self.reduce_bytes:
-                yield bucket
-                bucket = []
-            bucket.append(grad)
-        if bucket:
-            yield bucket
 
     def step(self, scale: float, lr: float, count: int) -> None:
         if self.optimizer is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -120,32 +120,28 @@ def adapter_shapes(config: PretrainedConfig, lora: LoraConfig) -> dict[str, tupl
 
 def low_rank_products(model: nn.Module) -> dict[str, LowRank]:
     """Low-rank products of the adapter of ``model``, by checkpoint name of the weight; empty without an adapter."""
-    found = {}
-    for name, module in model.named_modules():
-        if not _is_adapted(module):
-            continue
-        layer: Any = module
-        found[f"{name}.weight"] = LowRank(
+    return {
+        f"{name}.weight": LowRank(
             a=f"{ADAPTER_PREFIX}{name}.lora_A.weight",
             b=f"{ADAPTER_PREFIX}{name}.lora_B.weight",
             scaling=float(layer.scaling[NAME]),
             transposed=isinstance(layer.base_layer, Conv1D),
         )
-    return found
+        for name, layer in _adapted_layers(model)
+    }
 
 
 def enable_adapter(model: nn.Module, enabled: bool) -> None:
     """Turn adapter layers on, or off: then each computes what its base layer computes."""
-    for module in model.modules():
-        if _is_adapted(module):
-            layer: Any = module
-            # peft's enable_adapters() would also turn requires_grad off and on again, and of a sharded
-            # module it may find the gathered parameters at one time and the shards at the other.
-            layer._disable_adapters = not enabled
+    for _, layer in _adapted_layers(model):
+        # peft's enable_adapters() would also turn requires_grad off and on again, and of a sharded
+        # module it may find the gathered parameters at one time and the shards at the other.
+        layer._disable_adapters = not enabled
 
 
-def _is_adapted(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    modules = model.named_modules()
+    return (entry for entry in modules if hasattr(entry[1], "lora_A") and hasattr(entry[1], "base_layer"))
 
 
 def _import_peft() -> Any:

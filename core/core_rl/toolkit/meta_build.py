@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from core_rl.backend.tensors import TensorSource
+from core_rl.backend.tensors import MappedSource, TensorDict, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
-from core_rl.state.reductions import digest_of_parts
+from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import (
     ExpertsKernel,
+    building,
     finished,
     is_new_head,
     model_family,
@@ -53,11 +54,12 @@ class Unloaded:
         The parameters may have been sharded. Tied ones stay tied. Buffers that no file holds get the
         values that the model computes for them, in its own dtype: rotary frequencies stay float32.
         """
-        tied = _tied_places(root)
+        tied = _tied_names(root)
         root.to_empty(device=device)
-        for (module, name), *others in tied:
-            for other, other_name in others:
-                other._parameters[other_name] = module._parameters[name]
+        for first, *others in tied:
+            for other in others:
+                owner, _, last = other.rpartition(".")
+                root.get_submodule(owner).register_parameter(last, root.get_parameter(first))
         for module, name, value in self._computed:
             module._buffers[name] = value.to(device)
 
@@ -89,13 +91,10 @@ def build_on_meta(
     config = read_config(model)
     if getattr(config, "quantization_config", None) is not None:
         return None
-    try:
-        with torch.device("meta"):
-            built: PreTrainedModel = model_family(model).from_config(
-                config, attn_implementation=attn_implementation, dtype=dtype
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
+    with building(model), torch.device("meta"):
+        built: PreTrainedModel = model_family(model).from_config(
+            config, attn_implementation=attn_implementation, dtype=dtype
+        )
     built = finished(built, model, seed=seed, experts=experts)
     source = _source(built, model, files, seed)
     return None if source is None else Unloaded(built, source)
@@ -105,7 +104,7 @@ def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed
     """Source of each tensor of ``built``; None where only transformers knows how the files are to be read."""
     adapter = fresh_adapter(built, seed)
     wanted = _written_shapes(built, adapter)
-    tied = _tied_names(built)
+    tied = {first: others for first, *others in ([*map(checkpoint_name, one)] for one in _tied_names(built))}
     present = set(files.names())
     found = {name: place for name in wanted if (place := _find(built, name, tied, present)) is not None}
     missing = [name for name in wanted if name not in found and not is_new_head(model, name)]
@@ -118,7 +117,7 @@ def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed
         if any(name in present and not _equal(files, found[source], name) for name in names):
             return None  # they are not tied in these files
     drawn = {name: _drawn_head(built, seed) for name in wanted if name not in found}
-    return _ModelFiles(files, found, drawn | adapter)
+    return _JoinedSources(MappedSource(files, found), TensorDict(drawn | adapter))
 
 
 def _written_shapes(built: PreTrainedModel, adapter: Collection[str]) -> dict[str, tuple[int, ...]]:
@@ -140,12 +139,12 @@ def _find(
     return next((candidate for candidate in candidates if candidate in present), None)
 
 
-def _tied_names(built: PreTrainedModel) -> dict[str, list[str]]:
-    """For each parameter that has several names, the first one and the others."""
+def _tied_names(root: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
-    for name, parameter in built.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(checkpoint_name(name))
-    return {first: others for first, *others in names.values() if others}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [shared for shared in names.values() if len(shared) > 1]
 
 
 def _equal(files: TensorFiles, left: str, right: str) -> bool:
@@ -193,35 +192,20 @@ def _computed_buffers(built: PreTrainedModel) -> list[tuple[nn.Module, str, Tens
     return [(module, name, cast("Tensor", module._buffers[name])) for module, name in places]
 
 
-def _tied_places(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [shared for shared in places.values() if len(shared) > 1]
+class _JoinedSources:
+    """A `TensorSource` over several ones; of two tensors with the same name, it has the later one."""
 
-
-class _ModelFiles:
-    """A `TensorSource` over files that may name tensors otherwise, and over tensors that no file holds."""
-
-    def __init__(self, files: TensorFiles, places: Mapping[str, str], drawn: Mapping[str, Tensor]) -> None:
-        self._files = files
-        self._places = dict(places)
-        self._drawn = dict(drawn)
+    def __init__(self, *sources: TensorSource) -> None:
+        self._owners = {name: source for source in sources for name in source.names()}
 
     def names(self) -> list[str]:
-        return [*self._places, *self._drawn]
+        return list(self._owners)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (
-            tuple(self._drawn[name].shape) if name in self._drawn else self._files.shape(self._places[name])
-        )
+        return self._owners[name].shape(name)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        if name not in self._drawn:
-            return self._files.read(self._places[name], slices)
-        return self._drawn[name] if slices is None else self._drawn[name][slices]
+        return self._owners[name].read(name, slices)
 
 
 def digest_of_directory(directory: Path, config: PretrainedConfig) -> str:

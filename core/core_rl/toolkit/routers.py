@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import segment_sum
-from core_rl.data.outputs import OutputName
+from core_rl.data.outputs import OutputName, segment_sum
 from core_rl.errors import BatchError, UnsupportedCapability
 from core_rl.toolkit.parallel_context import TokenSlice
 

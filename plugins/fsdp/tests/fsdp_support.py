@@ -13,7 +13,7 @@ from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, 
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig, FSDPOptions
 
 VOCABULARY = 61

@@ -21,7 +21,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import BatchError, CheckpointMismatch
 from core_rl.launch.group import EngineGroup
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig
 
 LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)

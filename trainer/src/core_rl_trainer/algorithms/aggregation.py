@@ -11,7 +11,7 @@ from torch import Tensor
 from core_rl.backend.loss import WeightFn, count_sequences, count_tokens
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_fill, masked_sum, segment_sum
+from core_rl.data.outputs import masked_fill, masked_sum, segment_sum
 
 __all__ = ["Aggregation", "FixedLength", "aggregate", "sequence_mean", "weight_fn"]
 

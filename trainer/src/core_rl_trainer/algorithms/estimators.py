@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import segment_sum
+from core_rl.data.outputs import segment_sum
 from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms import advantages as rules

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import segment_sum
+from core_rl.data.outputs import segment_sum
 
 __all__ = ["discounted_sums", "gae_advantages", "returns_to_go"]
 

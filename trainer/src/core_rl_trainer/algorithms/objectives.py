@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_fill, segment_sum
+from core_rl.data.outputs import masked_fill, segment_sum
 from core_rl.errors import LossError
 from core_rl_trainer.algorithms.advantages import spread_to_tokens
 from core_rl_trainer.algorithms.aggregation import Aggregation, sequence_mean

@@ -11,8 +11,7 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_fill, masked_sum
-from core_rl.data.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput, masked_fill, masked_sum
 from core_rl_trainer.algorithms.aggregation import aggregate, weight_fn
 from core_rl_trainer.algorithms.fields import ADVANTAGES, BEHAVIOUR, IMPORTANCE, PROXIMAL, REFERENCE
 from core_rl_trainer.algorithms.kl import KLEstimator, kl_estimate, log_ratio

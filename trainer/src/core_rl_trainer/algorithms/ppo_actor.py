@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
-from core_rl.data.masked import masked_fill
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import masked_fill
 from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.advantages import whiten
 from core_rl_trainer.algorithms.estimators import GRPO, AdvantageConfig

@@ -11,9 +11,8 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
-from core_rl.data.masked import masked_fill, masked_sum
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput, masked_fill, masked_sum
 from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
 from core_rl_trainer.algorithms.fields import BOOTSTRAP, RETURNS, VALUES, require_fields

@@ -12,9 +12,8 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_sum
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput, masked_sum
 from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_fill, segment_sum
+from core_rl.data.outputs import masked_fill, segment_sum
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms.fields import check_finite
 
