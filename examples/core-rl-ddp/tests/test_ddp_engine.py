@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from core_rl_ddp import SPEC, DDPConfig
+from core_rl_ddp import SPEC
+from core_rl_ddp.config import DDPConfig
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec, count_tokens
@@ -17,10 +18,11 @@ from core_rl.backend.metrics import Metric
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.masked import masked_sum
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput, masked_sum
+from core_rl.data.outputs import ModelOutput
 from core_rl.launch.group import EngineGroup
-from core_rl.reference import ReferenceConfig
+from core_rl.reference.config import ReferenceConfig
 from core_rl.registry.engines import get_spec
 from core_rl.registry.spec import EngineSpec
 

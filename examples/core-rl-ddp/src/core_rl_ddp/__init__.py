@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from core_rl.config.base import Config
 from core_rl.config.capability import Capability
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["SPEC", "DDPConfig", "DDPOptions"]
-
-
-class DDPOptions(Config):
-    """Options of this engine alone."""
-
-    bucket_bytes: int = Field(default=25 * 2**20, ge=1)
-    """Gradients are added up over ranks together up to this size, in bytes."""
-
-
-class DDPConfig(TrainEngineConfig):
-    """The common config and the engine's own section."""
-
-    options: DDPOptions = DDPOptions()
-
+__all__ = ["SPEC"]
 
 SPEC = EngineSpec(
     name="ddp",
     kind="train",
     protocol=(0, 2),
     factory="core_rl_ddp.engine:DDPBackend",
-    config="core_rl_ddp:DDPConfig",
+    config="core_rl_ddp.config:DDPConfig",
     capabilities=frozenset(
         {
             Capability.DATA_PARALLEL,

@@ -10,7 +10,7 @@ from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attentio
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.packed import PackedModel
-from core_rl_ddp import DDPConfig
+from core_rl_ddp.config import DDPConfig
 
 __all__ = ["DDPBackend"]
 
