@@ -18,11 +18,10 @@ from core_rl.backend.metrics import Metric
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.masked import masked_sum
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput, masked_sum
 from core_rl.launch.group import EngineGroup
-from core_rl.reference.config import ReferenceConfig
+from core_rl.reference import ReferenceConfig
 from core_rl.registry.engines import get_spec
 from core_rl.registry.spec import EngineSpec
 
