@@ -20,7 +20,8 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
-TRAINER = "trainer"
+# With ./, without which `pip wheel` would fetch a stranger's package of this name.
+TRAINER = "./trainer"
 PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
 EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]

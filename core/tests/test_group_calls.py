@@ -120,6 +120,11 @@ def test_named_tensors_come_from_one_writer(group: EngineGroup) -> None:
     assert tensors["b"].tolist() == [1.0, 1.0]  # rank 1: the output rank of data-parallel rank 0
 
 
+def test_wrong_arguments_are_refused_in_the_driver(group: EngineGroup) -> None:
+    with pytest.raises(TypeError, match="missing a required argument: 'meta'"):
+        group.save()  # type: ignore[call-arg]
+
+
 def test_plain_methods_reach_every_rank(group: EngineGroup) -> None:
     group.onload()
     assert group.run(support.calls) == [["onload"]] * 4

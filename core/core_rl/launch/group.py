@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
+from inspect import signature
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, Concatenate, ParamSpec
@@ -38,6 +39,9 @@ def _on_all_ranks(
 
     @wraps(method)
     def call(group: EngineRanks, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        signature(method).bind(
+            group, *args, **kwargs
+        )  # wrong arguments are a TypeError here, not on the ranks
         name = method.__name__
         per_rank = [()] * len(group.rank_infos())
         first: ResultT = group.call_ranks(name, methodcaller(name, *args, **kwargs), per_rank)[0]
@@ -75,6 +79,8 @@ class EngineGroup(EngineRanks):
     world of the same number of ranks, and computes what it would compute alone. Colocated groups take one
     call at a time together. A rank that ends, ends them all, each with the same error. The processes end when
     the last of the groups is closed, and `restart` replaces them for all.
+
+    Methods such as ``save = _on_all_ranks(TrainEngine.save)`` are those of `TrainEngine`, with its arguments.
     """
 
     # ---------------------------------- methods of the engine, on all ranks alike
