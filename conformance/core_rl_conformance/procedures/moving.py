@@ -140,7 +140,7 @@ def verify_state(subject: EngineUnderTest, what: str, group: EngineGroup, expect
 
 
 def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:
-    """Those of ``sharded`` and ``portable`` that are declared."""
+    """Formats with an optimizer that are declared: ``sharded`` and ``portable``."""
     return [format_ for format_, needed in FORMATS.items() if subject.spec.supports(needed)]
 
 

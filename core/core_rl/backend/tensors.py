@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,9 +17,15 @@ __all__ = [
     "ShardedState",
     "TensorDict",
     "TensorSource",
+    "box_region",
     "check_shapes",
     "check_source",
 ]
+
+
+def box_region(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The box of ``shape`` at ``offsets`` as slices of the full tensor, one for each dimension."""
+    return tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class LocalSlice:
     @property
     def region(self) -> tuple[slice, ...]:
         """The box as slices of the full tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+        return box_region(self.offsets, self.tensor.shape)
 
 
 class ShardedState(Protocol):

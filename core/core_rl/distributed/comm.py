@@ -94,6 +94,11 @@ class RankGroups:
         """True if outputs and exported tensors appear on this rank."""
         return self.model_parallel.rank == self.output_source
 
+    @property
+    def is_writer(self) -> bool:
+        """True on the rank that writes what exists once: the output rank of data-parallel rank 0."""
+        return self.is_output_rank and self.data_parallel.rank == 0
+
 
 class Channel:
     """Framed messages over one end of a socket pair; no operation outlasts its deadline."""

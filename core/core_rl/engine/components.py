@@ -90,11 +90,10 @@ class TrainComponents:
         )
         with rng.own():
             backend.build(context)
-        writes = groups.is_output_rank and groups.data_parallel.rank == 0
         tensors = self.tensors(
             backend,
             world,
-            world.gather(writes).index(True),
+            world.gather(groups.is_writer).index(True),
             half=config.dtype == "bfloat16",
             lora=config.model.lora is not None,
         )

@@ -107,7 +107,7 @@ class Persistence:
             backend=run.backend,
             tensors=run.tensors,
             world=run.world,
-            is_writer=run.is_writer,
+            is_writer=run.groups.is_writer,
             progress=run.progress,
             rng=run.rng,
         )
@@ -129,4 +129,6 @@ class Persistence:
                 base = run.tensors.base_digest() if meta.verify else None
                 kinds, adapter = ("adapter",), AdapterMetadata.of(run.config.model.lora, base)
             stream = (item for kind in kinds for item in self.named_tensors(kind))
-            send_weights(stream, meta, run.world, is_writer=run.is_writer, device=run.device, adapter=adapter)
+            send_weights(
+                stream, meta, run.world, is_writer=run.groups.is_writer, device=run.device, adapter=adapter
+            )

@@ -82,8 +82,3 @@ class Runtime:
     tensors: TensorStore
     progress: EngineProgress = field(default_factory=EngineProgress)
     pending: Pending = field(default_factory=Pending)
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this rank writes what exists once: the output rank of data-parallel rank 0."""
-        return self.groups.is_output_rank and self.groups.data_parallel.rank == 0

@@ -156,7 +156,7 @@ class TrainEngine:
     @property
     def is_writer(self) -> bool:
         """Whether this rank writes what exists once, and receives exported tensors."""
-        return self._parts.runtime.is_writer
+        return self._parts.runtime.groups.is_writer
 
     # ----------------------------------------------------------------- modes
 

@@ -36,12 +36,11 @@ def _on_all_ranks(
     method: Callable[Concatenate[TrainEngine, P], ResultT],
 ) -> Callable[Concatenate[EngineRanks, P], ResultT]:
     """A method of the group that calls the engine's ``method`` on every rank, and returns the first rank's result."""
+    expected = signature(method)
 
     @wraps(method)
     def call(group: EngineRanks, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        signature(method).bind(
-            group, *args, **kwargs
-        )  # wrong arguments are a TypeError here, not on the ranks
+        expected.bind(group, *args, **kwargs)  # wrong arguments are a TypeError here, not on the ranks
         name = method.__name__
         per_rank = [()] * len(group.rank_infos())
         first: ResultT = group.call_ranks(name, methodcaller(name, *args, **kwargs), per_rank)[0]

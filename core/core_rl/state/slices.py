@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core_rl.backend.tensors import ShardedState
+from core_rl.backend.tensors import ShardedState, box_region
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError, raise_all
 
@@ -30,7 +30,7 @@ class Box:
     @property
     def region(self) -> tuple[slice, ...]:
         """The box as slices of the full tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))
+        return box_region(self.offsets, self.shape)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from core_rl.backend.tensors import box_region
 from core_rl.errors import UnsupportedCapability
 
 __all__ = ["LocalPart", "local_part", "own_part"]
@@ -23,7 +24,7 @@ class LocalPart:
     @property
     def region(self) -> tuple[slice, ...]:
         """The part as slices of the full tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+        return box_region(self.offsets, self.tensor.shape)
 
 
 def local_part(tensor: Tensor) -> LocalPart:
