@@ -84,7 +84,7 @@ class RankGroups:
 
     data_parallel: Comm
     """Ranks with the same part of the model, each with other sequences."""
-    model_parallel: Comm = Comm()
+    model_parallel: Comm = field(default_factory=Comm)
     """Ranks that together hold one copy of the model and see the same sequences."""
     output_source: int = 0
     """The rank inside ``model_parallel`` on which outputs appear (the last pipeline stage)."""
