@@ -40,6 +40,7 @@ def test_results_of_all_ranks() -> None:
         (BatchError("too long"), {}, BatchError, "too long"),
         (BatchError("too long"), {"kind": CheckpointError}, CheckpointError, "too long"),
         (ValueError("odd"), {}, CheckpointError, "ValueError: odd"),
+        (KeyError("lost"), {}, CheckpointError, "KeyError: 'lost'"),
     ],
 )
 def test_any_exception_of_one_rank_is_raised_on_all(
