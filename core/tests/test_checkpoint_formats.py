@@ -32,6 +32,7 @@ from core_rl.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    EngineStateError,
     UnsupportedCapability,
     WeightsError,
 )
@@ -375,6 +376,22 @@ def test_nothing_at_the_path_is_not_found(start: Start, tmp_path: Path, name: Ch
     engine = start()
     with pytest.raises(CheckpointNotFound):
         engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format=name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_load_drops_the_gradients_unless_it_is_refused(
+    start: Start, tmp_path: Path, name: CheckpointFormat
+) -> None:
+    engine = start()
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format=name))
+    engine.forward_backward(support.batch(), NLL, MicroBatchSpec(count=1))
+    before = tensors(engine, ("grads",))
+    with pytest.raises(CheckpointNotFound):
+        engine.load(SaveLoadMeta(path=str(tmp_path / "b"), format=name))
+    assert same(tensors(engine, ("grads",)), before)
+    engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format=name))
+    with pytest.raises(EngineStateError, match="without gradients"):
+        engine.optimizer_step()
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

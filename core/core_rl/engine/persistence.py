@@ -85,9 +85,9 @@ class Persistence:
         if meta.format == "hf":
             guards.require_loadable(run.config, "params")
         self.wait_for_saves()
-        self.modes.zero_grad()
         with self.modes.onloaded("model", "optimizer"), run.rng.own():
             progress = load_contents(self.contents(), meta)
+            self.modes.zero_grad()  # those of the weights before, which a refused checkpoint keeps
         if progress is not None:
             run.progress = replace(progress)
 

@@ -343,7 +343,7 @@ class TrainEngine:
         self._ready("wait_for_saves()").persistence.wait_for_saves()
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Read a checkpoint; a damaged or foreign one is refused before anything changes."""
+        """Read a checkpoint, and drop the gradients; a damaged or foreign one is refused before anything changes."""
         self._ready("load()").persistence.load(meta)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
