@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import engine_support as support
 import fsspec
@@ -426,6 +427,34 @@ class CountsTeardowns(ReferenceBackend):
     def teardown(self) -> None:
         self.teardowns += 1
         super().teardown()
+
+
+@pytest.mark.parametrize("stage", ["groups", "build", "hf_config"])
+def test_what_fails_to_build_is_torn_down(stage: str) -> None:
+    backend = CountsTeardowns()
+    failing = TrainEngine(SPEC, support.config(), backend)
+    with (
+        mock.patch.object(backend, stage, side_effect=MemoryError("no memory for the model")),
+        pytest.raises(MemoryError),
+    ):
+        failing.initialize()
+    assert backend.teardowns == 1
+    assert not torch.distributed.is_initialized()
+
+
+class FailsInTeardown(ReferenceBackend):
+    def teardown(self) -> None:
+        raise OSError("the device is gone")
+
+
+def test_an_engine_leaves_the_process_group_although_its_teardown_raises() -> None:
+    built = TrainEngine(SPEC, support.config(), FailsInTeardown())
+    built.initialize()
+    with pytest.raises(OSError, match="the device is gone"):
+        built.destroy()
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(EngineStateError, match="'destroyed'"):
+        built.forward(support.batch(), ONE)
 
 
 # ----------------------------------------------------- a backend's own bugs
