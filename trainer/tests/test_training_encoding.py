@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import training_support as support
+from transformers import GPT2Config, LlamaConfig, LlavaConfig
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.datasets import (
@@ -16,7 +17,7 @@ from core_rl_trainer.data.datasets import (
     demonstration_batch,
     preference_batch,
 )
-from core_rl_trainer.data.encoding import encode_chat, encode_completion, encode_prompt
+from core_rl_trainer.data.encoding import context_length, encode_chat, encode_completion, encode_prompt
 from core_rl_trainer.data.examples import check_demonstration, check_preference, read_examples
 
 BOS, EOS = support.BOS, support.EOS
@@ -171,3 +172,15 @@ def test_batches_of_samples(tokenizer: Any, tmp_path: Path) -> None:
     assert batch["chosen"].tolist() == [True, False, True, False]
     assert batch.unit is not None
     assert batch.unit.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(), GPT2Config(), LlavaConfig(text_config=LlamaConfig())])
+def test_the_context_is_that_of_the_text_model(config: Any, tmp_path: Path) -> None:
+    config.get_text_config().max_position_embeddings = 48
+    config.save_pretrained(tmp_path)
+    assert context_length(str(tmp_path)) == 48
+
+
+def test_a_directory_without_a_config_has_no_context(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        context_length(str(tmp_path))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from core_rl.config.engine import ModelConfig
 from core_rl.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -147,7 +146,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def context_length(path: str) -> int | None:
-    """The most tokens of a sequence (``max_position_embeddings``); None where the model's config does not say."""
-    config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
-    found = config.get("max_position_embeddings") or config.get("n_positions")
-    return int(found) if found else None
+    """The most tokens of a sequence of the text model in ``path``; None where its config does not say."""
+    from core_rl.backend.inference_backend import ModelLimits
+    from core_rl.toolkit.build import read_config
+
+    return ModelLimits.of(read_config(ModelConfig(path=path))).context_length
