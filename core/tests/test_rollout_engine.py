@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
+from core_rl.engine import weight_updates
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import (
     BatchError,
@@ -44,6 +46,7 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
+from core_rl.weight_sync.stream import receiving
 
 SHORT = SamplingParams(max_new_tokens=3)
 REQUEST = LLMRequest(input_ids=(1, 2), sampling=SHORT)
@@ -429,6 +432,51 @@ def test_destroy_cancels_episodes_and_leaves_no_thread() -> None:
     engine.destroy()
     assert sorted(gated.cancelled) == [0, 1]
     eventually(lambda: set(threading.enumerate()) <= before)
+
+
+STREAMED = toy_spec(ALL | {Capability.SYNC_TENSOR})
+
+
+def test_destroy_fails_an_update_that_waits_for_its_sender(backend: ToyBackend, tmp_path: Path) -> None:
+    waiting = threading.Event()
+
+    def receive(meta: WeightUpdateMeta) -> None:
+        waiting.set()
+        with receiving(meta, 10):
+            raise AssertionError("no sender connects")
+
+    backend.update = receive
+    engine = toy_engine(backend, STREAMED)
+    engine.initialize()
+    update, queued = (
+        engine.update_weights(WeightUpdateMeta(method="tensor", version=n, path=str(tmp_path / "meet")))
+        for n in (1, 2)
+    )
+    assert waiting.wait(60)
+    engine.destroy()
+    assert queued.cancelled()
+    with pytest.raises(WeightsError, match="the sender of the weights is gone"):
+        update.result(0)
+
+
+def test_destroy_does_not_wait_for_a_server_that_does_not_answer(
+    backend: ToyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_updates, "CLOSE_WAIT_S", 0.1)
+    loading, gone = threading.Event(), threading.Event()
+
+    def load(meta: WeightUpdateMeta) -> None:
+        loading.set()
+        raise WeightsError("the server is gone" if gone.wait(10) else "the server does not answer")
+
+    backend.update, backend.teardown = load, gone.set  # type: ignore[method-assign]
+    engine = toy_engine(backend)
+    engine.initialize()
+    update = engine.update_weights(UPDATE)
+    assert loading.wait(60)
+    engine.destroy()
+    with pytest.raises(WeightsError, match="the server is gone"):
+        update.result(60)
 
 
 def test_a_subclass_of_the_final_engine_raises() -> None:

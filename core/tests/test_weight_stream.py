@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -24,6 +25,7 @@ from torch.multiprocessing import get_sharing_strategy
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
 from core_rl.distributed.comm import Channel
+from core_rl.engine import sync
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync import group as weight_group
@@ -331,7 +333,7 @@ class Receiver:
 
 
 class Sender:
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
     def upload_weights(self, what: WeightUpdateMeta) -> None:
@@ -383,3 +385,17 @@ def test_a_sender_that_never_starts_leaves_no_receiver_waiting(tmp_path: Path) -
         sync_weights(Sender(RuntimeError("out of memory")), receiver, meta(tmp_path), 20)
     receiver.pool.shutdown()  # would wait for the receiver's 20 s
     abandon(meta(tmp_path))  # nobody is there, and that is fine
+
+
+def test_an_interrupted_sync_does_not_wait_for_a_server_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "INTERRUPT_WAIT_S", 0.0)
+    never: Future[None] = Future()
+    receiver: Any = SimpleNamespace(update_weights=lambda what: never)
+    answer = threading.Timer(10, never.set_result, [None])
+    answer.start()
+    with pytest.raises(KeyboardInterrupt):
+        sync_weights(Sender(KeyboardInterrupt()), receiver, meta(tmp_path), 20)
+    answer.cancel()
+    assert not never.done()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +13,18 @@ from torch import Tensor
 
 from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.weight_updates import abandon_until_done
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import Bucket, abandon, receiving, receiving_buckets
+from core_rl.weight_sync.stream import Bucket, receiving, receiving_buckets
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 
 __all__ = ["LARGE_BUCKET", "Caught", "caught", "sent", "sync_meta", "tensors_of"]
 
 
-POLL_S = 0.1
 LARGE_BUCKET = 1 << 28
 """All weights of a tiny model fit."""
 
@@ -59,9 +60,7 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
             group.upload_weights(meta)
         finally:
             # A sender that failed before it connected leaves the receiver waiting.
-            while not future.done():
-                abandon(meta)
-                wait([future], POLL_S)
+            abandon_until_done(meta, future, math.inf)
         return future.result()
 
 

@@ -87,7 +87,10 @@ class InferenceBackend(ABC, Generic[C]):
         """Tokens from now on carry ``version``; the weights are unchanged."""
 
     def teardown(self) -> None:
-        """Free the model and stop launched servers, also after a failed `build`; nothing is in flight any more."""
+        """Free the model and stop launched servers, also after a failed `build`; no request is in flight any more.
+
+        A weight update that has not ended within 10 s is still in flight, and fails: nothing waits for it.
+        """
 
     def scheduling(self, config: C) -> Scheduling:
         """Resources that one server needs. May be called before `build`."""

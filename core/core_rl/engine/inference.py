@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast, final
@@ -22,6 +22,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.request_gate import InferenceComponents
+from core_rl.engine.weight_updates import WeightUpdates
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.episodes import StalenessLimit
@@ -89,17 +90,20 @@ class InferenceEngine:
             self._backend.teardown()
             raise
         self._limits = limits
-        self._updates = ThreadPoolExecutor(1, thread_name_prefix="core-rl-weights")
+        self._updates = WeightUpdates(self._install)
         self._state = "ready"
 
     def destroy(self) -> None:
-        """Cancel what is in flight, free the model and stop launched servers; the engine cannot be used again."""
+        """Cancel what is in flight, free the model and stop launched servers; the engine cannot be used again.
+
+        An update that waits for its sender fails. One that a server does not end in time fails when the servers go.
+        """
         state, self._state = self._state, "destroyed"
         if state == "new" and self._launched:
             self._backend.teardown()
         if state == "ready":
-            self._updates.shutdown()
             try:
+                self._updates.close()
                 if self._rollouts is not None:
                     self._rollouts.close()
             finally:
@@ -227,7 +231,7 @@ class InferenceEngine:
                 f"update_weights() to version {meta.version}, and the engine has {self._version}; versions rise. "
                 "To return to an older one, call set_version() first"
             )
-        return self._updates.submit(self._install, meta)
+        return self._updates.submit(meta)
 
     def _install(self, meta: WeightUpdateMeta) -> None:
         self._incoming = meta.version

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
-from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
-from core_rl.weight_sync.stream import abandon
+from core_rl.engine.weight_updates import abandon_until_done
 
 __all__ = ["WeightSender", "sync_weights"]
 
-POLL_S = 0.1
+INTERRUPT_WAIT_S = 2.0
+"""Seconds that the receiver may take to end after Ctrl-C in the sender."""
 
 
 class WeightSender(Protocol):
@@ -38,6 +37,7 @@ def sync_weights(
 
     Raises what either side raises; then the receiver has the weights and the version that it had. Where both fail,
     it is the sender's error, with the receiver's as its context. `TimeoutError` after ``timeout_s`` seconds.
+    After Ctrl-C the receiver may still be ending; `InferenceEngine.destroy` waits for it.
     """
     if meta.method == "disk":
         sender.upload_weights(meta)
@@ -46,11 +46,9 @@ def sync_weights(
         try:
             if meta.method != "disk":
                 sender.upload_weights(meta)
-        except BaseException:
+        except BaseException as error:
             # It may have failed before it connected to the receiver, which would keep waiting.
-            deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-            while not arrival.done() and time.monotonic() < deadline:
-                abandon(meta)
-                wait([arrival], POLL_S)
+            limit = math.inf if timeout_s is None else timeout_s
+            abandon_until_done(meta, arrival, limit if isinstance(error, Exception) else INTERRUPT_WAIT_S)
             raise
         arrival.result(timeout_s)

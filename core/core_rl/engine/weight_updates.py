@@ -1,0 +1,52 @@
+"""`WeightUpdates`: the weight updates of an inference engine, one after another, in a thread of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.weight_sync.stream import abandon
+
+__all__ = ["WeightUpdates", "abandon_until_done"]
+
+POLL_S = 0.1
+CLOSE_WAIT_S = 10.0
+"""Seconds for an update to end once it waits for no sender any more."""
+
+
+class WeightUpdates:
+    """Calls ``install`` for each update, in the order of `submit`."""
+
+    def __init__(self, install: Callable[[WeightUpdateMeta], None]) -> None:
+        self._install = install
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="core-rl-weights")
+        self._unfinished: list[tuple[WeightUpdateMeta, Future[None]]] = []
+
+    def submit(self, meta: WeightUpdateMeta) -> Future[None]:
+        """Queue an update; the future is done when it is installed, or has its error."""
+        self._unfinished = [(of, update) for of, update in self._unfinished if not update.done()]
+        update = self._thread.submit(self._install, meta)
+        self._unfinished.append((meta, update))
+        return update
+
+    def close(self) -> None:
+        """Cancel queued updates, and fail one that waits for its sender.
+
+        Any other ends by itself. After `CLOSE_WAIT_S` seconds this returns without it: it may wait much longer for a
+        server that does not answer, until the backend is torn down.
+        """
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for meta, update in self._unfinished:
+            abandon_until_done(meta, update, CLOSE_WAIT_S)
+
+
+def abandon_until_done(meta: WeightUpdateMeta, update: Future[Any], timeout_s: float) -> None:
+    """Return when ``update`` is done, or after ``timeout_s`` seconds; no sender will connect to its receiver."""
+    deadline = time.monotonic() + timeout_s
+    while not update.done() and time.monotonic() < deadline:
+        if meta.method != "disk":
+            abandon(meta)  # again: the receiver may not have opened its socket yet
+        wait([update], POLL_S)
