@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +17,11 @@ from torch._C._distributed_c10d import FileStore
 from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError, EngineStateError
 
-__all__ = ["Membership", "RankAddress", "join", "pick_device"]
+__all__ = ["Membership", "RankAddress", "join", "pick_device", "require_single_process"]
+
+LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE"), "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
+"""The variables in which a launcher gives a process its number and their count. Slurm sets SLURM_NTASKS for the batch
+script as well, which runs once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +95,24 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
     return device
 
 
+def require_single_process(subject: str, remedy: str) -> None:
+    """Raise `ConfigError` in one of several processes that a launcher started: each would train a model of its own."""
+    for launcher, (rank, count) in LAUNCHERS.items():
+        size = os.environ.get(count, "")
+        if rank in os.environ and size.isdigit() and int(size) > 1:
+            raise ConfigError(
+                f"{subject} in one of {size} processes that {launcher} started ({rank}={os.environ[rank]}, "
+                f"{count}={size}): each of them would train a model of its own. {remedy}. If nothing but left-over "
+                f"variables looks like {launcher}, unset {rank} and {count}"
+            )
+
+
 def join(address: RankAddress | None, device: torch.device) -> Membership:
     """Join the process group at ``address``, or share it with the engines of this process that are in it.
 
-    Without an address, the existing group is used (that of ``torchrun``, or of another engine), or else a
-    group of one rank is created. Raises `EngineStateError` if another group exists.
+    Without an address, the existing group is used (that of other code, or of another engine), or else a group of one
+    rank is created. Raises `EngineStateError` if another group exists, and `ConfigError` for a group of one rank in
+    one of several processes that ``torchrun`` or ``srun`` started.
     """
     present = _Present.current
     if present is None or not present.is_there():
@@ -128,6 +146,11 @@ def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
             "that group"
         )
     if address is None:
+        require_single_process(
+            "initialize() without an address",
+            "Call torch.distributed.init_process_group() before it, and the engine joins that world; pass a "
+            "RankAddress; or start the script once, with an EngineGroup, which starts the ranks",
+        )
         store = Path(tempfile.mkdtemp(prefix="core-rl-")) / "store"
         address = RankAddress(rank=0, world_size=1, store_path=str(store))
     dist.init_process_group(

@@ -84,10 +84,11 @@ class TrainEngine:
     def initialize(self, addr: RankAddress | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Join the process group and build module and optimizer.
 
-        Raises `LayoutError` when the layout does not multiply to the world size, and `ConfigError` when
-        the model cannot be built. Raises `UnsupportedCapability` for a mixture of experts where the
-        engine declares none, `EngineStateError` when called twice, and what `load` raises for
-        ``model.lora.path``.
+        Without ``addr`` the engine joins the world of ``torch.distributed`` where there is one, and else is a rank
+        alone. Raises `LayoutError` when the layout does not multiply to the world size, and `ConfigError` when the
+        model cannot be built, or when it would be alone in each of several processes of ``torchrun`` or ``srun``.
+        Raises `UnsupportedCapability` for a mixture of experts where the engine declares none, `EngineStateError` when
+        called twice, and what `load` raises for ``model.lora.path``.
         """
         self._status.require("new", "initialize()")
         with ExitStack() as resources:

@@ -11,7 +11,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import DType, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.hub import with_local_model
 from core_rl.config.layout import ParallelLayout
-from core_rl.distributed.process_group import RankAddress
+from core_rl.distributed.process_group import RankAddress, require_single_process
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError, EngineStateError, LayoutError
@@ -261,6 +261,9 @@ def _config(
 
 
 def _check(spec: EngineSpec, timeout_s: float, threads_per_rank: int | None) -> None:
+    require_single_process(
+        "an EngineGroup", "Start the script once, without the launcher: the group starts the ranks by itself"
+    )
     if spec.kind != "train":
         raise ConfigError(f"engine {spec.name!r} is for {spec.kind}; a group drives train engines")
     if not timeout_s > 0:
