@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from core_rl.toolkit.build import build_model
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
+from core_rl_trainer.loop import roles, supervised
+from core_rl_trainer.loop.run import prepare
+from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.loop.run_plan import MemoryEstimate, RunPlan, estimate_memory
 
 
@@ -56,6 +60,31 @@ def printed(found: RunPlan) -> str:
     print_plan(found, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+class Started(Exception):
+    """Raised instead of starting a group, with the time limit of its calls."""
+
+
+@pytest.mark.parametrize(
+    "values", [support.recipe_values, partial(support.supervised_values, algorithm="sft")]
+)
+def test_calls_of_train_engines_have_the_time_limit_of_the_recipe(
+    start: Path, tmp_path: Path, values: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_group(*plan: object, timeout_s: float, **settings: object) -> None:
+        raise Started(timeout_s)
+
+    for module in (roles, supervised):
+        monkeypatch.setattr(module, "EngineGroup", start_group)
+    chosen = values(start, tmp_path / "out", call_timeout_s=1234.0)
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", chosen))
+    with (
+        open_run_directory(recipe) as directory,
+        pytest.raises(Started, match="1234"),
+        prepare(recipe).open(directory),
+    ):
+        pass
 
 
 PPO: dict[str, Any] = {"algorithm": {"type_": "ppo", "args": {"kl_coef": 0.05}}, "critic": {}}

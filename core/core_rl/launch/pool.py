@@ -23,6 +23,7 @@ GRACE_S = 5.0
 EXIT_WAIT_S = 5.0
 """Seconds for a rank to end by itself."""
 START = "the start"
+IF_SLOW = "If the call is only slow, raise the group's timeout_s (call_timeout_s in a recipe)"
 
 
 class RankPool:
@@ -145,7 +146,7 @@ class RankPool:
             rank.channel.send(payload, deadline)
         except TimeoutError as error:
             raise RankTimeout(
-                f"rank {rank.rank} did not take the arguments of {name} in time", rank.rank
+                f"rank {rank.rank} did not take the arguments of {name} in time. {IF_SLOW}", rank.rank
             ) from error
         except OSError:
             raise _death(rank, name, {}) from None
@@ -213,7 +214,7 @@ def _silence(
     stacks = "\n".join(f"Rank {rank.rank} was at:\n{rank.stacks(ask=True)}" for rank in ranks)
     return RankTimeout(
         f"ranks {numbers} of {world_size} did not answer {name} within {timeout_s:g} s, so the group was ended. "
-        "If the call is only slow, raise the group's timeout_s",
+        f"{IF_SLOW}",
         numbers[0],
         stacks,
     )

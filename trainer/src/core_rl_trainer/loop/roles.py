@@ -41,6 +41,8 @@ class Plan:
     finetune: FinetuneSpec
     colocated: bool
     placement: PlacementSection
+    call_timeout_s: float
+    """The time limit of each call of a train role, in seconds."""
 
     def roles(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
         """All roles that there are, by name."""
@@ -144,6 +146,7 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         finetune=FinetuneSpec(dataset_size=recipe.steps * prompts, train_batch_size=prompts),
         colocated=recipe.colocated,
         placement=recipe.placement,
+        call_timeout_s=recipe.call_timeout_s,
     )
     raise_all(ConfigError, "placement", _misplaced(plan))
     return plan
@@ -257,6 +260,7 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
             group = EngineGroup(
                 *part,
                 ft_spec=plan.finetune,
+                timeout_s=plan.call_timeout_s,
                 devices=plan.devices(name) if host_role is None else None,
                 colocate_with=None if host_role is None else groups[host_role],
             )

@@ -36,6 +36,8 @@ OWNED = (
     PAGE,
     "reference",
 )
+CHANGEABLE = ("call_timeout_s",)
+"""Fields that may differ when a run is resumed."""
 
 
 @contextmanager
@@ -107,14 +109,13 @@ class RunDirectory:
         path = self.path / RECIPE
         if path.is_file():
             before = yaml.safe_load(path.read_text(encoding="utf-8"))
-            differences = differing_fields(before, recipe)
+            differences = differing_fields(*map(_values, (before, recipe)))
             subject = (
                 f"{self.path} holds a run of another recipe; set output_dir to another directory, or fresh=true to "
                 "delete that run. Differing"
             )
             raise_all(ConfigError, subject, differences)
-        else:
-            self._write(RECIPE, yaml.safe_dump(recipe, sort_keys=False))
+        self._write(RECIPE, yaml.safe_dump(recipe, sort_keys=False))
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.path / f".{name}.tmp"
@@ -129,6 +130,11 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _values(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that decide on the values of a run."""
+    return {name: value for name, value in recipe.items() if name not in CHANGEABLE}
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

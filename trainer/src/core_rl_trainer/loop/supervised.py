@@ -58,7 +58,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
-        with EngineGroup(*plan, ft_spec=finetune) as group:
+        with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.call_timeout_s) as group:
             yield SupervisedLoop(recipe, interface, group, (data[0], data[1]), directory)
 
     workload = Workload(
