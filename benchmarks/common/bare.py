@@ -23,17 +23,13 @@ MicroBatch = tuple[Tensor, Tensor, list[int] | None, Tensor | None]
 def segment_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """SDPA on each packed sequence."""
+    """SDPA on each packed sequence. Split, since the backward of a slice writes zeros for all other sequences."""
+    lengths = [end - start for start, end in pairwise(kwargs["bounds"])]
     parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, a:b],
-            key[:, :, a:b],
-            value[:, :, a:b],
-            is_causal=True,
-            enable_gqa=True,
-            scale=kwargs["scaling"],
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=kwargs["scaling"])
+        for q, k, v in zip(
+            query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
         )
-        for a, b in pairwise(kwargs["bounds"])
     ]
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
