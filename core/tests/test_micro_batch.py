@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from cost_support import Comparable, CountedCalls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core_rl.backend.steps import MicroBatches
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.outputs import ModelOutput
-from core_rl.data.partition import shard, shard_plan, unshard_output
+from core_rl.data.partition import best_fit, shard, shard_plan, unshard_output
 from core_rl.errors import BatchError
 
 
@@ -97,3 +101,28 @@ def test_an_empty_part_has_a_dummy_with_all_fields() -> None:
     dummy = batch.select([]).dummy()
     assert dummy.lengths == [1] and not dummy.loss_mask.any()
     assert dummy.tokens.keys() >= batch.tokens.keys() and dummy.sequences.keys() == batch.sequences.keys()
+
+
+def _elements_of_cutting(count: int) -> int:
+    """Elements that cutting ``count`` sequences into micro-batches of two or three computes."""
+    batch, spec = ragged([1, 2, 3, 4] * (count // 4)), MicroBatchSpec(max_tokens=6)
+    calls = CountedCalls()
+    with calls:
+        plan = plan_micro_batches(batch, spec, count_micro_batches(batch, spec))
+        MicroBatches(batch, plan, batch.device)
+    return calls.elements
+
+
+def test_cutting_a_batch_is_linear_in_its_sequences() -> None:
+    assert _elements_of_cutting(512) < 10 * _elements_of_cutting(64)
+
+
+def _comparisons_of_packing(count: int) -> int:
+    """Comparisons that packing ``count`` weights into bins of some eight computes."""
+    before, draw = Comparable.comparisons, random.Random(0)
+    best_fit([Comparable(draw.randint(16, 240)) for _ in range(count)], 1024)
+    return Comparable.comparisons - before
+
+
+def test_packing_under_a_budget_compares_n_log_n_times() -> None:
+    assert _comparisons_of_packing(2048) < 20 * _comparisons_of_packing(256)

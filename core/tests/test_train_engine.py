@@ -172,6 +172,26 @@ def test_post_hook_and_aggregate(engine: TrainEngine) -> None:
         engine.forward(batch, ONE, output_seqlens=[3] * 4, post_hook=last_logprob)
 
 
+def test_one_output_length_for_each_sequence(engine: TrainEngine) -> None:
+    with pytest.raises(BatchError, match="output_seqlens has 1 entries for 2 sequences"):
+        engine.forward(support.batch(lengths=(3, 2)), ONE, output_seqlens=[1], post_hook=last_logprob)
+
+
+def test_rows_of_a_post_hook_are_cut_by_lengths_that_are_listed_once(
+    engine: TrainEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[int] = []
+
+    def lengths(batch: SequenceBatch) -> list[int]:
+        listed.append(batch.num_sequences)
+        return list(batch.cu_seqlens.diff().tolist())
+
+    monkeypatch.setattr(SequenceBatch, "lengths", property(lengths))
+    for count in (4, 12):
+        engine.forward(support.batch(lengths=(2,) * count), ONE, post_hook=last_logprob)
+    assert listed.count(12) == listed.count(4)
+
+
 def test_forward_leaves_no_gradient_and_restores_the_mode(engine: TrainEngine) -> None:
     with engine.train_mode():
         engine.forward(support.batch(), ONE)

@@ -177,7 +177,7 @@ class SequenceBatch:
         picked = self.token_index(indices).to(self.device)
         return SequenceBatch(
             input_ids=self.input_ids[picked],
-            cu_seqlens=_bounds(self.cu_seqlens.diff()[rows]),
+            cu_seqlens=self._bounds_of(rows),
             tokens={name: value[picked.to(value.device)] for name, value in self.tokens.items()},
             sequences={name: value[rows.to(value.device)] for name, value in self.sequences.items()},
             meta={name: [entries[i] for i in indices] for name, entries in self.meta.items()},
@@ -186,9 +186,14 @@ class SequenceBatch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Positions in the token dimension of the sequences ``indices``, int64, on the CPU."""
-        bounds = self.cu_seqlens.tolist()
-        pieces = [torch.arange(bounds[i], bounds[i + 1]) for i in indices]
-        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
+        rows = torch.tensor(list(indices), dtype=torch.long)
+        bounds = self._bounds_of(rows)
+        shifts = self.cu_seqlens[rows].long() - bounds[:-1]
+        return torch.arange(int(bounds[-1])) + torch.repeat_interleave(shifts, bounds.diff())
+
+    def _bounds_of(self, rows: Tensor) -> Tensor:
+        """``cu_seqlens`` of the sequences ``rows [N]``, laid end to end."""
+        return _bounds(self.cu_seqlens[rows + 1] - self.cu_seqlens[rows])
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[SequenceBatch]:
         """One batch for each list of sequence indices."""

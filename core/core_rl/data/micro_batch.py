@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.partition import balanced, first_fit, weighted_units
+from core_rl.data.partition import balanced, best_fit, weighted_units
 from core_rl.errors import BatchError, raise_all
 
 __all__ = ["MicroBatchSpec", "count_micro_batches", "plan_micro_batches"]
@@ -43,7 +43,7 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
         if weight > spec.max_tokens
     ]
     raise_all(BatchError, "micro-batches", too_long)
-    return max(1, len(first_fit(weights, spec.max_tokens)))
+    return max(1, len(best_fit(weights, spec.max_tokens)))
 
 
 def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -> list[list[int]]:
@@ -56,7 +56,7 @@ def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -
     parts = balanced(weights, count)
     budget = spec.max_tokens
     if budget is not None and any(sum(weights[i] for i in part) > budget for part in parts):
-        # LPT balances best but does not know the budget; first-fit keeps it, in no more bins.
-        packed = first_fit(weights, budget)
+        # LPT balances best but does not know the budget; best fit keeps it, in no more bins.
+        packed = best_fit(weights, budget)
         parts = packed + [[] for _ in range(count - len(packed))]
     return [[index for item in part for index in groups[item]] for part in parts]

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 
-__all__ = ["balanced", "first_fit", "shard", "shard_plan", "units", "unshard_output", "weighted_units"]
+__all__ = [
+    "balanced",
+    "best_fit",
+    "shard",
+    "shard_plan",
+    "units",
+    "unshard_output",
+    "unshard_rows",
+    "weighted_units",
+]
 
 
 def units(batch: SequenceBatch) -> list[list[int]]:
@@ -53,6 +65,16 @@ def unshard_output(
     return joined.reorder(batch.token_index(order), torch.tensor(order, dtype=torch.long))
 
 
+def unshard_rows(rows: Sequence[Sequence[Tensor]], plan: Sequence[Sequence[int]]) -> list[Tensor]:
+    """One tensor for each sequence of the parts in ``plan``, in the order of the batch that was cut.
+
+    ``rows`` has an entry for each part; that of an empty part is ignored.
+    """
+    pairs = [(found, part) for found, part in zip(rows, plan, strict=True) if part]
+    by_index = dict(chain.from_iterable(zip(part, found, strict=True) for found, part in pairs))
+    return [by_index[index] for index in range(len(by_index))]
+
+
 def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Split items into ``parts`` lists of nearly equal weight (largest first onto the lightest).
 
@@ -68,20 +90,21 @@ def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in result]
 
 
-def first_fit(weights: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack items into bins of at most ``budget``, largest first into the first bin that has room.
+def best_fit(weights: Sequence[int], budget: int) -> list[list[int]]:
+    """Pack items into bins of at most ``budget``, largest first into the fullest bin that has room.
 
-    First-fit decreasing uses at most 11/9 of the optimal number of bins, plus one. No item may be
-    heavier than the budget.
+    Best-fit decreasing uses at most 11/9 of the optimal number of bins, plus four (Johnson et al., SIAM
+    J. Comput. 3, 1974). No item may be heavier than the budget.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    rooms: list[tuple[int, int]] = []
+    """The room of each bin and its number, ascending."""
     for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        target = next((b for b, free in enumerate(room) if free >= weights[item]), None)
-        if target is None:
+        fullest = bisect_left(rooms, (weights[item], 0))
+        if fullest == len(rooms):
+            rooms.append((budget, len(bins)))
             bins.append([])
-            room.append(budget)
-            target = len(bins) - 1
-        bins[target].append(item)
-        room[target] -= weights[item]
+        room, number = rooms.pop(fullest)
+        bins[number].append(item)
+        insort(rooms, (room - weights[item], number))
     return [sorted(items) for items in bins]

@@ -215,6 +215,15 @@ def check_outputs(spec: EngineSpec, config: TrainEngineConfig, outputs: Sequence
         require_capability(spec, Capability.ROUTING_REPLAY, "output 'routing'")
 
 
+def check_output_seqlens(output_seqlens: Sequence[int] | None, batch: SequenceBatch) -> None:
+    """Raise `BatchError` unless there is one length for each sequence, where lengths are given."""
+    if output_seqlens is not None and len(output_seqlens) != batch.num_sequences:
+        raise BatchError(
+            f"output_seqlens has {len(output_seqlens)} entries for {batch.num_sequences} sequences; "
+            "give one length for each"
+        )
+
+
 def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfig) -> None:
     """Raise for a token field ``routing`` that cannot be replayed.
 

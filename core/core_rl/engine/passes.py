@@ -18,7 +18,7 @@ from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.data.partition import unshard_output
+from core_rl.data.partition import unshard_output, unshard_rows
 from core_rl.distributed.agreement import agree
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
@@ -90,6 +90,8 @@ class Passes:
                 self._run(micro_batches, step, "forward")
                 agree(run.world, step.raise_failure, "the pass failed", foreign=BatchError)
         collected = run.groups.model_parallel.broadcast(step.collected, run.groups.output_source)
+        # This rank alone may raise here: no collective follows.
+        guards.check_output_seqlens(output_seqlens, batch)
         return _gather_collected(batch, micro_batches.plan, collected, output_seqlens, aggregate_fn)
 
     # ------------------------------------------------------------ inside a pass
@@ -210,34 +212,28 @@ def _gather_collected(
 ) -> Any:
     """Gather what was ``collected`` for each micro-batch of ``plan``, in the order of ``batch``."""
     numbers = [number for number, part in enumerate(plan) if part]
-    outputs = [item for number in numbers if isinstance(item := collected[number], ModelOutput)]
-    if len(outputs) == len(numbers):
-        return unshard_output(outputs, batch, [plan[number] for number in numbers])
-    rows: dict[int, Tensor] = {}
-    for number in numbers:
-        rows |= _rows(collected[number], plan[number], batch, output_seqlens)
-    return (aggregate_fn or torch.cat)([rows[index] for index in range(batch.num_sequences)])
+    parts, values = [plan[number] for number in numbers], [collected[number] for number in numbers]
+    outputs = [value for value in values if isinstance(value, ModelOutput)]
+    if len(outputs) == len(values):
+        return unshard_output(outputs, batch, parts)
+    sizes = batch.lengths if output_seqlens is None else output_seqlens
+    rows = [
+        _rows(value, [sizes[index] for index in part], fixed=output_seqlens is not None)
+        for value, part in zip(values, parts, strict=True)
+    ]
+    return (aggregate_fn or torch.cat)(unshard_rows(rows, parts))
 
 
-def _rows(
-    value: ModelOutput | Tensor,
-    part: Sequence[int],
-    batch: SequenceBatch,
-    output_seqlens: Sequence[int] | None,
-) -> dict[int, Tensor]:
-    """One tensor for each sequence of a micro-batch."""
+def _rows(value: ModelOutput | Tensor, sizes: list[int], *, fixed: bool) -> Sequence[Tensor]:
+    """One tensor for each sequence of a micro-batch: ``sizes`` rows each, or one where they are not ``fixed``."""
     if not isinstance(value, Tensor):
         raise BatchError(f"post_hook must return a tensor; it returned a {type(value).__name__}")
-    value = value.detach().to("cpu")
-    if output_seqlens is not None:
-        sizes = [output_seqlens[index] for index in part]
-    else:
-        sizes = [batch.lengths[index] for index in part]
-        if len(value) != sum(sizes):
-            sizes = [1] * len(part)
+    if not fixed and len(value) != sum(sizes):
+        sizes = [1] * len(sizes)
     if len(value) != sum(sizes):
         raise BatchError(
-            f"post_hook returned {len(value)} rows for {len(part)} sequences with {sum(sizes)} expected rows; "
+            f"post_hook returned {len(value)} rows for {len(sizes)} sequences with {sum(sizes)} expected rows; "
             "return one row for each token or sequence, or pass output_seqlens"
         )
-    return dict(zip(part, value.split(sizes), strict=True))
+    rows: tuple[Tensor, ...] = value.detach().to("cpu").split(sizes)
+    return rows

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from inspect import signature
-from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, Concatenate, ParamSpec
 
@@ -19,7 +18,8 @@ from core_rl.backend.steps import PostHook
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
-from core_rl.data.partition import shard_plan, unshard_output
+from core_rl.data.partition import shard_plan, unshard_output, unshard_rows
+from core_rl.engine.guards import check_output_seqlens
 from core_rl.engine.passes import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, GroupError, LossError
@@ -147,11 +147,7 @@ class EngineGroup(EngineRanks):
         aggregate_fn: AggregateFn | None = None,
     ) -> Any:
         """Outputs in the order of ``batch``; see `TrainEngine.forward`. ``aggregate_fn`` runs in the driver."""
-        if output_seqlens is not None and len(output_seqlens) != batch.num_sequences:
-            raise BatchError(
-                f"output_seqlens has {len(output_seqlens)} entries for {batch.num_sequences} sequences; "
-                "give one length for each"
-            )
+        check_output_seqlens(output_seqlens, batch)
         plan = shard_plan(batch, self.data_parallel_size)
         calls = []
         for indices, part in zip(plan, batch.split(plan), strict=True):
@@ -160,11 +156,7 @@ class EngineGroup(EngineRanks):
         results = self._call_parts("forward", remote.forward, calls, plan)
         if post_hook is None:
             return unshard_output(results, batch, plan)
-        by_part = (
-            zip(indices, own, strict=True) for indices, own in zip(plan, results, strict=True) if indices
-        )
-        rows = dict(chain.from_iterable(by_part))
-        return (aggregate_fn or torch.cat)([rows[index] for index in range(batch.num_sequences)])
+        return (aggregate_fn or torch.cat)(unshard_rows(results, plan))
 
     # ----------------------------------------------------------------- state
 

@@ -1,0 +1,68 @@
+"""Counters of work: costs are compared by counts, which do not depend on the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Comparable", "CountedCalls", "CountedOperations", "elements"]
+
+
+def elements(result: Any) -> int:
+    """Elements of tensors and entries of lists in the result of a call."""
+    if isinstance(result, Tensor):
+        return result.numel()
+    return sum(max(1, elements(item)) for item in result) if isinstance(result, tuple | list) else 0
+
+
+class CountedOperations(TorchDispatchMode):
+    """Operations inside the context, also those of a backward pass, and the elements of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.elements += elements(result)
+        self.names.append(str(func))
+        return result
+
+
+class CountedCalls(TorchFunctionMode):
+    """Elements of the results of functions of torch inside the context, also of those that give lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.elements += elements(result)
+        return result
+
+
+class Comparable(int):
+    """A number that counts the comparisons with any of its kind."""
+
+    comparisons = 0
+
+    def __lt__(self, other: int) -> bool:
+        Comparable.comparisons += 1
+        return int(self) < int(other)
+
+    def __le__(self, other: int) -> bool:
+        Comparable.comparisons += 1
+        return int(self) <= int(other)
+
+    def __gt__(self, other: int) -> bool:
+        Comparable.comparisons += 1
+        return int(self) > int(other)
+
+    def __ge__(self, other: int) -> bool:
+        Comparable.comparisons += 1
+        return int(self) >= int(other)
