@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cost_support import CountedOperations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,38 @@ def test_all_violations_come_at_once() -> None:
             input_ids=IDS, cu_seqlens=BOUNDS, tokens={"a": torch.ones(1)}, sequences={"b": torch.ones(1)}
         )
     assert "'a'" in str(caught.value) and "'b'" in str(caught.value)
+
+
+ADDED: list[tuple[str, dict[str, torch.Tensor], str]] = [
+    ("with_tokens", {"value": torch.rand(4)}, r"token field 'value' must be \[T=5, ...\]; got float32 \[4\]"),
+    ("with_tokens", {"reward": torch.rand(5)}, "'reward' is a field of two kinds"),
+    ("with_sequences", {"size": torch.rand(3)}, r"sequence field 'size' must be \[B=2, ...\]"),
+    ("with_sequences", {"name": torch.rand(2)}, "'name' is a field of two kinds"),
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "message"), ADDED)
+def test_a_wrong_field_that_is_added_is_named(
+    method: str, fields: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        getattr(make_batch([2, 3]), method)(**fields)
+
+
+def test_an_added_mask_is_boolean() -> None:
+    assert make_batch([2]).with_tokens(loss_mask=torch.tensor([0, 1])).tokens["loss_mask"].dtype == torch.bool
+
+
+def test_what_was_validated_is_not_validated_again() -> None:
+    batch, rewards = make_batch([2, 3], unit=[0, 1]), torch.rand(2)
+    operations = CountedOperations()
+    with operations:
+        added = batch.with_tokens(value=batch["value"]).with_sequences(reward=rewards)
+    assert not operations.names
+    added.to("meta")  # validation would read the ids, and a meta tensor has none
+    with operations:
+        batch.select([1])
+    assert not [name for name in operations.names if name.startswith(("aten.min", "aten.lt"))]
 
 
 def test_mismatched_lengths_name_field_and_sequence() -> None:

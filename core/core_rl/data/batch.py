@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class SequenceBatch:
     """``B`` sequences packed into one token dimension of length ``T``, without padding.
 
     A value at position ``t`` belongs to token ``t``. The batch validates itself when it is built
-    and raises one `BatchError` that names every wrong field and the sequence.
+    and raises one `BatchError` that names every wrong field and the sequence. Its methods validate
+    what they add, and nothing again.
     """
 
     input_ids: Tensor
@@ -45,9 +47,7 @@ class SequenceBatch:
             object.__setattr__(self, "cu_seqlens", self.cu_seqlens.to("cpu", torch.int32))
         if self.input_ids.dtype != torch.long:
             object.__setattr__(self, "input_ids", self.input_ids.long())
-        mask = self.tokens.get(LOSS_MASK)
-        if mask is not None and mask.dtype != torch.bool:
-            object.__setattr__(self, "tokens", {**self.tokens, LOSS_MASK: mask.bool()})
+        object.__setattr__(self, "tokens", _with_bool_mask(self.tokens))
 
     def _violations(self) -> Iterable[str]:
         if self.input_ids.dim() != 1 or self.input_ids.is_floating_point():
@@ -66,23 +66,27 @@ class SequenceBatch:
             t = int((self.input_ids < 0).nonzero()[0])
             owner = next((b for b in range(len(bounds) - 1) if bounds[b] <= t < bounds[b + 1]), -1)
             yield f"'input_ids' of sequence {owner} holds {int(self.input_ids[t])}; ids are not negative"
-        yield from self._field_violations(len(bounds) - 1)
-
-    def _field_violations(self, count: int) -> Iterable[str]:
-        total = len(self.input_ids)
-        for name, value in self.tokens.items():
-            if value.dim() < 1 or len(value) != total:
-                yield f"token field {name!r} must be [T={total}, ...]; got {_describe(value)}"
-        for name, value in self.sequences.items():
-            if value.dim() < 1 or len(value) != count:
-                yield f"sequence field {name!r} must be [B={count}, ...]; got {_describe(value)}"
+        count = len(bounds) - 1
         for name, entries in self.meta.items():
             if len(entries) != count:
                 yield f"meta field {name!r} must have B={count} entries; it has {len(entries)}"
         if self.unit is not None and (self.unit.shape != (count,) or self.unit.is_floating_point()):
             yield f"'unit' must be integers [B={count}]; got {_describe(self.unit)}"
+        yield from self._field_violations(self.tokens, self.sequences)
+
+    def _field_violations(
+        self, tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor]
+    ) -> Iterable[str]:
+        """Violations of these token and sequence fields as fields of this batch."""
+        total, count = self.num_tokens, self.num_sequences
+        for name, value in tokens.items():
+            if value.dim() < 1 or len(value) != total:
+                yield f"token field {name!r} must be [T={total}, ...]; got {_describe(value)}"
+        for name, value in sequences.items():
+            if value.dim() < 1 or len(value) != count:
+                yield f"sequence field {name!r} must be [B={count}, ...]; got {_describe(value)}"
         for name in sorted(
-            {*self.tokens} & {*self.sequences} | {*self.meta} & {*self.tokens, *self.sequences}
+            {*tokens} & {*self.sequences, *self.meta} | {*sequences} & {*self.tokens, *self.meta}
         ):
             yield f"{name!r} is a field of two kinds; rename one"
 
@@ -151,18 +155,19 @@ class SequenceBatch:
 
     def with_tokens(self, **fields: Tensor) -> SequenceBatch:
         """A copy with these token fields ``[T, ...]`` added or replaced."""
-        return replace(self, tokens={**self.tokens, **fields})
+        raise_all(BatchError, "batch", self._field_violations(fields, {}))
+        return self._derived(tokens=_with_bool_mask({**self.tokens, **fields}))
 
     def with_sequences(self, **fields: Tensor) -> SequenceBatch:
         """A copy with these sequence fields ``[B, ...]`` added or replaced."""
-        return replace(self, sequences={**self.sequences, **fields})
+        raise_all(BatchError, "batch", self._field_violations({}, fields))
+        return self._derived(sequences={**self.sequences, **fields})
 
     def to(self, device: torch.device | str) -> SequenceBatch:
         """The batch on ``device``; ``cu_seqlens`` and ``unit`` stay on the CPU."""
         if torch.device(device) == self.device:
             return self
-        return replace(
-            self,
+        return self._derived(
             input_ids=self.input_ids.to(device),
             tokens={name: value.to(device) for name, value in self.tokens.items()},
             sequences={name: value.to(device) for name, value in self.sequences.items()},
@@ -175,7 +180,7 @@ class SequenceBatch:
             raise BatchError(f"cannot select sequence {wrong[0]} of a batch with {self.num_sequences}")
         rows = torch.tensor(list(indices), dtype=torch.long)
         picked = self.token_index(indices).to(self.device)
-        return SequenceBatch(
+        return self._derived(
             input_ids=self.input_ids[picked],
             cu_seqlens=self._bounds_of(rows),
             tokens={name: value[picked.to(value.device)] for name, value in self.tokens.items()},
@@ -198,6 +203,13 @@ class SequenceBatch:
     def split(self, parts: Sequence[Sequence[int]]) -> list[SequenceBatch]:
         """One batch for each list of sequence indices."""
         return [self.select(part) for part in parts]
+
+    def _derived(self, **fields: Any) -> SequenceBatch:
+        """A copy with these fields, which are known to be valid: `dataclasses.replace` would validate all again."""
+        derived = copy(self)
+        for name, value in fields.items():
+            object.__setattr__(derived, name, value)
+        return derived
 
     # --------------------------------------------------------------- building
 
@@ -268,6 +280,11 @@ class SequenceBatch:
 def _bounds(lengths: Tensor) -> Tensor:
     """``cu_seqlens`` of sequences of these lengths."""
     return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _with_bool_mask(tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    mask = tokens.get(LOSS_MASK)
+    return tokens if mask is None or mask.dtype == torch.bool else {**tokens, LOSS_MASK: mask.bool()}
 
 
 def _describe(value: Tensor) -> str:

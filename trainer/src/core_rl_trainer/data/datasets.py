@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -250,13 +250,12 @@ def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:
 
 def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:
     """Two sequences for each sample, the preferred one first, as a unit; ``loss_mask [T]`` and ``chosen [B]``."""
-    batch = _packed([sample[name] for sample in samples for name in ("chosen", "rejected")])
-    marks = torch.tensor([True, False]).repeat(len(samples))
-    units = torch.arange(len(samples)).repeat_interleave(2)
-    return replace(batch.with_sequences(**{CHOSEN: marks}), unit=units)
+    sequences = [sample[name] for sample in samples for name in ("chosen", "rejected")]
+    batch = _packed(sequences, unit=torch.arange(len(samples)).repeat_interleave(2))
+    return batch.with_sequences(**{CHOSEN: torch.tensor([True, False]).repeat(len(samples))})
 
 
-def _packed(sequences: Sequence[tuple[list[int], list[bool]]]) -> SequenceBatch:
+def _packed(sequences: Sequence[tuple[list[int], list[bool]]], unit: Tensor | None = None) -> SequenceBatch:
     return SequenceBatch.from_sequences(
-        [ids for ids, _ in sequences], tokens={"loss_mask": [mask for _, mask in sequences]}
+        [ids for ids, _ in sequences], tokens={"loss_mask": [mask for _, mask in sequences]}, unit=unit
     )
