@@ -171,17 +171,13 @@ def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
 
 def test_transformers_loads_what_only_it_understands(tmp_path: Path) -> None:
     assert from_meta(ModelConfig(config=MODELS["qwen3"])) is None
-    pickled = written("qwen3", tmp_path / "pickled")
-    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
-    (pickled / "model.safetensors").unlink()
     untied = written("qwen3", tmp_path / "untied")
     change(untied, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"] + 1}))
     renamed = written("qwen3", tmp_path / "renamed")
     change(renamed, lambda held: held.update({"model.norm.gamma": held.pop("model.norm.weight")}))
-    for directory in (pickled, untied):
-        model = ModelConfig(path=str(directory))
-        assert from_meta(model) is None
-        build_model(model, seed=3, attn_implementation="eager")
+    model = ModelConfig(path=str(untied))
+    assert from_meta(model) is None
+    build_model(model, seed=3, attn_implementation="eager")
     assert from_meta(ModelConfig(path=str(renamed))) is None
 
 
@@ -210,3 +206,15 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(ConfigError, match=r"cannot be built: .*model\.safetensors"):
         build_on_meta(ModelConfig(path=str(tmp_path)), seed=0, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("build", [build_model, build_on_meta])
+def test_pickled_weights_are_refused_by_name(build: Any, tmp_path: Path) -> None:
+    tensors = load_file(written("qwen3", tmp_path) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ConfigError, match="there are no weights in it"):
+        build(model, seed=0, attn_implementation="eager")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"weights are pickled \(pytorch_model\.bin\).*save_pretrained\(\)"):
+        build(model, seed=0, attn_implementation="eager")

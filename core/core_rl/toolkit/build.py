@@ -24,6 +24,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import add_adapter
+from core_rl.toolkit.model_files import model_files
 
 __all__ = [
     "ExpertsKernel",
@@ -81,6 +82,8 @@ def build_model(
     of what it holds.
     """
     config = read_config(model)
+    if model.path is not None:
+        model_files(model)
     family = model_family(model)
     built: PreTrainedModel
     with torch.random.fork_rng(devices=[]), _no_progress_bars(), building(model):

@@ -19,7 +19,6 @@ from core_rl.backend.tensors import MappedSource, TensorDict, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.distributed.comm import Comm
-from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
 from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import (
     ExpertsKernel,
@@ -32,6 +31,7 @@ from core_rl.toolkit.build import (
 )
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import checkpoint_name, fresh_adapter
+from core_rl.toolkit.model_files import model_files
 
 __all__ = ["Unloaded", "build_on_meta", "digest_of_directory"]
 
@@ -74,20 +74,15 @@ def build_on_meta(
 ) -> Unloaded | None:
     """The model of ``model.path`` without memory, in evaluation mode; None where `build_model` must load it.
 
-    That is so for weights drawn from a config, files other than safetensors, and files whose tensors
-    transformers renames. A new adapter is drawn from ``seed`` as well.
+    That is so for weights drawn from a config, and files whose tensors transformers renames. A new adapter is drawn
+    from ``seed`` as well.
 
-    A new head is drawn from ``seed``, the same on every rank. Raises `ConfigError` for missing,
-    misshapen or unreadable weights.
+    A new head is drawn from ``seed``, the same on every rank. Raises `ConfigError` for missing, misshapen,
+    unreadable or pickled weights.
     """
     if model.path is None:
         return None
-    try:
-        files = TensorFiles(Path(model.path), "model")
-    except CheckpointNotFound:
-        return None
-    except CheckpointError as error:
-        raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
+    files = model_files(model)
     config = read_config(model)
     if getattr(config, "quantization_config", None) is not None:
         return None
