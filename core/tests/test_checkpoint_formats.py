@@ -430,8 +430,11 @@ class StreamingTensors:
         self._world = world
         self._together = together
 
-    def weight_kinds(self, kind: str) -> tuple[str, ...]:
+    def export_kinds(self, kind: str) -> tuple[str, ...]:
         return (kind,)
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def stream(self, kind: str) -> Iterator[tuple[str, Tensor | None]]:
         for name in ("a", "b"):

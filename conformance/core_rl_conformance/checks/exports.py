@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import Head
+from core_rl.errors import CoreRLError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.serving import verify_version
-from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
 from core_rl_oracle.experts import written
 
 LOSS = TokenMeanLoss(temperature=0.8)
+CARRIED = {
+    "extra_tower.blocks.0.weight": torch.linspace(-3, 3, 35).reshape(7, 5).bfloat16(),
+    "extra_head.steps": torch.tensor([7, 1 << 40]),
+}
+"""Tensors of a checkpoint that are in no module."""
 
 
 @check("I10.export")
@@ -104,6 +114,52 @@ def _verify_export(
         files == set(loaded),
         f"the files hold other tensors than the model: {sorted(files ^ set(loaded))}; a tied one is written once",
     )
+
+
+@check("I10.carried", each="layout")
+def tensors_that_nobody_knows_are_carried(subject: EngineUnderTest) -> None:
+    """Tensors of the checkpoint that the module does not hold are in every export, bit for bit, or are refused by name.
+
+    Why: the text of a vision-language checkpoint is trained, and its vision tower is gone from what is saved and
+    served (TRL #6028).
+    Look at: ``ShardedState.carried``. A backend that cannot give them raises when it is built, and names a tensor.
+    """
+    source = subject.directory("source")
+    shutil.copytree(subject.expected.models.directory(subject.model()), source)
+    save_file(tensors_of(source) | CARRIED, source / "model.safetensors", metadata={"format": "pt"})
+    section = {"path": str(source), "head": "lm"}
+    try:
+        group = subject.start(changes={"model": section})
+    except CoreRLError as error:
+        subject.require(any(name in str(error) for name in CARRIED), f"the refusal names no tensor: {error}")
+        return
+    group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
+    path = subject.directory("export")
+    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    _verify_carried(subject, "an 'hf' export", tensors_of(path))
+    group.load(SaveLoadMeta(path=str(path), format="hf"))
+    if subject.spec.supports(Capability.PORTABLE_CHECKPOINT):
+        path = subject.directory("portable")
+        group.save(SaveLoadMeta(path=str(path), format="portable", asynchronous=True))
+        group.wait_for_saves()
+        _verify_carried(subject, "a 'portable' checkpoint", tensors_of(path))
+        group.load(SaveLoadMeta(path=str(path), format="portable"))
+    if subject.spec.supports(Capability.SYNC_TENSOR):
+        meta = sync_meta(subject, "tensor", 1, LARGE_BUCKET)
+        _verify_carried(subject, "a weight sync by 'tensor'", caught(group, meta).tensors)
+
+
+def _verify_carried(subject: EngineUnderTest, what: str, found: Mapping[str, Tensor]) -> None:
+    subject.require(
+        CARRIED.keys() <= found.keys(),
+        f"{what} lacks {sorted(CARRIED.keys() - found.keys())} of the checkpoint",
+    )
+    other = [name for name, value in CARRIED.items() if not _identical(value, found[name])]
+    subject.require(not other, f"{what} has other values of {other} than the checkpoint")
+
+
+def _identical(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
 
 
 @check("I10.import", each="layout")

@@ -17,6 +17,8 @@ from core_rl.engine.components import TrainComponents
 from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import copy_shards
+from core_rl.state.store import TensorStore
+from core_rl.toolkit.hf_state import HFShardedState
 from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
@@ -131,6 +133,36 @@ class VectorsNotLoaded(OwnExport):
             with torch.no_grad():
                 for name, value in vectors.items():
                     self.model.get_parameter(name).copy_(value)
+
+
+class _WithoutCarried(HFShardedState):
+    """The state without what the module does not hold."""
+
+    def __init__(self, state: HFShardedState) -> None:
+        vars(self).update(vars(state))
+        self.carried = None
+
+
+class CarriedDropped(ReferenceBackend):
+    """Tensors of the checkpoint that the module does not hold are left out of all exports."""
+
+    def state(self) -> HFShardedState:
+        return _WithoutCarried(super().state())
+
+
+class _CastsCarried(TensorStore):
+    """All float tensors are cast."""
+
+    def stream(self, kind: str) -> NamedTensors:
+        for name, value in super().stream(kind):
+            cast = kind == "carried" and value is not None and value.is_floating_point()
+            yield name, value.float() if cast and value is not None else value
+
+
+class CarriedCast(ReferenceBackend):
+    """Carried tensors are exported in the dtype of the engine, not in their own."""
+
+    components = TrainComponents(tensors=_CastsCarried)
 
 
 class UploadsOldWeights(OwnExport):
@@ -316,6 +348,18 @@ MUTANTS = (
         says="score.weight",
     ),
     Mutant(engine=VectorsNotLoaded, killed_by="I10.import", issue="Megatron-LM #1446", says="only norms"),
+    Mutant(
+        engine=CarriedDropped,
+        killed_by="I10.carried",
+        issue="TRL #6028",
+        says=r"an 'hf' export lacks \['extra_head.steps'",
+    ),
+    Mutant(
+        engine=CarriedCast,
+        killed_by="I10.carried",
+        issue="TRL #6028",
+        says=r"an 'hf' export has other values of \['extra_tower",
+    ),
     Mutant(
         engine=UploadsOldWeights, killed_by="I12.disk", issue="verl #7014", says="parameters of the export"
     ),

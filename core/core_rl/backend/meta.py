@@ -22,7 +22,8 @@ __all__ = [
 
 TensorKind = str
 """``params`` (compute dtype), ``master`` (float32), ``grads`` (float32, normalised, before clipping), ``buffers``,
-``adapter`` (float32 factors under the names of ``peft``), or a kind of the optimizer, such as ``exp_avg``."""
+``carried`` (tensors of the checkpoint that the module does not hold, as they are), ``adapter`` (float32 factors under
+the names of ``peft``), or a kind of the optimizer, such as ``exp_avg``."""
 StatePart = Literal["model", "optimizer"]
 """Parts that are offloaded separately: weights with their gradients, and moments."""
 CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]

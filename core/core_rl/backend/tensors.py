@@ -65,6 +65,14 @@ class ShardedState(Protocol):
     def optimizer_kinds(self) -> tuple[str, ...]:
         """The kinds of the optimizer's moments, such as ``("exp_avg", "exp_avg_sq")``; empty without an optimizer."""
 
+    @property
+    def carried(self) -> TensorSource | None:
+        """Tensors of the checkpoint in ``model.path`` that the module does not hold; the same names on all ranks.
+
+        Such as a vision tower, or an extra head. The core writes them into every export as they are. A backend that
+        cannot give them refuses the checkpoint. None where there are none.
+        """
+
     def shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
         """Names and full shapes of ``kind``, in the same order on all ranks. No collective."""
 

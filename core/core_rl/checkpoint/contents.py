@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,9 +60,14 @@ class Contents:
         return meta.with_optimizer and self.config.optimizer is not None
 
     def kinds(self, meta: SaveLoadMeta) -> tuple[TensorKind, ...]:
-        """Kinds of the float32 weights, and of the moments where ``meta`` asks for them."""
+        """Kinds of the float32 weights, and of the moments where ``meta`` asks for them.
+
+        Carried tensors are among them where another engine may load the checkpoint; the same one has its own.
+        """
         moments = self.tensors.optimizer_kinds if self.with_moments(meta) else ()
-        return (*self.tensors.weight_kinds("master"), *moments)
+        own = meta.format == "sharded"
+        weights = self.tensors.weight_kinds("master") if own else self.tensors.export_kinds("master")
+        return (*weights, *moments)
 
     def fingerprint(self) -> dict[str, Any]:
         """Fields that tell one architecture from another."""
@@ -73,10 +80,17 @@ class Contents:
         return {
             "engine": self.engine,
             "layout": self.config.layout.model_dump(),
-            "model": self.fingerprint() | self._adapter_fields(),
+            "model": self._model_fields(),
             "optimizer": with_optimizer,
             "progress": asdict(self.progress),
         }
+
+    def _model_fields(self) -> dict[str, Any]:
+        """Fields that tell one model with its adapter and its carried tensors from another."""
+        carried = self.tensors.shapes("carried")
+        shapes = hashlib.sha256(json.dumps(sorted(carried.items())).encode()).hexdigest()[:8]
+        fields = {"carried": f"{len(carried)} tensors, {shapes}"} if carried else {}
+        return self.fingerprint() | self._adapter_fields() | fields
 
     def _adapter_fields(self) -> dict[str, Any]:
         """Fields that tell one kind of adapter from another."""
@@ -99,7 +113,7 @@ class Contents:
                 f"it was saved by the engine {manifest.state['engine']!r}, and this is {self.engine!r}; "
                 "save with format='portable' to move between engines"
             )
-        own, saved = self.fingerprint() | self._adapter_fields(), manifest.state["model"]
+        own, saved = self._model_fields(), manifest.state["model"]
         problems += [
             f"it is of another model: {name} is {saved.get(name)!r} there and {own.get(name)!r} here"
             for name in dict.fromkeys([*saved, *own])

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from core_rl.backend.meta import EngineProgress, SaveLoadMeta, TensorKind
 from core_rl.backend.protocols import SupportsOwnExport
 from core_rl.backend.tensors import MappedSource, TensorSource
@@ -28,6 +30,8 @@ from core_rl.state.slices import copy_shards
 __all__ = ["load_contents", "save_contents"]
 
 PARTS = ".parts"
+MODEL_FILES = ("generation_config.json", "*processor_config.json")
+"""Configs of generation, and of processors that a vision tower's server reads images with."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -44,7 +48,7 @@ TOKENIZER_FILES = (
 
 def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Safetensors, config, generation config and tokenizer; collective."""
-    kinds = contents.tensors.weight_kinds("params")
+    kinds = contents.tensors.export_kinds("params")
 
     def write(directory: Path) -> None:
         stream = (item for kind in kinds for item in contents.tensors.stream(kind))
@@ -66,21 +70,24 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
 
 def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
     """Weights only: progress, and moments if there are some, stay as they are; collective."""
+    kinds = contents.tensors.export_kinds("params")
+    kind_of = {name: kind for kind in kinds for name in contents.tensors.shapes(kind)}
     with opened(meta.path, contents.world, kind="hf", require_manifest=False) as directory:
 
         def parts() -> Mapping[TensorKind, TensorSource]:
-            source, buffers = TensorFiles(directory, "model"), set(contents.tensors.shapes("buffers"))
-            params = MappedSource(source, {name: name for name in source.names() if name not in buffers})
-            present = MappedSource(source, {name: name for name in source.names() if name in buffers})
-            return {"params": params, "buffers": present} if buffers else {"params": params}
+            source = TensorFiles(directory, "model")
+            names: dict[TensorKind, dict[str, str]] = {kind: {} for kind in kinds}
+            for name in source.names():
+                names[kind_of.get(name, "params")][name] = name
+            return {kind: MappedSource(source, found) for kind, found in names.items()}
 
         load_parts(contents, parts, f"cannot load {meta.path!r}")
 
 
 def _copy_model_files(model_path: str | None, tokenizer_path: str | None, directory: Path) -> None:
-    """The tokenizer, and the model's generation config, from where they are."""
+    """The tokenizer, and `MODEL_FILES`, from where they are."""
     if model_path is not None:
-        _copy(Path(model_path), ("generation_config.json",), directory)
+        _copy(Path(model_path), MODEL_FILES, directory)
     source = tokenizer_path or model_path
     copied = 0 if source is None else _copy(Path(source), TOKENIZER_FILES, directory)
     if tokenizer_path is not None and not copied:
@@ -138,11 +145,9 @@ def _tensors_later(
     if isinstance(contents.backend, SupportsOwnExport):
         return None
     rank, size = contents.world.rank, contents.world.size
-    names = {
-        prefix: [(kind, name) for kind in kinds for name in contents.tensors.shapes(kind)]
-        for prefix, kinds in files.items()
-    }
-    copies = copy_shards(rank, contents.tensors.shards([kind for kinds in files.values() for kind in kinds]))
+    shapes = {kind: contents.tensors.shapes(kind) for kinds in files.values() for kind in kinds}
+    # Nobody changes carried tensors: they are read from the model's files at the end.
+    copies = copy_shards(rank, contents.tensors.shards([kind for kind in shapes if kind != "carried"]))
 
     def write(directory: Path) -> None:
         parts = directory / PARTS
@@ -151,9 +156,13 @@ def _tensors_later(
         copies.clear()
 
     def finish(directory: Path) -> None:
-        parts = ShardFiles(directory / PARTS)
-        for prefix, found in names.items():
-            stream = ((name, parts.read(f"{kind}/{name}")) for kind, name in found)
+        parts, carried = ShardFiles(directory / PARTS), contents.tensors.carried
+
+        def read(kind: TensorKind, name: str) -> Tensor:
+            return carried.read(name) if kind == "carried" else parts.read(f"{kind}/{name}")
+
+        for prefix, kinds in files.items():
+            stream = ((name, read(kind, name)) for kind in kinds for name in shapes[kind])
             write_tensors(directory, prefix, stream, writes=True)
         shutil.rmtree(directory / PARTS)
         if write_rest is not None:

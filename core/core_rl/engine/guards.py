@@ -134,7 +134,7 @@ def require_kind(config: TrainEngineConfig, kind: TensorKind, optimizer_kinds: S
         require_optimizer(config)
     if kind == "adapter":
         require_adapter(config, "the kind 'adapter'")
-    known = ("params", "master", "grads", "buffers", "adapter", *optimizer_kinds)
+    known = ("params", "master", "grads", "buffers", "carried", "adapter", *optimizer_kinds)
     if kind not in known:
         hint = ": the optimizer's `state` has no moments" if kind in MOMENTS and not optimizer_kinds else ""
         raise WeightsError(f"unknown kind {kind!r}{hint}; known kinds: {', '.join(known)}")
@@ -168,7 +168,7 @@ def require_adapter_on(adapter_off: bool, what: str) -> None:
 
 def part_of(kind: TensorKind) -> StatePart:
     """The part that must be on the device to read or set tensors of ``kind``."""
-    return "model" if kind in ("params", "master", "grads", "buffers", "adapter") else "optimizer"
+    return "model" if kind in ("params", "master", "grads", "buffers", "carried", "adapter") else "optimizer"
 
 
 def require_present(offloaded: frozenset[StatePart], kind: TensorKind, part: StatePart) -> None:

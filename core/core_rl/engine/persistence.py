@@ -121,7 +121,7 @@ class Persistence:
         if meta.method == "disk":
             self.save(SaveLoadMeta(path=meta.path or "", format="hf", with_optimizer=False))
             return
-        kinds, adapter = run.tensors.weight_kinds("params"), None
+        kinds, adapter = run.tensors.export_kinds("params"), None
         with self.modes.onloaded("model"):
             if meta.method == "lora":
                 guards.require_sendable_adapter(run.config)

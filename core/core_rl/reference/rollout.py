@@ -33,8 +33,9 @@ from core_rl.reference.sampling import Completion, generate
 from core_rl.seeds import derive_seed
 from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_state import HFShardedState
+from core_rl.toolkit.hf_state import HFShardedState, fill
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
+from core_rl.toolkit.model_files import carried_tensors
 from core_rl.weight_sync.stream import receiving, receiving_buckets
 
 __all__ = ["ReferenceRolloutBackend"]
@@ -187,21 +188,28 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         state = HFShardedState(self._model, None, {}, Comm())
         return digest_of_parts(Comm(), ((part.name, part.tensor) for part in state.local("params")))
 
+    @torch.no_grad()
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
         written = {checkpoint_name(name): value for name, value in self._model.named_parameters()}
         own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
-        self._install(own, factors, version, "the adapter that was sent")
+        check_source(
+            TensorDict(factors),
+            {name: tuple(value.shape) for name, value in own.items()},
+            "the adapter that was sent",
+        )
+        for name, value in own.items():
+            value.copy_(factors[name])
+        self._served_version = version
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        self._install(dict(self._model.named_parameters()), tensors, version, "the weights that were sent")
-
-    @torch.no_grad()
-    def _install(
-        self, own: Mapping[str, Tensor], sent: Mapping[str, Tensor], version: int, subject: str
-    ) -> None:
-        check_source(TensorDict(sent), {name: tuple(value.shape) for name, value in own.items()}, subject)
-        for name, value in own.items():
-            value.copy_(sent[name])
+        state, sent = HFShardedState(self._model, None, {}, Comm()), TensorDict(tensors)
+        expected = state.shapes("master") | state.shapes("buffers")
+        # This engine does not serve carried tensors, and an update has them all the same.
+        carried = carried_tensors(self._model, self.config.model, expected)
+        own = {} if carried is None else {name: carried.shape(name) for name in carried.names()}
+        check_source(sent, expected | own, "the weights that were sent")
+        fill(state, "master", sent)
+        fill(state, "buffers", sent)
         self._served_version = version
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:

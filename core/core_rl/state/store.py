@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.protocols import LowRank, SupportsLora, SupportsOwnExport, SupportsOwnGradNorm
-from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
+from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorDict, TensorSource
 from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm
-from core_rl.errors import WeightsError
+from core_rl.errors import WeightsError, raise_all
 from core_rl.state.gather import Gather
 from core_rl.state.slices import Placements, Shard, gather_placements
 
@@ -52,7 +52,14 @@ class TensorStore:
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Names and full shapes of ``kind``. No collective."""
+        if kind == "carried":
+            return {name: self.carried.shape(name) for name in self.carried.names()}
         return dict(self._backend.state().shapes(kind))
+
+    @property
+    def carried(self) -> TensorSource:
+        """Tensors of the checkpoint in ``model.path`` that the module does not hold."""
+        return self._backend.state().carried or TensorDict({})
 
     def check(self) -> None:
         """Raise one `EngineContractError` on all ranks for slices that overlap or leave gaps; collective."""
@@ -69,6 +76,14 @@ class TensorStore:
         """``kind``, and the buffers where the model has some that a checkpoint holds."""
         return (kind, "buffers") if self.shapes("buffers") else (kind,)
 
+    def export_kinds(self, kind: str) -> tuple[str, ...]:
+        """All tensors of an exported model: the carried ones where there are some, and `weight_kinds`.
+
+        Carried tensors come first, since a load compares them before it changes anything.
+        """
+        kinds = self.weight_kinds(kind)
+        return ("carried", *kinds) if self.shapes("carried") else kinds
+
     def _placed(self, kind: str) -> Placements:
         if kind not in self._placements:
             self._placements[kind] = gather_placements(self._backend.state(), kind, self.world)
@@ -78,6 +93,9 @@ class TensorStore:
 
     def stream(self, kind: str) -> NamedTensors:
         """Stream full tensors of ``kind`` in export dtype: on the writer, and None on all other ranks. Collective."""
+        if kind == "carried":
+            yield from self._carried()
+            return
         self._backend.synchronize()
         if isinstance(self._backend, SupportsOwnExport):
             yield from self._backend.export_tensors(kind)
@@ -87,6 +105,11 @@ class TensorStore:
             world=self.world, writer=self._writer, convert=convert, dtype_of=partial(self._dtype, kind)
         )
         yield from gather.stream(placed, slices)
+
+    def _carried(self) -> NamedTensors:
+        """The carried tensors as they are in their files, read one by one. No collective."""
+        for name in self.carried.names():
+            yield name, self.carried.read(name) if self.world.rank == self._writer else None
 
     def _exported(self, kind: str) -> tuple[Placements, Iterable[LocalSlice], Callable[[LocalSlice], Tensor]]:
         """Placements and slices to export, and the conversion of a slice to its exported values."""
@@ -135,8 +158,12 @@ class TensorStore:
     def load(self, kind: str, source: TensorSource) -> None:
         """Set the tensors of ``kind`` from ``source``, whose names and shapes are checked already; collective.
 
-        ``params`` and ``master`` both set the master weights, and then the compute copies.
+        ``params`` and ``master`` both set the master weights, and then the compute copies. ``carried`` sets nothing:
+        `WeightsError` where its tensors are others than this model's.
         """
+        if kind == "carried":
+            on_all(self.world, lambda: self._require_carried(source), "cannot load 'carried'", WeightsError)
+            return
         self._backend.synchronize()
         if isinstance(self._backend, SupportsOwnExport):
             self._backend.import_tensors(kind, source)
@@ -150,6 +177,17 @@ class TensorStore:
 
         on_all(self.world, read, f"cannot load {kind!r}", WeightsError)
         self._backend.after_load(frozenset({target}))
+
+    def _require_carried(self, source: TensorSource) -> None:
+        """Compare on the writer, one tensor at a time."""
+        own = self._carried() if self.world.rank == self._writer else ()
+        other = [name for name, value in own if value is None or not torch.equal(value, source.read(name))]
+        problems = [
+            f"{name!r} differs from this model's, and is not trained; set model.path to the other checkpoint to get "
+            "its tensors"
+            for name in other
+        ]
+        raise_all(WeightsError, "tensors that the module does not hold", problems)
 
     # ------------------------------------------------------- over local slices
 

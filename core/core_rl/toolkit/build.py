@@ -24,7 +24,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import add_adapter
-from core_rl.toolkit.model_files import model_files
+from core_rl.toolkit.model_files import model_files, require_text_model
 
 __all__ = [
     "ExpertsKernel",
@@ -121,6 +121,7 @@ def finished(
     built: PreTrainedModel, model: ModelConfig, *, seed: int, experts: ExpertsKernel
 ) -> PreTrainedModel:
     """A model that has just been made, with what ``model`` says beyond its weights, in evaluation mode."""
+    require_text_model(built)
     use_experts_kernel(built, experts)
     freeze(built, model.frozen)
     if model.lora is not None:

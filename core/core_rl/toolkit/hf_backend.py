@@ -23,6 +23,7 @@ from core_rl.state.host_copies import own_memory
 from core_rl.toolkit.dtensor import local_part
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, enable_adapter, low_rank_products
+from core_rl.toolkit.model_files import carried_tensors, exported_config
 from core_rl.toolkit.optimizer import build_adamw, create_moments, set_step_count
 
 __all__ = ["HFBackend", "add_up"]
@@ -69,11 +70,14 @@ class HFBackend(TrainBackend[C]):
         self.optimizer = optimizer
         self._updates = 0
         self._state = HFShardedState(model, optimizer, self.owned, context.world)
+        written = {*self._state.shapes("params"), *self._state.shapes("buffers")}
+        self._state.carried = carried_tensors(model, context.config.model, written)
+        self._exported_config = exported_config(model, context.config.model, self._state.carried)
 
     # ------------------------------------------------------------------ state
 
     def hf_config(self) -> PretrainedConfig:
-        return self.model.config
+        return self._exported_config
 
     def state(self) -> HFShardedState:
         return self._state
@@ -141,7 +145,8 @@ class HFBackend(TrainBackend[C]):
 
     def low_rank(self) -> Mapping[str, LowRank]:
         """The products of the adapter, by the checkpoint name of the weight."""
-        return low_rank_products(self.model)
+        products = low_rank_products(self.model)
+        return {written: product for held, product in products.items() for written in self._state.names(held)}
 
     def adapter_config(self) -> dict[str, Any]:
         """The ``adapter_config.json`` of ``peft``."""

@@ -51,10 +51,16 @@ class HFShardedState:
         self._moment_replicas = _replicas(with_moments, world)
         kinds = () if optimizer is None else moment_kinds(optimizer)
         self._kinds = max(world.gather(kinds), key=len)
+        self.carried: TensorSource | None = None
+        """Tensors of the model's files that the module does not hold."""
 
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
         return self._kinds
+
+    def names(self, held: str) -> list[str]:
+        """The checkpoint names of the parameter ``held``, in-memory and without those of an adapter."""
+        return self._layout.names(held)
 
     def shapes(self, kind: str) -> dict[str, Shape]:
         if kind == "buffers":

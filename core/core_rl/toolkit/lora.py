@@ -201,9 +201,12 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 def _expert_parts(model: PreTrainedModel) -> set[str]:
     """Last parts of the names of matrices that are fused in memory and written one by one: ``down_proj``."""
     form = CheckpointLayout.of(model)
-    held = [name for name, _ in model.named_parameters()]
-    written = {name for own in held for name in form.names(own)}
-    return {name.rsplit(".", 2)[-2] for name in written.difference(held)}
+    return {
+        name.rsplit(".", 2)[-2]
+        for held, _ in model.named_parameters()
+        for name in form.names(held)
+        if name.rpartition(".")[2] != held.rpartition(".")[2]
+    }
 
 
 def _matches(name: str, target: str) -> bool:

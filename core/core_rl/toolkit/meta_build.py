@@ -31,7 +31,7 @@ from core_rl.toolkit.build import (
 )
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import checkpoint_name, fresh_adapter
-from core_rl.toolkit.model_files import model_files
+from core_rl.toolkit.model_files import model_files, name_as_in_files
 
 __all__ = ["Unloaded", "build_on_meta", "digest_of_directory"]
 
@@ -74,8 +74,8 @@ def build_on_meta(
 ) -> Unloaded | None:
     """The model of ``model.path`` without memory, in evaluation mode; None where `build_model` must load it.
 
-    That is so for weights drawn from a config, and files whose tensors transformers renames. A new adapter is drawn
-    from ``seed`` as well.
+    That is so for weights drawn from a config, and files whose tensors transformers renames by more than a prefix. A
+    new adapter is drawn from ``seed`` as well.
 
     A new head is drawn from ``seed``, the same on every rank. Raises `ConfigError` for missing, misshapen,
     unreadable or pickled weights.
@@ -90,6 +90,7 @@ def build_on_meta(
         built: PreTrainedModel = model_family(model).from_config(
             config, attn_implementation=attn_implementation, dtype=dtype
         )
+    name_as_in_files(built, files.names())
     built = finished(built, model, seed=seed, experts=experts)
     source = _source(built, model, files, seed)
     return None if source is None else Unloaded(built, source)
@@ -98,8 +99,13 @@ def build_on_meta(
 def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed: int) -> TensorSource | None:
     """Source of each tensor of ``built``; None where only transformers knows how the files are to be read."""
     adapter = fresh_adapter(built, seed)
-    wanted = _written_shapes(built, adapter)
-    tied = {first: others for first, *others in ([*map(checkpoint_name, one)] for one in _tied_names(built))}
+    held = {checkpoint_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    base = {name: shape for name, shape in held.items() if name not in adapter}
+    layout = CheckpointLayout.of(built, base)
+    buffers = {name: tuple(b.shape) for name, b in built.named_buffers() if name in built.state_dict()}
+    wanted = layout.shapes(base) | buffers
+    named = ([*map(checkpoint_name, one)] for one in _tied_names(built))
+    tied = {written: others for first, *others in named for written in layout.names(first)}
     present = set(files.names())
     found = {name: place for name in wanted if (place := _find(built, name, tied, present)) is not None}
     missing = [name for name in wanted if name not in found and not is_new_head(model, name)]
@@ -113,14 +119,6 @@ def _source(built: PreTrainedModel, model: ModelConfig, files: TensorFiles, seed
             return None  # they are not tied in these files
     drawn = {name: _drawn_head(built, seed) for name in wanted if name not in found}
     return _JoinedSources(MappedSource(files, found), TensorDict(drawn | adapter))
-
-
-def _written_shapes(built: PreTrainedModel, adapter: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """The tensors that transformers writes for this model, without its adapter."""
-    held = {checkpoint_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    base = {name: shape for name, shape in held.items() if name not in adapter}
-    buffers = {name: tuple(b.shape) for name, b in built.named_buffers() if name in built.state_dict()}
-    return CheckpointLayout.of(built, base).shapes(base) | buffers
 
 
 def _find(
@@ -207,6 +205,8 @@ def digest_of_directory(directory: Path, config: PretrainedConfig) -> str:
     """The digest of the weights in ``directory`` of a model with ``config``, as an engine with these weights has it."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    layout, files = CheckpointLayout.of(model), TensorFiles(directory, "model")
+    files = TensorFiles(directory, "model")
+    name_as_in_files(model, files.names())
+    layout = CheckpointLayout.of(model)
     names = (name for parameter, _ in model.named_parameters() for name in layout.names(parameter))
     return digest_of_parts(Comm(), ((name, files.read(name)) for name in names))

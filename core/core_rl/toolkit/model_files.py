@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any, cast
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
+
+from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
-from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError
+from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError, UnsupportedCapability
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.lora import checkpoint_name
 
-__all__ = ["model_files"]
+__all__ = [
+    "carried_tensors",
+    "exported_config",
+    "exported_shapes",
+    "model_files",
+    "name_as_in_files",
+    "require_text_model",
+]
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -29,3 +53,115 @@ def model_files(model: ModelConfig) -> TensorFiles:
         raise ConfigError(f"the model {model.path!r} cannot be built: {reason} ({error})") from error
     except CheckpointError as error:
         raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
+
+
+def require_text_model(built: PreTrainedModel) -> None:
+    """Raise `UnsupportedCapability` for a module with a vision or audio tower, which would be trained as well."""
+    if "text_config" in type(built.config).sub_configs:
+        raise UnsupportedCapability(
+            f"{type(built).__name__} is more than a text model, and only text is trained here; set model.path to a "
+            "checkpoint of its text model alone"
+        )
+
+
+def name_as_in_files(built: PreTrainedModel, names: Iterable[str]) -> None:
+    """Have `CheckpointLayout` name the parameters of ``built`` as the files with ``names`` do.
+
+    The files of a vision-language model have a prefix before the names of its text model. transformers records its
+    removal when it loads the files itself, and writes it again.
+    """
+    conversions = get_model_conversion_mapping(built, None, None, False)
+    _renamed(built, names, conversions)
+    if any(isinstance(found, PrefixChange) and found.was_used() for found in conversions):
+        used = [found for found in conversions if not isinstance(found, PrefixChange) or found.was_used()]
+        cast("Any", built)._weight_conversions = used
+
+
+def carried_tensors(
+    built: PreTrainedModel, model: ModelConfig, written: Collection[str]
+) -> TensorSource | None:
+    """Tensors in the files of ``model`` that ``built``, whose checkpoint names are ``written``, does not hold.
+
+    Such as a vision tower, or heads that transformers ignores. The output layer of a language model that a scalar
+    head replaces is none of them. Raises `UnsupportedCapability` for quantized files, whose scales would not fit
+    exported weights.
+    """
+    if model.path is None:
+        return None
+    files = model_files(model)
+    other = [name for name in files.names() if name not in written]
+    if not other:
+        return None
+    _require_unquantized(model)
+    held = _held_names(built)
+    if model.head != "lm":
+        held |= _held_names(_planned(_config(model)))
+    conversions = get_model_conversion_mapping(built)
+    carried = {
+        name: name
+        for name, own in zip(other, _renamed(built, other, conversions), strict=True)
+        if own not in held and name not in held
+    }
+    return MappedSource(files, carried) if carried else None
+
+
+def exported_config(
+    built: PreTrainedModel, model: ModelConfig, carried: TensorSource | None
+) -> PretrainedConfig:
+    """The config of ``built`` together with its ``carried`` tensors: that of the whole model in ``model.path``."""
+    own: PretrainedConfig = built.config
+    if carried is None or model.head != "lm":
+        return own
+    source = _config(model)
+    if "text_config" in type(source).sub_configs:
+        return source
+    config = copy.deepcopy(own)
+    config.architectures = source.architectures or own.architectures
+    return config
+
+
+def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors in an ``hf`` export of the language model in ``model.path``."""
+    built = _planned(_config(model))
+    name_as_in_files(built, model_files(model).names())
+    parameters = {name: tuple(value.shape) for name, value in built.named_parameters()}
+    saved = built.state_dict().keys()
+    shapes = CheckpointLayout.of(built).shapes(parameters)
+    shapes |= {name: tuple(value.shape) for name, value in built.named_buffers() if name in saved}
+    carried = carried_tensors(built, model, shapes)
+    return shapes | ({} if carried is None else {name: carried.shape(name) for name in carried.names()})
+
+
+def _config(model: ModelConfig) -> PretrainedConfig:
+    """The config in ``model.path``."""
+    found: PretrainedConfig = AutoConfig.from_pretrained(model.path or "", local_files_only=True)
+    return found
+
+
+def _planned(config: PretrainedConfig) -> PreTrainedModel:
+    """The language model with ``config``, without memory."""
+    with torch.device("meta"):
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return built
+
+
+def _held_names(built: PreTrainedModel) -> set[str]:
+    """In-memory names of parameters and persistent buffers, tied ones under each name, without those of an adapter."""
+    return {checkpoint_name(name) for name in built.state_dict()}
+
+
+def _renamed(built: PreTrainedModel, names: Iterable[str], conversions: list[WeightTransform]) -> list[str]:
+    """In-memory names that transformers gives to tensors of a checkpoint, in its way of loading."""
+    renamings = [found for found in conversions if isinstance(found, WeightRenaming)]
+    converters = [found for found in conversions if isinstance(found, WeightConverter)]
+    held = dict.fromkeys(_held_names(built), True)
+    prefix = built.base_model_prefix
+    return [rename_source_key(name, renamings, converters, prefix, held)[0] for name in names]
+
+
+def _require_unquantized(model: ModelConfig) -> None:
+    if getattr(_config(model), "quantization_config", None) is not None:
+        raise UnsupportedCapability(
+            f"the weights in {model.path!r} are quantized, and trained weights do not fit their scales; set "
+            "model.path to weights in bfloat16 or float32"
+        )

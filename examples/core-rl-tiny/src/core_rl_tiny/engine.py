@@ -39,6 +39,10 @@ class TinyState:
     def optimizer_kinds(self) -> tuple[str, ...]:
         return () if self.optimizer is None else moment_kinds(self.optimizer)
 
+    @property
+    def carried(self) -> None:
+        return None  # `_load` refuses files with other tensors
+
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         if kind in ("buffers", "adapter"):
             return {}

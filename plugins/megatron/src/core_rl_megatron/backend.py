@@ -22,6 +22,7 @@ from core_rl.toolkit.build import build_model
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.model_files import exported_config
 from core_rl_megatron import cpu_shim, parallel_state
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
@@ -58,6 +59,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
         if config.options.virtual_stages > 1:
             self.micro_batch_multiple = config.layout.pp
         model, tensors, weights = _planned(context)
+        self._exported_config = exported_config(model, config.model, tensors.carried)
         self.rng, self.optimizer = MegatronRngState(context.seed), None
         with cpu_shim.building(), self.rng.own():
             self.model = build_stage(context, model, tensors.trained)
@@ -95,7 +97,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
     # ------------------------------------------------------------------- state
 
     def hf_config(self) -> PretrainedConfig:
-        return self.model.hf_config
+        return self._exported_config
 
     def state(self) -> MegatronState:
         return self._state
@@ -165,7 +167,7 @@ def _planned(
     model = unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="sdpa")
     context.check_model(model.config)
     layout = CheckpointLayout.of(model)
-    tensors = CheckpointTensors.of(model, layout)
+    tensors = CheckpointTensors.of(model, layout, config)
     if unloaded is not None:
         return model, tensors, unloaded.source
     weights = (item for name, p in model.named_parameters() for item in layout.cut(name, p.detach()))

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from core_rl.backend.tensors import LocalSlice
+from core_rl.backend.tensors import LocalSlice, TensorSource
+from core_rl.config.engine import ModelConfig
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.model_files import carried_tensors
 from core_rl_megatron.naming import FlatRange, RowBox
 from core_rl_megatron.optimizer import MOMENTS, ShardedOptimizer
 
@@ -30,15 +32,19 @@ class CheckpointTensors:
 
     shapes: Mapping[str, Shape]
     trained: frozenset[str]
+    carried: TensorSource | None
+    """Those in the model's files that Megatron does not hold."""
 
     @staticmethod
-    def of(model: PreTrainedModel, layout: CheckpointLayout) -> CheckpointTensors:
-        """Describe ``model``, whose parameters ``layout`` cuts."""
+    def of(model: PreTrainedModel, layout: CheckpointLayout, chosen: ModelConfig) -> CheckpointTensors:
+        """Describe ``model``, which was built from ``chosen``, and whose parameters ``layout`` cuts."""
         named = dict(model.named_parameters())
+        shapes = layout.shapes({name: tuple(parameter.shape) for name, parameter in named.items()})
         trained = (layout.names(name) for name, parameter in named.items() if parameter.requires_grad)
         return CheckpointTensors(
-            layout.shapes({name: tuple(parameter.shape) for name, parameter in named.items()}),
+            shapes,
             frozenset(name for names in trained for name in names),
+            carried_tensors(model, chosen, shapes),
         )
 
 
@@ -58,6 +64,7 @@ class MegatronState:
         self._tensors = tensors
         self._boxes = boxes
         self._optimizer = optimizer
+        self.carried = tensors.carried
         self.frozen = {
             parameter: parameter.detach().float()
             for parameter in boxes

@@ -7,15 +7,14 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from core_rl.backend.inference_backend import ModelLimits
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.build import read_config
-from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.meta_build import digest_of_directory
+from core_rl.toolkit.model_files import exported_shapes
 from core_rl_sglang.adapters import AdapterForm
 
 __all__ = ["ServedModel"]
@@ -47,7 +46,7 @@ class ServedModel:
             )
         config = read_config(model)
         path = Path(model.path).expanduser().resolve()
-        shapes, lora = _shapes(config), model.lora
+        shapes, lora = exported_shapes(model), model.lora
         return ServedModel(
             path=path,
             limits=ModelLimits.of(config),
@@ -68,13 +67,3 @@ def _eos(config: PretrainedConfig, path: Path) -> frozenset[int]:
     if (path / "generation_config.json").is_file():
         found.append(GenerationConfig.from_pretrained(path).eos_token_id)
     return frozenset(chain.from_iterable([of] if isinstance(of, int) else of or () for of in found))
-
-
-def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Written names and shapes of the parameters, each once, and of the buffers that are saved with them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    parameters = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    saved = model.state_dict().keys()
-    buffers = {name: tuple(value.shape) for name, value in model.named_buffers() if name in saved}
-    return CheckpointLayout.of(model).shapes(parameters) | buffers
