@@ -23,7 +23,7 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint import background
-from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
+from core_rl.checkpoint.background import BackgroundSave, Later, Write, late_writes, publish_later
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
@@ -76,6 +76,24 @@ def test_the_old_one_stays_until_all_ranks_have_written(tmp_path: Path) -> None:
         f"{when}{rank}": text for rank in range(3) for when, text in (("now", ""), ("later", f"new {rank}"))
     }
     assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_late_writes_come_after_the_context_or_when_somebody_waits(tmp_path: Path, waits: bool) -> None:
+    path, live = tmp_path / "a", ["before"]
+    with late_writes():
+        saving = begin(path, Comm(), lambda directory: _write(directory / "later0", live[0]))
+        live[0] = "after"
+        if waits:
+            saving.wait(Comm())
+            assert load_text(path)["later0"] == "after"
+        else:
+            assert not path.exists()
+            live[0] = "at the end"
+    saving.wait(Comm())
+    assert load_text(path)["later0"] == live[0]
+    begin(tmp_path / "b", Comm(), later("at once")).wait(Comm())
+    assert load_text(tmp_path / "b")["later0"] == "at once"
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from core_rl.backend.meta import SaveLoadMeta
+from core_rl.checkpoint.background import late_writes
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -144,8 +145,9 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
 
 
 def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:
-    """On the rank itself, so that training continues before anything else can happen."""
-    engine.save(later)
-    for batch in batches:
-        engine.train_batch(engine.shard_data(batch), TokenMeanLoss().spec(), MicroBatchSpec(count=1))
-        engine.lr_scheduler_step()
+    """On the rank itself: its files are written when the steps have been made, as by a slow disk."""
+    with late_writes():
+        engine.save(later)
+        for batch in batches:
+            engine.train_batch(engine.shard_data(batch), TokenMeanLoss().spec(), MicroBatchSpec(count=1))
+            engine.lr_scheduler_step()

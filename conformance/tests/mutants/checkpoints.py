@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,7 +236,6 @@ class _SavesByReference(Persistence):
         ]
 
         def write(directory: Path) -> None:
-            time.sleep(0.5)
             (directory / "shards").mkdir(exist_ok=True)
             copies = copy_shards(run.world.rank, shards)
             write_copies(directory / "shards", run.world.rank, copies, run.world.size)

@@ -3,6 +3,8 @@
 All collectives come first: the ranks agree on a temporary directory, and each takes a snapshot. Then a
 thread on every rank writes that rank's files and leaves a marker next to them. The thread of rank 0
 waits for all markers, seals the directory and renames it into place. No thread talks to another rank.
+
+`late_writes` stands for a slow disk: a check sees that a snapshot is one, without waiting for time to pass.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,31 @@ from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
 
-__all__ = ["BackgroundSave", "Later", "publish_later"]
+__all__ = ["BackgroundSave", "Later", "late_writes", "publish_later"]
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 Write = Callable[[Path], None]
+_FREE = threading.Event()
+_FREE.set()
+_disk: ContextVar[threading.Event] = ContextVar("disk", default=_FREE)
+"""Set when saves that begin here may write."""
+
+
+@contextmanager
+def late_writes() -> Iterator[None]:
+    """Saves that begin in the background inside the context write nothing before it ends, or somebody waits for them.
+
+    A writer that reads live tensors then always reads what later steps made of them.
+    """
+    free = threading.Event()
+    token = _disk.set(free)
+    try:
+        yield
+    finally:
+        _disk.reset(token)
+        free.set()
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,7 @@ class BackgroundSave:
     def __init__(self, path: str, complete: Callable[[], None]) -> None:
         self.path = path
         self._failure: Exception | None = None
+        self._may_write = _disk.get()
         # Not a daemon: a program that ends normally ends when its checkpoint is complete.
         self._thread = threading.Thread(target=self._run, args=(complete,), name=f"save {path}")
         self._thread.start()
@@ -93,6 +116,7 @@ class BackgroundSave:
 
         Raises one `CheckpointError` on all ranks when anything failed on any of them.
         """
+        self._may_write.set()
         self._thread.join()
         subject = (
             f"the save of {self.path!r} in the background failed, and what was there before is untouched"
@@ -104,6 +128,7 @@ class BackgroundSave:
             raise self._failure
 
     def _run(self, complete: Callable[[], None]) -> None:
+        self._may_write.wait()
         self._failure = error_of(complete)  # `wait` raises it
         if self._failure is not None:
             logger.error("the save of %r in the background failed: %s", self.path, describe(self._failure))
