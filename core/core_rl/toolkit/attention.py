@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import AttentionInterface
 from core_rl.distributed.collectives import all_to_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.seeds import derive_seed
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -37,6 +40,8 @@ class Segments:
     """``cu_seqlens`` of the whole batch as ``B + 1`` integers."""
     context: Comm | None = None
     """The ranks over which the tokens of the batch are spread, if they are."""
+    tensor: Comm | None = None
+    """The ranks over which the heads are spread, if they are; all else that is random is the same on them."""
 
 
 def register_packed_attention(*, compiled: bool = False) -> None:
@@ -88,9 +93,28 @@ def packed_attention(
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     call = _Call(bounds, longest, scaling, dropout, window, softcap)
     if context is None or context.size == 1:
-        return _attend(query, key, value, call), None
+        with _own_draws(segments.tensor, dropout, query.device):
+            return _attend(query, key, value, call), None
     query, key, value = spread_heads(query, key, value, context)
-    return all_to_all(_attend(query, key, value, call), context, split=1, join=2), None
+    with _own_draws(segments.tensor, dropout, query.device):
+        attended = _attend(query, key, value, call)
+    return all_to_all(attended, context, split=1, join=2), None
+
+
+@contextmanager
+def _own_draws(tensor: Comm | None, dropout: float, device: torch.device) -> Iterator[None]:
+    """Random numbers of this rank's own inside the context, for the heads that no other rank of ``tensor`` has.
+
+    They follow from a number that all of these ranks draw: outside of the context the ranks stay in step, and a pass
+    that is recomputed draws the same again.
+    """
+    if dropout == 0.0 or tensor is None or tensor.size == 1:
+        yield
+        return
+    common = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(derive_seed(common, tensor.rank))
+        yield
 
 
 @dataclass(frozen=True)

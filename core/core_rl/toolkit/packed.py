@@ -61,7 +61,7 @@ class PackedModel(nn.Module):
                 position_ids=tokens.position_ids[None],
                 attention_mask=None,
                 use_cache=False,
-                segments=Segments(tokens.segments, self.shards.context),
+                segments=Segments(tokens.segments, self.shards.context, self.shards.tensor),
             ).last_hidden_state[0]
         states = PackedStates(hidden, tokens, batch, self.shards)
         if self.head == "lm":
