@@ -24,6 +24,7 @@ from core_rl.config.engine import LoraConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import Comm
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
@@ -38,6 +39,7 @@ from core_rl.errors import (
     WeightsError,
 )
 from core_rl.reference import SPEC
+from core_rl.state.store import digest_of_parts
 
 ONE = MicroBatchSpec(count=1)
 NLL = LossSpec(fn=support.weighted_nll)
@@ -364,3 +366,10 @@ def test_an_engine_that_declares_no_lora_refuses_the_config() -> None:
     spec = replace(SPEC, capabilities=SPEC.capabilities - {Capability.LORA})
     with pytest.raises(UnsupportedCapability, match="a config with lora: .* does not declare 'lora'"):
         load_engine(spec, support.config(lora=LORA))
+
+
+def test_digest_of_a_base_counts_all_parts_of_a_tensor() -> None:
+    """Queries, keys and values that an engine has group by group are several parts of each tensor on one rank."""
+    value = torch.randn(6, 4)
+    parts = [("q", value[:2]), ("k", value), ("q", value[2:])]
+    assert digest_of_parts(Comm(), parts) == digest_of_parts(Comm(), [("q", value), ("k", value)])

@@ -245,12 +245,14 @@ def _square_sum(grads: list[Tensor]) -> Tensor:
 
 
 def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
-    """A digest of float tensors, of which the ranks hold ``parts``, each element on one of them; collective.
+    """A digest of float tensors, of which the ranks hold ``parts``, each element once; collective.
 
     It is made from the sum of each tensor's bits as integers, so nothing is gathered. It tells trained
     weights from others; a permutation within a tensor keeps it.
     """
-    own = {name: int(_bits(part).sum(dtype=torch.int64)) for name, part in parts}
+    own: Counter[str] = Counter()
+    for name, part in parts:
+        own[name] += int(_bits(part).sum(dtype=torch.int64))
     totals: Counter[str] = Counter()
     for sums in world.gather(own):
         totals.update(sums)
