@@ -173,7 +173,8 @@ class Stub:
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/update_weights_from_disk":
-            self.model_path, self.version = body["model_path"], body["weight_version"]
+            self.model_path = body["model_path"]
+            self.version = body.get("weight_version", self.version)
         return self.generated(body) if path == "/generate" else {"success": True, "message": ""}
 
     def generated(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,12 @@ def paths(stub: Stub, start: int) -> list[str]:
     return [path for path, _ in stub.bodies[start:]]
 
 
+def versions(stub: Stub, start: int) -> list[str]:
+    """The versions that it was given from the call with the number ``start`` on."""
+    given = [body.get("new_version", body.get("weight_version")) for _, body in stub.bodies[start:]]
+    return [version for version in given if version is not None]
+
+
 def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
     return web.json_response({"success": False, "message": "no memory"}, status=400)
 
@@ -220,9 +228,30 @@ def test_no_server_computes_while_an_update_is_undone(tmp_path: Path) -> None:
         made[1].faults["/update_weights_from_disk"] = first(1, refuse)
         with pytest.raises(WeightsError, match="no memory"):
             engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)
-        assert paths(made[0], before[0]) == [*LOAD, *LOAD, "/continue_generation"]
-        assert paths(made[1], before[1]) == [*LOAD[:2], *LOAD, "/continue_generation"]
-        assert [stub.version for stub in made] == ["0", "0"]
+        for stub, start in zip(made, before, strict=True):
+            assert paths(stub, start) == [*LOAD[:2], *LOAD, "/continue_generation"]
+            assert versions(stub, start) == ["0"], "the refused version never existed"
+
+
+def test_a_server_that_receives_weights_ignores_a_resume(stub: Stub, tmp_path: Path) -> None:
+    receiving, resumed = threading.Event(), threading.Event()
+
+    async def slow(_request: web.Request, _body: Any) -> None:
+        receiving.set()
+        await asyncio.to_thread(resumed.wait, 10)
+
+    with connected([stub]) as engine:
+        engine.pause()
+        before = len(stub.bodies)
+        stub.faults["/update_weights_from_disk"] = slow
+        update = engine.update_weights(WeightUpdateMeta(version=3, path=tiny_model(tmp_path, seed=1)))
+        assert receiving.wait(10)
+        engine.resume()
+        assert paths(stub, before) == LOAD[:2]
+        resumed.set()
+        update.result(20)
+        assert paths(stub, before) == [*LOAD, "/continue_generation"]
+        assert complete(engine, request())[0].versions == (3,) * 4
 
 
 def test_a_server_that_cannot_be_restored_computes_when_it_has_weights(stub: Stub, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ __all__ = ["Fleet"]
 class Fleet:
     """The servers of one engine, connected to ``weights``. All methods run on one event loop.
 
-    A server computes nothing from the moment when it begins to receive weights until it has all of them and their
-    version. While an update is undone, no server computes.
+    A server computes nothing from the moment when it begins to receive weights until all servers have all of them, and
+    it has their version. While an update is undone, no server computes, and none has the version of the update.
     """
 
     def __init__(self, options: SglangOptions, servers: Sequence[Server], weights: Weights) -> None:
@@ -48,7 +48,7 @@ class Fleet:
     async def _restore(self, server: Server) -> None:
         async with self._weights_lock:
             await self._bring_up_to_date(server)
-        await self._add(server)
+            await self._add(server)
 
     async def _bring_up_to_date(self, server: Server) -> None:
         path, weight_version = await server.served()
@@ -58,7 +58,7 @@ class Fleet:
         if self._adapter.name is not None:
             await server.load_adapter(self._adapter)
         server.adapter = self._adapter
-        await server.set_weight_version(self._version)
+        await self._label(server)
         if self._paused:
             await server.pause("retract")
 
@@ -109,17 +109,22 @@ class Fleet:
         return await failures(lambda server: self._load(server, weights, self._interrupt), servers)
 
     async def _load(self, server: Server, weights: Weights, interrupt: str) -> None:
-        await server.pause(interrupt)
         server.weights_intact = False
+        await server.pause(interrupt)
         await weights.load(server)
-        await server.set_weight_version(weights.version)
+
+    async def _label(self, server: Server) -> None:
+        """Give ``server`` the version of the weights that it has loaded."""
+        await server.set_weight_version(self._version)
         server.weights_intact = True
 
     async def _continue(self, servers: Sequence[Server], failed: Failures) -> None:
-        """Let the servers that have not ``failed`` compute, unless they are paused; the others are lost."""
-        self.pool.mark_failed(failed)
+        """Label the servers that have not ``failed``, and let them compute unless paused; the others are lost."""
+        loaded = [server for server in servers if server not in failed]
+        unlabelled = await failures(self._label, loaded)
+        self.pool.mark_failed(failed | unlabelled)
         if not self._paused:
-            whole = [server for server in servers if server not in failed]
+            whole = [server for server in loaded if server not in unlabelled]
             self.pool.mark_failed(await failures(Server.continue_generation, whole))
 
     async def _require_one(self) -> None:
@@ -193,7 +198,7 @@ class Fleet:
         await self.pool.post(lambda server: server.pause("retract"))
 
     async def resume(self) -> None:
-        """Continue what `pause` has interrupted."""
+        """Continue what `pause` has interrupted; servers that are receiving weights do when they have all of them."""
         self._paused = False
         await self.pool.post(Server.continue_generation)
 
@@ -221,7 +226,6 @@ class Fleet:
         """Load the adapter again: the server's copy may have been freed with the memory."""
         await server.unload_adapter(self._adapter)
         await server.load_adapter(self._adapter)
-        await server.set_weight_version(self._version)
 
 
 def _refusal(failed: Failures) -> BaseException | None:

@@ -47,6 +47,8 @@ class Server:
         """The version of the weights that it was given."""
         self.weights_intact = True
         """False from the beginning of a weight update until its success: the server must not compute."""
+        self._pausing = asyncio.Lock()
+        """Held by a pause and its opposite: the one that is called later has the last effect."""
         self.ranks = 1
         """Its tensor-parallel degree."""
         self.failure: BaseException | None = None
@@ -126,11 +128,17 @@ class Server:
 
     async def pause(self, mode: str) -> None:
         """Stop computing: requests go back to the queue (``retract``), or end as they are (``abort``)."""
-        await self.post("/pause_generation", {"mode": mode})
+        async with self._pausing:
+            await self.post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
-        """Compute again after `pause`: keys and values of requests in flight are computed anew."""
-        await self.api.post("/continue_generation", {}, PROBE_TIMEOUT_S)
+        """Compute again after `pause`: keys and values of requests in flight are computed anew.
+
+        Ignored while its weights are not whole.
+        """
+        async with self._pausing:
+            if self.weights_intact:
+                await self.api.post("/continue_generation", {}, PROBE_TIMEOUT_S)
 
     async def abort(self, rid: str) -> None:
         """Abort the request ``rid``; a server that cannot be reached has lost it."""

@@ -49,9 +49,8 @@ class DiskWeights:
 
     async def load(self, server: Server) -> None:
         """Load them on ``server``, which is paused; raises the errors of its interface."""
-        body = {"model_path": self.origin, "weight_version": str(self.version), "flush_cache": True}
-        await server.post("/update_weights_from_disk", body)
-        server.version = self.version
+        # Without a version, which the fleet gives to all servers once they have all loaded.
+        await server.post("/update_weights_from_disk", {"model_path": self.origin, "flush_cache": True})
 
     def discard(self) -> None:
         """Remove the files; no server will need them again."""
