@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, SyncMethod
 from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMResponse
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl_conformance.catalogue import check
@@ -132,9 +134,12 @@ def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
 def broken_streams_change_nothing(subject: EngineUnderTest) -> None:
     """An update by tensor that breaks off, lacks a tensor or has a wrong shape fails, and the old weights serve on.
 
+    Requests that arrive before the error are answered by the old weights too, under their version.
+
     Why: a trainer that dies in the middle of an update leaves a mixture of two policies behind, which nobody asked
-    for and no error tells of.
-    Look at: what becomes of buckets that were installed before the error.
+    for and no error tells of. It serves for a while where an engine continues before it has restored the old weights.
+    Look at: what becomes of buckets that were installed before the error, when requests continue, and when the
+    version changes.
     """
     _verify_breaking(subject, "tensor")
 
@@ -155,21 +160,26 @@ def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
     model = subject.model()
     engine = subject.serve(model, keep=False)
     requests = serving.requests_for(subject.data().select(serving.FEW))
-    tensors = tensors_of(subject.expected.models.directory(replace(model, seed=model.seed + 2000)))
-    last = list(tensors)[-1]
-    broken: dict[str, Iterable[tuple[str, Tensor]]] = {
-        "breaks off": _breaking_off(tensors),
-        "lacks a tensor": [item for item in tensors.items() if item[0] != last],
-        "has a wrong shape": [*list(tensors.items())[:-1], (last, torch.zeros(3, 5))],
-    }
-    for number, (what, stream) in enumerate(broken.items()):
-        problem = f"an update that {what} did not raise a WeightsError"
-        update = partial(sent, engine, sync_meta(subject, method, 2 + number, TINY_BUCKET), stream)
-        subject.require_error(WeightsError, update, problem)
-        serving.verify_version(subject, engine, 0, f"after an update that {what}")
-        serving.verify_served(
-            subject, f"after an update that {what}", serving.ask(engine, requests), model, model, 0
-        )
+    items = list(
+        tensors_of(subject.expected.models.directory(replace(model, seed=model.seed + 2000))).items()
+    )
+    with ThreadPoolExecutor(1) as pool:
+        ask = partial(pool.submit, serving.ask, engine, requests)
+        broken = {
+            "breaks off": _Broken(items[: len(items) // 2], ask, WeightsError("the sender broke off")),
+            "lacks a tensor": _Broken(items[:-1], ask),
+            "has a wrong shape": _Broken([*items[:-1], (items[-1][0], torch.zeros(3, 5))], ask),
+        }
+        for number, (what, stream) in enumerate(broken.items()):
+            problem = f"an update that {what} did not raise a WeightsError"
+            update = partial(sent, engine, sync_meta(subject, method, 2 + number, TINY_BUCKET), stream)
+            subject.require_error(WeightsError, update, problem)
+            assert stream.asked is not None
+            during = stream.asked.result()
+            serving.verify_served(subject, f"during an update that {what}", during, model, model, 0)
+            serving.verify_version(subject, engine, 0, f"after an update that {what}")
+            after = serving.ask(engine, requests)
+            serving.verify_served(subject, f"after an update that {what}", after, model, model, 0)
     new = replace(model, seed=model.seed + 1000)
     tensors = tensors_of(subject.expected.models.directory(new))
     sent(engine, sync_meta(subject, method, 9, TINY_BUCKET), tensors)
@@ -177,10 +187,22 @@ def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
     serving.verify_served(subject, "after an update that follows broken ones", found, new, model, 9)
 
 
-def _breaking_off(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    items = list(tensors.items())
-    yield from items[: len(items) // 2]
-    raise WeightsError("the sender broke off")
+@dataclass
+class _Broken:
+    """Weights of which some are missing, or that end with an ``error``; in their middle, ``ask`` sends requests."""
+
+    items: Sequence[tuple[str, Tensor]]
+    ask: Callable[[], Future[list[LLMResponse]]]
+    error: WeightsError | None = None
+    asked: Future[list[LLMResponse]] | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        half = len(self.items) // 2
+        yield from self.items[:half]
+        self.asked = self.ask()
+        yield from self.items[half:]
+        if self.error is not None:
+            raise self.error
 
 
 @check(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.backend.inference_backend import ModelLimits
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.backend.tensors import TensorDict, check_source
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutBackend
 from core_rl.weight_sync.stream import receiving_buckets
+from mutants.updates import Entries
 from mutants.uploads import Sends, Whole
-from mutants.zoo import Mutant
+from mutants.zoo import Context, Mutant
 
 
 class CollectsViews(Sends):
@@ -125,6 +129,62 @@ class InstallsAsItComes(ReferenceRolloutBackend):
             self._on_worker(self._install_tensors, whole, meta.version)
 
 
+class Answering(ReferenceRolloutBackend):
+    """A base for those that answer requests in the middle of an update: an event says when they have."""
+
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        self._may_begin, self._answered = threading.Event(), threading.Event()
+        self._may_begin.set()
+        return super().build(context, addresses, ft_spec)
+
+    def _complete(self, entries: Entries) -> None:
+        self._may_begin.wait()
+        super()._complete(entries)
+        self._answered.set()
+
+
+class ResumesBeforeTheRestore(Answering):
+    """Requests wait while buckets are copied into the weights; after an error they continue before the restore."""
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        served = dict(self._model.named_parameters())
+        old = {name: value.detach().clone() for name, value in served.items()}
+        self._on_worker(self._may_begin.clear)  # after the requests in flight
+        self._answered.clear()
+        try:
+            with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as received, torch.no_grad():
+                tensors: dict[str, Tensor] = {}
+                for bucket in received:
+                    tensors.update(bucket)
+                    for name, tensor in bucket:
+                        if tensor.shape == served[name].shape:
+                            served[name].copy_(tensor)
+                check_source(
+                    TensorDict(tensors), {n: tuple(v.shape) for n, v in served.items()}, "the weights"
+                )
+            self._served_version = meta.version
+            self._may_begin.set()
+        except BaseException:
+            self._may_begin.set()
+            self._answered.wait(RECEIVE_TIMEOUT_S)
+            self._on_worker(self._install_tensors, old, self._served_version)
+            raise
+
+
+class LabelsAnUpdateThatFails(Answering):
+    """The version is that of an update from its first bucket on, and the old one again when the update has failed."""
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        before, self._served_version = self._served_version, meta.version
+        self._answered.clear()
+        try:
+            super().update_weights(meta)
+        except BaseException:
+            self._answered.wait(RECEIVE_TIMEOUT_S)
+            self._served_version = before
+            raise
+
+
 class MissesTheLastBroadcasts(TakesFirstBuckets):
     """The last tensors of a group's update do not arrive."""
 
@@ -184,7 +244,19 @@ MUTANTS = (
         engine=InstallsAsItComes,
         killed_by="I12.broken-stream",
         issue="a trainer that dies in the middle of an update (I12)",
-        says="after an update that breaks off",
+        says="(during|after) an update that breaks off",
+    ),
+    Mutant(
+        engine=ResumesBeforeTheRestore,
+        killed_by="I12.broken-stream",
+        issue="requests that continue while an update is undone (I12)",
+        says="log-probs during an update that breaks off",
+    ),
+    Mutant(
+        engine=LabelsAnUpdateThatFails,
+        killed_by="I12.broken-stream",
+        issue="a version that never existed (I12)",
+        says=r"versions \[2\]",
     ),
     Mutant(
         engine=BroadcastsInAnotherOrder,
@@ -209,6 +281,6 @@ MUTANTS = (
         engine=InstallsAsItIsBroadcast,
         killed_by="I12.broken-group",
         issue="a trainer that dies in the middle of an update (I12)",
-        says="after an update that breaks off",
+        says="(during|after) an update that breaks off",
     ),
 )
