@@ -35,6 +35,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
 from core_rl.engine import weight_updates
 from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.sync import sync_weights
 from core_rl.errors import (
     BatchError,
     ConfigError,
@@ -46,6 +47,8 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
+from core_rl.weight_sync import rendezvous
+from core_rl.weight_sync.sender import send_tensors
 from core_rl.weight_sync.stream import receiving
 
 SHORT = SamplingParams(max_new_tokens=3)
@@ -224,6 +227,37 @@ def test_a_failed_update_keeps_the_version(engine: InferenceEngine, backend: Toy
     assert ask(engine).versions == (0, 0, 0)
 
 
+class Sender:
+    """A train engine that sends one tensor."""
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        send_tensors(iter([("a", torch.ones(3))]), meta)
+
+
+def test_the_error_of_an_engine_that_fails_before_it_listens_reaches_the_sender_at_once(
+    backend: ToyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "CONNECT_S", 5.0)
+    engine = toy_engine(backend, spec=ADAPTED)
+    engine.initialize()
+    meta = WeightUpdateMeta(method="tensor", version=1, path=str(tmp_path / "rendezvous"))
+    backend.update = refuse
+    with pytest.raises(WeightsError, match="the receiver of the weights failed: cannot read"):
+        sync_weights(Sender(), engine, meta, 20)
+    assert not list(tmp_path.iterdir()), "the sender has removed the error"
+    with pytest.raises(WeightsError, match="cannot read"):
+        engine.update_weights(meta).result(60)
+
+    def receive(meta: WeightUpdateMeta) -> None:
+        with receiving(meta, 20) as received:
+            assert [name for bucket in received for name, _ in bucket] == ["a"]
+
+    backend.update = receive
+    sync_weights(Sender(), engine, meta, 20)  # the unread error is of another update
+    assert engine.get_version() == 1
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("meta", "error", "message"),
     [
@@ -248,11 +282,12 @@ def adapted(**lora: Any) -> InferenceEngine:
     return InferenceEngine(ADAPTED, InferenceEngineConfig.model_validate({"model": model}), ToyBackend())
 
 
-def test_an_engine_with_an_adapter_takes_adapters_and_nothing_else() -> None:
+def test_an_engine_with_an_adapter_takes_adapters_and_nothing_else(tmp_path: Path) -> None:
     with_one, without = adapted(), toy_engine(spec=ADAPTED)
-    for engine, method in ((with_one, "lora"), (without, "tensor")):
+    file, methods = str(tmp_path / "rendezvous"), ("lora", "tensor")
+    for engine, method in zip((with_one, without), methods, strict=True):
         engine.initialize()
-        engine.update_weights(WeightUpdateMeta(method=method, version=1, path="/x")).result(60)  # type: ignore[arg-type]
+        engine.update_weights(WeightUpdateMeta(method=method, version=1, path=file)).result(60)  # type: ignore[arg-type]
     with pytest.raises(EngineStateError, match="by 'tensor' on an engine with model.lora"):
         with_one.update_weights(WeightUpdateMeta(method="tensor", version=2, path="/x"))
     with pytest.raises(EngineStateError, match="by 'lora': this engine has no adapter"):

@@ -29,6 +29,7 @@ from core_rl.engine import sync
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync import group as weight_group
+from core_rl.weight_sync import rendezvous
 from core_rl.weight_sync import sender as weight_sender
 from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (
@@ -38,8 +39,9 @@ from core_rl.weight_sync.messages import (
     receive_message,
     shared_by_name,
 )
+from core_rl.weight_sync.rendezvous import abandon
 from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import Bucket, abandon, receiving
+from core_rl.weight_sync.stream import Bucket, receiving
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
@@ -153,6 +155,35 @@ def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
             arrival.result(20)
 
 
+def test_the_error_of_a_receiver_that_is_gone_reaches_the_sender(tmp_path: Path) -> None:
+    """It has closed its end before the sender's next message."""
+    what = meta(tmp_path)
+
+    def refuse() -> None:
+        with receiving(what, 20):
+            raise WeightsError("no room for them")
+
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(refuse)
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            assert isinstance(arrival.exception(20), WeightsError)
+            yield "a", torch.zeros(2)
+
+        with pytest.raises(WeightsError, match="the receiver of the weights failed: no room for them"):
+            send_tensors(stream(), what)
+
+
+def test_the_error_of_a_receiver_that_waits_no_longer_reaches_a_late_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "CONNECT_S", 5.0)
+    with pytest.raises(WeightsError, match=r"within 0\.1 s"):
+        collect(meta(tmp_path), 0.1)
+    with pytest.raises(WeightsError, match=r"the receiver of the weights failed: .* within 0\.1 s"):
+        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+
+
 def test_the_exports_error_reaches_the_receiver(tmp_path: Path) -> None:
     def breaking() -> Iterator[tuple[str, Tensor]]:
         yield "a", torch.zeros(2)
@@ -260,7 +291,7 @@ def test_versions_must_agree(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sender, "CONNECT_S", 0.2)
+    monkeypatch.setattr(rendezvous, "CONNECT_S", 0.2)
     with pytest.raises(WeightsError, match="no train engine sent weights of version 3"):
         collect(meta(tmp_path), 0.2)
     (tmp_path / "meet").write_text("/nowhere/left-from-a-run-that-died")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import Any
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.weight_sync.stream import abandon
+from core_rl.weight_sync.rendezvous import abandon, expecting, forget_error
 
 __all__ = ["WeightUpdates", "abandon_until_done"]
 
@@ -28,9 +29,16 @@ class WeightUpdates:
     def submit(self, meta: WeightUpdateMeta) -> Future[None]:
         """Queue an update; the future is done when it is installed, or has its error."""
         self._unfinished = [(of, update) for of, update in self._unfinished if not update.done()]
-        update = self._thread.submit(self._install, meta)
+        if meta.method != "disk":
+            forget_error(meta)
+        update = self._thread.submit(self._run, meta)
         self._unfinished.append((meta, update))
         return update
+
+    def _run(self, meta: WeightUpdateMeta) -> None:
+        """Install an update; a sender that has not connected finds the error."""
+        with nullcontext() if meta.method == "disk" else expecting(meta):
+            self._install(meta)
 
     def close(self) -> None:
         """Cancel queued updates, and fail one that waits for its sender.

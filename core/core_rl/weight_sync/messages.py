@@ -1,4 +1,4 @@
-"""Messages between sender and receiver of weights: kinds, buckets, adapters, encoding, and the rendezvous file."""
+"""Messages between sender and receiver of weights: kinds, buckets, adapters and encoding."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
-from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
 from core_rl.distributed.agreement import describe
 from core_rl.distributed.comm import Channel
-from core_rl.errors import ConfigError, WeightsError, raise_all
+from core_rl.errors import WeightsError, raise_all
 
 __all__ = [
     "AdapterMetadata",
@@ -31,7 +29,6 @@ __all__ = [
     "digest_of",
     "pickled_by_name",
     "receive_message",
-    "rendezvous_file",
     "send_message",
     "shared_by_name",
 ]
@@ -126,15 +123,6 @@ def receive_message(channel: Channel, peer: str) -> tuple[Any, ...]:
     if message[0] == Kind.FAILED:
         raise WeightsError(f"the {peer} of the weights failed: {message[1]}")
     return message
-
-
-def rendezvous_file(meta: WeightUpdateMeta) -> Path:
-    """The file that names the receiver's socket; raises `ConfigError` for a ``meta`` without a path."""
-    if not meta.path:
-        raise ConfigError(
-            f"WeightUpdateMeta(method={meta.method!r}) needs a path: a file through which the sender finds the receiver"
-        )
-    return Path(meta.path)
 
 
 def digest_of(tensors: Sequence[tuple[str, Tensor]]) -> str:

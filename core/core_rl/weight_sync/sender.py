@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import socket
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,19 +22,16 @@ from core_rl.weight_sync.messages import (
     Kind,
     digest_of,
     receive_message,
-    rendezvous_file,
     send_message,
     shared_by_name,
 )
+from core_rl.weight_sync.rendezvous import connect
 
 __all__ = ["send_tensors", "send_weights"]
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 300.0
-"""The longest wait for a receiver."""
 ALIGNMENT = 64
-POLL_S = 0.02
 CPU = torch.device("cpu")
 
 
@@ -97,7 +91,7 @@ class _Sender:
         self._unacknowledged = 0
 
     def connect(self) -> None:
-        self._channel = Channel(_connected(rendezvous_file(self._meta)))
+        self._channel = connect(self._meta)
         self._send(Kind.HELLO, self._meta.version, self._adapter)
         (ranks,) = self._reply(Kind.READY)
         if ranks is not None:
@@ -161,12 +155,17 @@ class _Sender:
         if self._channel is not None:
             if failure is not None:
                 with suppress(OSError):
-                    self._send(Kind.FAILED, failure)
+                    send_message(self._channel, Kind.FAILED, failure)
             self._channel.close()
 
     def _send(self, kind: Kind, *fields: object) -> None:
         assert self._channel is not None
-        send_message(self._channel, kind, *fields)
+        try:
+            send_message(self._channel, kind, *fields)
+        except ConnectionError:
+            # A receiver that has failed closes the connection, and what it sent before is still there.
+            while True:
+                receive_message(self._channel, "receiver")
 
     def _reply(self, expected: Kind) -> list[Any]:
         """The other fields of the receiver's next message, which is of the kind ``expected``."""
@@ -208,21 +207,3 @@ class _Filling:
 
     def digest(self) -> str:
         return digest_of(self.tensors)
-
-
-def _connected(file: Path) -> socket.socket:
-    deadline = time.monotonic() + CONNECT_S
-    while time.monotonic() < deadline:
-        with suppress(FileNotFoundError, ConnectionRefusedError):
-            connection = socket.socket(socket.AF_UNIX)
-            try:
-                connection.connect(file.read_text())
-            except OSError:
-                connection.close()
-                raise
-            return connection
-        time.sleep(POLL_S)
-    raise WeightsError(
-        f"no inference engine waits for weights at {file} after {CONNECT_S:g} s; call its update_weights() with the "
-        "same meta first: it returns at once"
-    )

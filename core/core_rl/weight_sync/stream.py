@@ -1,8 +1,7 @@
 """The receiving side of a stream of weights (``method="tensor"``, ``"distributed"``, ``"lora"``).
 
-The receiver opens a socket and writes its name to the file `WeightUpdateMeta.path`. The rank that writes exports
-connects to it, and sends the tensors in buckets of shared memory; at most two are in flight. Neither side depends on
-what the other one is.
+The rank that writes exports connects to the receiver through the file `WeightUpdateMeta.path`, and sends the tensors in
+buckets of shared memory; at most two are in flight. Neither side depends on what the other one is.
 
 By ``distributed`` the sender also broadcasts each bucket to the ranks of servers on any machine, as soon as the
 receiver has allowed it; the receiver is still on the sender's machine. Where that group breaks, the receiver falls
@@ -11,12 +10,8 @@ back to the buckets in shared memory. By ``lora`` the tensors are the adapter's,
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import torch
 
@@ -31,11 +26,11 @@ from core_rl.weight_sync.messages import (
     Kind,
     digest_of,
     receive_message,
-    rendezvous_file,
     send_message,
 )
+from core_rl.weight_sync.rendezvous import accepted, expecting
 
-__all__ = ["Bucket", "ReceivedWeights", "abandon", "receiving", "receiving_buckets"]
+__all__ = ["Bucket", "ReceivedWeights", "receiving", "receiving_buckets"]
 
 
 class ReceivedWeights:
@@ -99,28 +94,11 @@ def receiving(
     """The weights of a sender with the same ``meta``; leaving the context reports them as installed.
 
     ``ranks()`` is called when the sender has connected: for ``distributed``, the ranks that join its group; with None
-    the weights come through shared memory alone. An error in the context is reported to the sender. Raises
-    `WeightsError` when no sender connects within ``timeout_s``.
+    the weights come through shared memory alone. An error in the context, and one before a sender has connected, is
+    reported to the sender. Raises `WeightsError` when no sender connects within ``timeout_s``.
     """
-    file = rendezvous_file(meta)
-    with tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True) as directory:
-        with socket.socket(socket.AF_UNIX) as listener:
-            name = f"{directory}/weights"  # a socket's name must be short
-            listener.bind(name)
-            listener.listen(1)
-            listener.settimeout(timeout_s)
-            _announce(file, name)
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError as error:
-                raise WeightsError(
-                    f"no train engine sent weights of version {meta.version} to {file} within {timeout_s:g} s; "
-                    "call its upload_weights() with the same meta"
-                ) from error
-            finally:
-                file.unlink(missing_ok=True)
-        with _reported(Channel(connection), meta, ranks) as weights:
-            yield weights
+    with expecting(meta), accepted(meta, timeout_s) as channel, _reported(channel, meta, ranks) as weights:
+        yield weights
 
 
 @contextmanager
@@ -158,17 +136,3 @@ def _reported(
         raise
     finally:
         channel.close()
-
-
-def abandon(meta: WeightUpdateMeta) -> None:
-    """Fail a receiver that waits with the same ``meta``: no sender will connect."""
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(rendezvous_file(meta).read_text())
-
-
-def _announce(file: Path, name: str) -> None:
-    """Write the socket's name to ``file`` atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(name)
-    draft.replace(file)

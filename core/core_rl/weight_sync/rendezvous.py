@@ -1,0 +1,156 @@
+"""The rendezvous of a receiver and a sender of weights: a file names the receiver's socket, or gives its error."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.distributed.agreement import describe
+from core_rl.distributed.comm import Channel
+from core_rl.errors import ConfigError, WeightsError
+
+__all__ = ["abandon", "accepted", "connect", "expecting", "forget_error"]
+
+CONNECT_S = 300.0
+"""The longest wait for a receiver."""
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """The content of the file: of a receiver that gets ready, that listens on ``socket``, or that has failed."""
+
+    version: int
+    socket: str | None = None
+    error: str | None = None
+
+
+# ------------------------------------------------------------------- the receiver
+
+
+@contextmanager
+def expecting(meta: WeightUpdateMeta) -> Iterator[None]:
+    """Announce a receiver; where the context raises before a sender has connected, the sender finds the error."""
+    file = _file(meta)
+    _write(file, _Record(version=meta.version))
+    try:
+        yield
+    except BaseException as error:
+        if file.exists():
+            reason = describe(error) if isinstance(error, Exception) else repr(error)
+            _write(file, _Record(version=meta.version, error=reason))
+        raise
+    file.unlink(missing_ok=True)
+
+
+@contextmanager
+def accepted(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Channel]:
+    """The connection of a sender; raises `WeightsError` when none connects within ``timeout_s``."""
+    file = _file(meta)
+    with tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True) as directory:
+        with socket.socket(socket.AF_UNIX) as listener:
+            name = f"{directory}/weights"  # a socket's name must be short
+            listener.bind(name)
+            listener.listen(1)
+            listener.settimeout(timeout_s)
+            _write(file, _Record(version=meta.version, socket=name))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError as error:
+                raise WeightsError(
+                    f"no train engine sent weights of version {meta.version} to {file} within {timeout_s:g} s; "
+                    "call its upload_weights() with the same meta"
+                ) from error
+            file.unlink(missing_ok=True)
+        yield Channel(connection)
+
+
+def forget_error(meta: WeightUpdateMeta) -> None:
+    """Remove the error of an earlier update, which no sender has read."""
+    file = _file(meta)
+    record = _read(file)
+    if record is not None and record.error is not None:
+        file.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------- the sender
+
+
+def connect(meta: WeightUpdateMeta) -> Channel:
+    """A connection to the receiver with the same ``meta``.
+
+    Raises `WeightsError` with the error of a receiver that has failed, and when none waits within five minutes.
+    """
+    file, deadline = _file(meta), time.monotonic() + CONNECT_S
+    while time.monotonic() < deadline:
+        record = _read(file)
+        if record is not None and record.error is not None and record.version == meta.version:
+            file.unlink(missing_ok=True)
+            raise WeightsError(f"the receiver of the weights failed: {record.error}")
+        if record is not None and record.socket is not None:
+            connection = _connected(record.socket)
+            if connection is not None:
+                return Channel(connection)
+        time.sleep(POLL_S)
+    raise WeightsError(
+        f"no inference engine waits for weights at {file} after {CONNECT_S:g} s; call its update_weights() with the "
+        "same meta first: it returns at once"
+    )
+
+
+def abandon(meta: WeightUpdateMeta) -> None:
+    """Fail a receiver that waits with the same ``meta``: no sender will connect."""
+    record = _read(_file(meta))
+    if record is not None and record.socket is not None:
+        connection = _connected(record.socket)
+        if connection is not None:
+            connection.close()
+
+
+def _connected(name: str) -> socket.socket | None:
+    """A connection to the socket ``name``; None where nobody listens."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(name)
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+# ----------------------------------------------------------------------- the file
+
+
+def _file(meta: WeightUpdateMeta) -> Path:
+    if not meta.path:
+        raise ConfigError(
+            f"WeightUpdateMeta(method={meta.method!r}) needs a path: a file through which the sender finds the receiver"
+        )
+    return Path(meta.path)
+
+
+def _write(file: Path, record: _Record) -> None:
+    """Replace ``file`` atomically; only this user may read or write it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        json.dump(asdict(record), stream)
+    Path(draft).replace(file)
+
+
+def _read(file: Path) -> _Record | None:
+    """The record in ``file``; None where there is none."""
+    with suppress(FileNotFoundError, ValueError, TypeError):  # the last two for what something else has left
+        return _Record(**json.loads(file.read_text(encoding="utf-8")))
+    return None
