@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -299,6 +301,57 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
     with pytest.raises(ConfigError, match="needs a path"):
         collect(meta(tmp_path, path=None))
+
+
+def test_a_rendezvous_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "meet").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
+    (tmp_path / "meet").chmod(0o666)
+    with pytest.raises(
+        WeightsError, match=r"may be written by other users \(mode -rw-rw-rw-\).*could run code"
+    ):
+        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+
+
+def test_a_rendezvous_file_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meet").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
+    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "meet").stat().st_uid + 1)
+    with pytest.raises(WeightsError, match=r"belongs to the user \d+, and this process to \d+"):
+        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+
+
+def test_a_rendezvous_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
+    (tmp_path / "meet").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+
+
+def test_the_receiver_writes_a_file_that_nobody_else_may_write(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert passed([("a", torch.ones(2))], meta(tmp_path))
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="this system does not tell the user of a peer")
+def test_nothing_is_unpickled_from_a_process_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials of the process at the other end, whatever the file says."""
+    unpickled: list[bytes] = []
+    monkeypatch.setattr(pickle, "loads", unpickled.append)
+    monkeypatch.setattr(rendezvous, "_require_private", lambda file, status: None)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect, meta(tmp_path))
+        with pytest.raises(WeightsError, match=r"the receiver of the weights runs as the user \d+, and this"):
+            send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+        with pytest.raises(WeightsError, match="the sender of the weights runs as the user"):
+            arrival.result(20)
+    assert not unpickled
 
 
 def grouped(directory: Path, **changes: Any) -> WeightUpdateMeta:

@@ -1,10 +1,15 @@
-"""The rendezvous of a receiver and a sender of weights: a file names the receiver's socket, or gives its error."""
+"""The rendezvous of a receiver and a sender of weights: a file names the receiver's socket, or gives its error.
+
+Messages on the socket are pickled. Both sides therefore refuse a file or a peer of another user.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import stat
+import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +27,8 @@ __all__ = ["abandon", "accepted", "connect", "expecting", "forget_error"]
 CONNECT_S = 300.0
 """The longest wait for a receiver."""
 POLL_S = 0.02
+PEER_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group: Linux' ``struct ucred``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ def accepted(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Channel]:
                     "call its upload_weights() with the same meta"
                 ) from error
             file.unlink(missing_ok=True)
-        yield Channel(connection)
+        yield _channel(connection, "sender")
 
 
 def forget_error(meta: WeightUpdateMeta) -> None:
@@ -98,7 +105,7 @@ def connect(meta: WeightUpdateMeta) -> Channel:
         if record is not None and record.socket is not None:
             connection = _connected(record.socket)
             if connection is not None:
-                return Channel(connection)
+                return _channel(connection, "receiver")
         time.sleep(POLL_S)
     raise WeightsError(
         f"no inference engine waits for weights at {file} after {CONNECT_S:g} s; call its update_weights() with the "
@@ -108,11 +115,12 @@ def connect(meta: WeightUpdateMeta) -> Channel:
 
 def abandon(meta: WeightUpdateMeta) -> None:
     """Fail a receiver that waits with the same ``meta``: no sender will connect."""
-    record = _read(_file(meta))
-    if record is not None and record.socket is not None:
-        connection = _connected(record.socket)
-        if connection is not None:
-            connection.close()
+    with suppress(WeightsError):  # a file that `connect` refuses
+        record = _read(_file(meta))
+        if record is not None and record.socket is not None:
+            connection = _connected(record.socket)
+            if connection is not None:
+                connection.close()
 
 
 def _connected(name: str) -> socket.socket | None:
@@ -150,7 +158,54 @@ def _write(file: Path, record: _Record) -> None:
 
 
 def _read(file: Path) -> _Record | None:
-    """The record in ``file``; None where there is none."""
-    with suppress(FileNotFoundError, ValueError, TypeError):  # the last two for what something else has left
-        return _Record(**json.loads(file.read_text(encoding="utf-8")))
+    """The record in ``file``; None where there is none.
+
+    Raises `WeightsError` for a file that belongs to another user, or that others may write.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WeightsError(f"the rendezvous file {file} cannot be read: {error.strerror}") from error
+    with os.fdopen(descriptor, encoding="utf-8") as stream:
+        _require_private(file, os.fstat(descriptor))
+        with suppress(ValueError, TypeError):  # left by something else
+            return _Record(**json.load(stream))
     return None
+
+
+def _require_private(file: Path, status: os.stat_result) -> None:
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is not a file"
+    elif status.st_uid != os.geteuid():
+        problem = f"belongs to the user {status.st_uid}, and this process to {os.geteuid()}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"may be written by other users (mode {stat.filemode(status.st_mode)})"
+    if problem is not None:
+        raise WeightsError(
+            f"the rendezvous file {file} {problem}: whoever writes it could run code here; set WeightUpdateMeta.path "
+            "to a directory that belongs to the user of both engines, on a local disk"
+        )
+
+
+def _channel(connection: socket.socket, peer: str) -> Channel:
+    """A channel to a process of the same user; raises `WeightsError` for one of another user."""
+    user = _user_of_peer(connection)
+    if user is not None and user != os.geteuid():
+        connection.close()
+        raise WeightsError(
+            f"the {peer} of the weights runs as the user {user}, and this process as {os.geteuid()}: it could run "
+            "code here; run both engines as the same user"
+        )
+    return Channel(connection)
+
+
+def _user_of_peer(connection: socket.socket) -> int | None:
+    """The user of the process at the other end; None where the system does not tell, as macOS."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    _, user, _ = PEER_CREDENTIALS.unpack(found)
+    return int(user)
