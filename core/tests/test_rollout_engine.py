@@ -391,6 +391,22 @@ def test_generation_waits_while_paused_and_a_cancelled_request_does_not_wake_the
     assert backend.calls == ["pause", "resume"]
 
 
+def test_an_engine_whose_backend_cannot_pause_serves_on(engine: InferenceEngine, backend: ToyBackend) -> None:
+    def pause() -> None:
+        raise RolloutError("no server reacts")
+
+    async def ask_once() -> LLMResponse:
+        return await asyncio.wait_for(engine.agenerate(REQUEST), 10)
+
+    backend.pause = pause  # type: ignore[method-assign]
+    with pytest.raises(RolloutError, match="no server reacts"):
+        engine.pause()
+    assert asyncio.run(ask_once()).output_ids == (3, 4, 5)
+    del backend.pause
+    engine.pause()
+    assert backend.calls == ["pause"], "a later pause reaches the backend"
+
+
 def test_a_request_that_waits_when_the_engine_goes_is_told(engine: InferenceEngine) -> None:
     async def scene() -> None:
         engine.pause()

@@ -61,7 +61,7 @@ class SupportsPause(Protocol):
     """Interrupts requests in flight; the core already holds back new ones."""
 
     def pause(self) -> None:
-        """Interrupt the requests in flight until `resume`."""
+        """Interrupt the requests in flight until `resume`; if it raises, they continue."""
 
     def resume(self) -> None:
         """Continue the interrupted requests."""

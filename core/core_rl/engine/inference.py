@@ -264,11 +264,17 @@ class InferenceEngine:
     def pause(self) -> None:
         """Hold back new requests until `resume`, and return at once.
 
-        Requests in flight are interrupted by an engine that declares ``pause``; others finish them.
+        Requests in flight are interrupted by an engine that declares ``pause``; others finish them. Where the backend
+        raises, the engine is not paused.
         """
         guards.require_state(self._state, "ready", "pause()")
-        if self._gate.close() and self.spec.supports(Capability.PAUSE):
+        if not self._gate.close() or not self.spec.supports(Capability.PAUSE):
+            return
+        try:
             cast("protocols.SupportsPause", self._backend).pause()
+        except BaseException:
+            self._gate.open()
+            raise
 
     def resume(self) -> None:
         """Let requests continue; an engine that is not paused ignores it."""

@@ -199,6 +199,17 @@ def test_a_server_that_somebody_left_paused_is_taken_over(stub: Stub) -> None:
         assert complete(engine, request())[0].output_ids == (7,) * 4
 
 
+def test_a_pause_that_a_server_refuses_leaves_none_paused(tmp_path: Path) -> None:
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        made[1].faults["/pause_generation"] = lambda _request, _body: web.Response(status=500)
+        with pytest.raises(RolloutError, match=made[1].address):
+            engine.pause()
+        assert not made[0].paused
+        assert [response.stop_reason for response in complete(engine, request(), request(9))] == [
+            "length"
+        ] * 2
+
+
 async def streamed(engine: InferenceEngine, count: int | None = None) -> list[PartialResponse | LLMResponse]:
     """The parts of a streamed response, or the first ``count`` of them."""
     found: list[PartialResponse | LLMResponse] = []

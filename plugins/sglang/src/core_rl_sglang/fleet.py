@@ -193,9 +193,13 @@ class Fleet:
     # ------------------------------------------------------- pause and memory
 
     async def pause(self) -> None:
-        """Interrupt what is in flight."""
+        """Interrupt what is in flight; where a server refuses, all continue."""
         self._paused = True
-        await self.pool.post(lambda server: server.pause("retract"))
+        try:
+            await self.pool.post(lambda server: server.pause("retract"))
+        except BaseException:
+            await self.resume()
+            raise
 
     async def resume(self) -> None:
         """Continue what `pause` has interrupted; servers that are receiving weights do when they have all of them."""
