@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError, raise_all
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -21,7 +22,10 @@ class Config(BaseModel):
     the field, the value and the fix, and is what reads files and command lines.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # pydantic's own messages would show the values of secrets.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
 
 def parse_config(kind: type[ConfigT], values: Mapping[str, Any], where: str = "config") -> ConfigT:
@@ -36,12 +40,13 @@ def parse_config(kind: type[ConfigT], values: Mapping[str, Any], where: str = "c
 
 def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:
     location = ".".join(str(part) for part in detail["loc"]) or "(the whole config)"
+    value = hidden(str(detail["loc"][-1]) if detail["loc"] else "", detail["input"])
     if detail["type"] == "extra_forbidden":
-        return f"unknown field {location!r} = {detail['input']!r}{_suggestion(kind, detail['loc'])}"
+        return f"unknown field {location!r} = {value!r}{_suggestion(kind, detail['loc'])}"
     if detail["type"] == "missing":
         return f"field {location!r} is required; set it"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"field {location!r} = {detail['input']!r}: {message}"
+    return f"field {location!r} = {value!r}: {message}"
 
 
 def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:

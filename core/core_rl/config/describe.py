@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from core_rl.config.secret import SecretReference
+
 __all__ = ["FieldHelp", "describe_fields"]
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -77,7 +79,14 @@ def _type_name(annotation: Any) -> str:
         return f"list of {names[0]}" if origin is list or ... in arguments else f"[{', '.join(names)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    plain = {type(None): "null", dict: "mapping", list: "list", tuple: "list", Any: "anything"}
+    plain = {
+        type(None): "null",
+        SecretReference: "'${env:NAME}'",
+        dict: "mapping",
+        list: "list",
+        tuple: "list",
+        Any: "anything",
+    }
     kind = origin or annotation
     return plain.get(kind, getattr(kind, "__name__", str(kind)))
 

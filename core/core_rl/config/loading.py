@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError, raise_all
 
 __all__ = ["Override", "apply_overrides", "load_yaml", "parse_overrides"]
@@ -142,7 +143,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
                 child = section[here] = {}
             if not isinstance(child, dict | list):
                 raise ConfigError(
-                    f"override {'.'.join(path)!r}: {'.'.join(path[:depth])!r} is {child!r}, which has no "
+                    f"override {'.'.join(path)!r}: {'.'.join(path[:depth])!r} is {hidden(key, child)!r}, which has no "
                     f"field {path[depth]!r}; override {key!r} itself"
                 )
             section = child

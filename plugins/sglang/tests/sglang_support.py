@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,8 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_sglang.backend import SGLangBackend
 
-API_KEY = "a secret"
+os.environ["CORE_RL_TEST_SGLANG_KEY"] = "a secret"
+API_KEY = "${env:CORE_RL_TEST_SGLANG_KEY}"
 """Of the server that tests on real ones share."""
 ADAPTERS: dict[str, Any] = {
     "rank": 3,

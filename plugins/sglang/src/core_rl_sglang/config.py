@@ -6,14 +6,22 @@ import os
 import sys
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, field_validator
 
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.secret import SecretReference
 
 __all__ = ["PYTHON_VARIABLE", "SglangConfig", "SglangOptions"]
 
 PYTHON_VARIABLE = "CORE_RL_SGLANG_PYTHON"
+HAVE_FIELDS = {
+    "--api-key": "options.api_key",
+    "--admin-api-key": "options.api_key",
+    "--host": "options.host",
+    "--port": "options.ports",
+}
+"""Arguments of a server whose fields are checked."""
 
 
 class SglangOptions(Config):
@@ -29,15 +37,17 @@ class SglangOptions(Config):
     """Where launched servers listen; with another address than the loopback, set ``api_key`` too."""
     ports: tuple[int, ...] = ()
     """The ports of launched servers; by default any free ones."""
-    api_key: SecretStr | None = None
-    """The key that servers require of clients, launched ones and those that run already."""
+    api_key: SecretReference | None = None
+    """The key that servers require of clients, launched ones and those that run already: ``${env:NAME}`` with the name
+    of the environment variable that holds it, never the key itself."""
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens whose keys and values fit into the cache of one launched server. By default SGLang decides by the
     memory of the accelerator; on a CPU it is 16,384."""
     max_running_requests: int | None = Field(default=None, ge=1)
     """Requests that one launched server computes at one time; by default SGLang decides."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments of ``sglang.launch_server``, such as ``--mem-fraction-static 0.8``."""
+    """Further arguments of ``sglang.launch_server``, such as ``--mem-fraction-static 0.8``; those that have a field are
+    refused."""
     log_path: str | None = None
     """A directory for the logs of launched servers; by default they are kept until the engine is destroyed."""
     start_timeout_s: float = Field(default=900.0, gt=0)
@@ -54,10 +64,23 @@ class SglangOptions(Config):
     """Requests in flight when weights change: they continue under the new weights, from the tokens that they have, or
     end as they are with ``stop_reason = "abort"``."""
 
+    @field_validator("extra_args")
+    @classmethod
+    def _without_fields(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        names = [part.partition("=")[0].replace("_", "-") for part in arguments if part.startswith("--")]
+        taken = [
+            field for field in HAVE_FIELDS if any(len(name) > 2 and field.startswith(name) for name in names)
+        ]
+        if taken:
+            raise ValueError(
+                f"set {', '.join(HAVE_FIELDS[field] for field in taken)} instead of {', '.join(taken)}"
+            )
+        return arguments
+
     @property
     def key(self) -> str | None:
-        """The text of ``api_key``."""
-        return None if self.api_key is None else self.api_key.get_secret_value()
+        """The value of ``api_key``; raises `ConfigError` where its variable is not set."""
+        return None if self.api_key is None else self.api_key.read()
 
 
 class SglangConfig(InferenceEngineConfig):

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from core_rl.config.secret import HIDDEN
 from core_rl.distributed.process_group import pick_device
 from core_rl.errors import ConfigError, RolloutError
 from core_rl_sglang.config import SglangConfig, SglangOptions
@@ -85,6 +86,7 @@ class ServerProcess:
 
     def __init__(self, config: SglangConfig, model: ServedModel, port: int) -> None:
         options, device, python = config.options, pick_device(config.device, 0).type, config.server_python
+        self._key = options.key
         arguments = arguments_of(config, model, port, device)
         self._log = _log_file(options.log_path, port)
         environment = {
@@ -118,7 +120,7 @@ class ServerProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
             # Not an argument, which every user of the machine can read.
-            self._process.stdin.write(f"{options.key or ''}\n".encode())
+            self._process.stdin.write(f"{self._key or ''}\n".encode())
             self._process.stdin.flush()
 
     @property
@@ -142,6 +144,8 @@ class ServerProcess:
         """The last lines that the server wrote, for a message."""
         size = self._log.seek(0, os.SEEK_END)
         text = os.pread(self._log.fileno(), 64 * 1024, max(0, size - 64 * 1024)).decode(errors="replace")
+        if self._key is not None:  # SGLang (0.5.23) logs its arguments with the key
+            text = text.replace(self._key, HIDDEN)
         return "\n".join(["the end of its log:", *text.splitlines()[-lines:]])
 
     def stop(self) -> None:
@@ -163,7 +167,10 @@ def _log_file(directory: str | None, port: int) -> IO[bytes]:
     if directory is None:
         return tempfile.TemporaryFile()
     Path(directory).mkdir(parents=True, exist_ok=True)
-    return Path(directory, f"sglang-{port}.log").open("ab+")
+    file = Path(directory, f"sglang-{port}.log")
+    log = file.open("ab+")
+    file.chmod(0o600)  # before SGLang (0.5.23) logs its arguments with the key
+    return log
 
 
 def _shared_cores(ranks: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from core_rl.checkpoint.run import RunCheckpoints
+from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -145,5 +146,5 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str
         if isinstance(left, Mapping) and isinstance(right, Mapping):
             found += differing_fields(left, right, f"{prefix}{name}.")
         elif left != right:
-            found.append(f"{prefix}{name}: {left!r} then, {right!r} now")
+            found.append(f"{prefix}{name}: {hidden(name, left)!r} then, {hidden(name, right)!r} now")
     return found

@@ -14,6 +14,7 @@ from core_rl.config.engine import DType, LoraConfig, OptimizerConfig
 from core_rl.config.hub import local_model_path
 from core_rl.config.layout import ParallelLayout
 from core_rl.config.loading import apply_overrides, load_yaml
+from core_rl.config.secret import literal_secrets
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
 
@@ -265,9 +266,11 @@ class Recipe(Config):
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read ``path`` and apply dotted ``overrides``.
 
-    Raises `ConfigError` with every field that is wrong, its value, and the fix.
+    Raises `ConfigError` with every field that is wrong, its value unless that is a secret, and the fix.
     """
-    recipe = parse_config(Recipe, apply_overrides(load_yaml(path), overrides), str(path))
+    values = apply_overrides(load_yaml(path), overrides)
+    raise_all(ConfigError, str(path), literal_secrets(values))
+    recipe = parse_config(Recipe, values, str(path))
     try:
         directory = recipe.output_dir.format(engine=recipe.engine, seed=recipe.seed)
     except (KeyError, IndexError, ValueError) as error:

@@ -1,0 +1,97 @@
+"""Secrets in configs: the name of an environment variable, never the value."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from core_rl.errors import ConfigError
+
+__all__ = ["HIDDEN", "SecretReference", "hidden", "literal_secrets"]
+
+HIDDEN = "***"
+"""The text that stands for a secret in messages."""
+HOW = (
+    "a secret in a recipe or config would be written to the run's files and pages; put it into an environment "
+    "variable, and write '${env:NAME}' with its name"
+)
+_REFERENCE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}", re.ASCII)
+_SECRET_FIELD = re.compile(
+    r"(.*[_-])?(api[_-]?keys?|passwords?|secrets?|(access|auth|hf)[_-]?tokens?|credentials?)", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class SecretReference:
+    """A secret in the environment variable ``name``; a config writes ``${env:NAME}``.
+
+    Files, pages, messages and other processes see the reference alone.
+    """
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"${{env:{self.name}}}"
+
+    def read(self) -> str:
+        """The secret; raises `ConfigError` where the variable is not set."""
+        value = os.environ.get(self.name)
+        if not value:
+            raise ConfigError(
+                f"{self}: the environment variable {self.name} is not set here; export it before the start"
+            )
+        return value
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls._parse, serialization=core_schema.to_string_ser_schema(when_used="always")
+        )
+
+    @classmethod
+    def _parse(cls, value: object) -> SecretReference:
+        if isinstance(value, cls):
+            return value
+        found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError(HOW)
+        return cls(found[1])
+
+
+def literal_secrets(values: Mapping[str, Any]) -> list[str]:
+    """A sentence for each field of ``values``, at any depth, that holds a secret itself."""
+    return [f"field {path!r} = {HIDDEN}: {HOW}" for path in _literals("", values, "")]
+
+
+def hidden(name: str, value: Any) -> Any:
+    """``value`` of the field ``name``, with `HIDDEN` for each secret in it."""
+    if isinstance(value, Mapping):
+        return {key: hidden(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [hidden(name, item) for item in value]
+    return HIDDEN if _is_literal(name, value) else value
+
+
+def _literals(name: str, value: Any, path: str) -> Iterator[str]:
+    """The dotted paths of secrets in ``value``, which is the field ``name`` at ``path``."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _literals(str(key), item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _literals(name, item, f"{path}.{number}")
+    elif _is_literal(name, value):
+        yield path
+
+
+def _is_literal(name: str, value: Any) -> bool:
+    """Whether ``value`` is a secret by the ``name`` of its field, and no reference."""
+    if value is None or isinstance(value, bool | SecretReference):
+        return False
+    return bool(_SECRET_FIELD.fullmatch(name)) and not _REFERENCE.fullmatch(str(value))

@@ -1,0 +1,44 @@
+"""Launched servers and the options that concern them. Scripts stand for the servers here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from sglang_support import API_KEY, build, tiny_model
+
+from core_rl.errors import ConfigError, RolloutError
+
+
+def script(directory: Path, text: str) -> str:
+    """An executable that a launched server is, whatever its arguments."""
+    file = directory / "server.sh"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_the_log_of_a_server_in_an_error_has_no_key(tmp_path: Path) -> None:
+    python = script(tmp_path, "read key; echo \"server_args={'api_key': '$key'}\"; exit 3")
+    engine = build(tiny_model(tmp_path), api_key=API_KEY, python=python, log_path=str(tmp_path / "logs"))
+    with pytest.raises(RolloutError, match=r"exit code 3[\s\S]*'api_key': '\*\*\*'") as caught:
+        engine.initialize()
+    assert os.environ["CORE_RL_TEST_SGLANG_KEY"] not in f"{caught.value}{engine.config!r}"
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.stat().st_mode & 0o077 == 0, "SGLang writes its key there"
+
+
+def test_a_key_that_is_not_set_is_named_before_a_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CORE_RL_TEST_SGLANG_KEY")
+    engine = build(tiny_model(tmp_path), api_key=API_KEY, python=script(tmp_path, "exit 3"))
+    with pytest.raises(ConfigError, match="CORE_RL_TEST_SGLANG_KEY is not set"):
+        engine.initialize()
+
+
+@pytest.mark.parametrize("argument", ["--api-key=k", "--api_key", "--host", "--port", "--admin-api-key"])
+def test_arguments_that_have_a_field_are_refused(tmp_path: Path, argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"extra_args.*set options\.\w+ instead of --"):
+        build(tiny_model(tmp_path), extra_args=("--mem-fraction-static", "0.8", argument))
