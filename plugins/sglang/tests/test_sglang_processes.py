@@ -42,3 +42,16 @@ def test_a_key_that_is_not_set_is_named_before_a_server_starts(
 def test_arguments_that_have_a_field_are_refused(tmp_path: Path, argument: str) -> None:
     with pytest.raises(ConfigError, match=r"extra_args.*set options\.\w+ instead of --"):
         build(tiny_model(tmp_path), extra_args=("--mem-fraction-static", "0.8", argument))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "server.example"])
+def test_a_server_that_others_reach_needs_a_key(tmp_path: Path, host: str) -> None:
+    model = tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=rf"host = '{host}' without api_key: whoever reaches .* run code"):
+        build(model, host=host)
+    build(model, host=host, api_key=API_KEY)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_a_server_on_the_loopback_needs_none(tmp_path: Path, host: str) -> None:
+    build(tiny_model(tmp_path), host=host)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig
@@ -24,6 +25,13 @@ HAVE_FIELDS = {
 """Arguments of a server whose fields are checked."""
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class SglangOptions(Config):
     """Options of SGLang alone."""
 
@@ -34,7 +42,8 @@ class SglangOptions(Config):
     """The Python of the environment that SGLang is installed in. By default what the environment variable
     CORE_RL_SGLANG_PYTHON names, and else the Python of this process."""
     host: str = "127.0.0.1"
-    """Where launched servers listen; with another address than the loopback, set ``api_key`` too."""
+    """The address that launched servers listen on. Another one than the loopback needs ``api_key``: whoever reaches a
+    server without a key can run code on it, since it unpickles the tensors of weight updates."""
     ports: tuple[int, ...] = ()
     """The ports of launched servers; by default any free ones."""
     api_key: SecretReference | None = None
@@ -76,6 +85,15 @@ class SglangOptions(Config):
                 f"set {', '.join(HAVE_FIELDS[field] for field in taken)} instead of {', '.join(taken)}"
             )
         return arguments
+
+    @model_validator(mode="after")
+    def _protected(self) -> Self:
+        if self.api_key is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} without api_key: whoever reaches a server can run code on it, since it "
+                "unpickles the tensors of weight updates; set api_key to '${env:NAME}', or host to 127.0.0.1"
+            )
+        return self
 
     @property
     def key(self) -> str | None:
