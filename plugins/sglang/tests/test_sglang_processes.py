@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ def script(directory: Path, text: str) -> str:
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
     return str(file)
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = tuple(probe.getsockname()[1] for probe in probes)
+    for probe in probes:
+        probe.close()
+    return ports
 
 
 def test_the_log_of_a_server_in_an_error_has_no_key(tmp_path: Path) -> None:
@@ -55,3 +64,20 @@ def test_a_server_that_others_reach_needs_a_key(tmp_path: Path, host: str) -> No
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_a_server_on_the_loopback_needs_none(tmp_path: Path, host: str) -> None:
     build(tiny_model(tmp_path), host=host)
+
+
+def test_a_server_whose_sibling_does_not_start_is_stopped(tmp_path: Path) -> None:
+    ports, pid = free_ports(2), tmp_path / "pid"
+    # The first ends as soon as the second is running.
+    dies = f"while [ ! -s {pid} ]; do sleep 0.02; done; exit 3"
+    python = script(
+        tmp_path, f'case "$*" in *"--port {ports[0]}"*) {dies};; esac; echo $$ > {pid}; exec sleep 600'
+    )
+    for launch in (True, False):
+        pid.unlink(missing_ok=True)
+        engine = build(tiny_model(tmp_path), dp=2, python=python, ports=ports)
+        with pytest.raises(RolloutError, match=rf"127.0.0.1:{ports[0]} ended with exit code 3"):
+            engine.launch_server() if launch else engine.initialize()
+        engine.destroy()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
