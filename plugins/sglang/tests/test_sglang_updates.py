@@ -27,6 +27,7 @@ from sglang_support import (
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import RolloutError, WeightsError
+from core_rl.weight_sync import group as weight_group
 from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
 
@@ -200,6 +201,23 @@ def test_a_broadcast_that_breaks_off_restores_the_old_weights(tmp_path: Path) ->
             assert stub.group is None
             assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"]
             assert stub.calls["/update_weights_from_disk"] == 1, "the weights before the update"
+
+
+def test_a_recovery_that_fails_for_any_reason_ends_the_wait_for_the_server(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    with connected([stub], retries=1) as engine:
+        meta = grouped(tmp_path)
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta)
+        arrival.result(20)
+        stub.stop()
+        monkeypatch.setattr(weight_group, "JOIN_S", 0.2)
+        stub.faults["/init_weights_update_group"] = lambda _request, _body: web.json_response({})
+        stub.start()
+        with pytest.raises(RolloutError, match=r"none of the SGLang servers .* is left: .*did not join"):
+            asyncio.run(asyncio.wait_for(engine.agenerate(request()), 30))
 
 
 def paths(stub: Stub, start: int) -> list[str]:
