@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from dataclasses import replace
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.errors import EngineStateError
 from core_rl_sglang.adapters import ServedAdapter
-from core_rl_sglang.api import Refused, ServerTimeout, Unreachable
+from core_rl_sglang.api import Refused, Unreachable
 from core_rl_sglang.pool import ServerPool
 from core_rl_sglang.responses import StaleServer, generation_body, to_partial_response, to_response
 from core_rl_sglang.server import Server
@@ -20,6 +21,15 @@ __all__ = ["Requests"]
 _Result = TypeVar("_Result")
 
 FIRST_RETRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A request on its way to one server."""
+
+    server: Server
+    adapter: ServedAdapter
+    body: Mapping[str, Any]
 
 
 class Requests:
@@ -44,57 +54,60 @@ class Requests:
 
         Sent again where a server is lost before the first part; after it, raises `Unreachable`.
         """
-        seen = 0
-        for left in range(self._pool.options.retries, -1, -1):
-            server, rid = await self._pool.pick(request.input_ids), f"{request.rid}-{left}-"
-            complete = False
-            try:
-                with server.busy() as adapter:
-                    body = {**generation_body(request, rid), **adapter.fields, "stream": True}
-                    async for event in server.api.events("/generate", body, self._timeout_s):
-                        part = to_partial_response(event, seen, server.address)
-                        complete = part is None
-                        seen += 0 if part is None else len(part.output_ids)
-                        yield part or _with_versions(
-                            adapter, to_response(request, event, eos, server.address)
-                        )
-                        if complete:
-                            return
-                raise Unreachable(
-                    f"SGLang server {server.address} ended the stream of request {request.rid} too early"
-                )
-            except (Unreachable, StaleServer) as error:
-                self._pool.mark_lost(server, error)
-                if seen or not left or self._pool.closing:
-                    raise
-            finally:
-                if not complete and server.ready:
-                    self._pool.abort(server, rid)
+
+        async def parts(attempt: _Attempt) -> AsyncGenerator[PartialResponse | LLMResponse]:
+            server, body, seen = attempt.server, {**attempt.body, "stream": True}, 0
+            async with aclosing(server.api.events("/generate", body, self._timeout_s)) as events:
+                async for event in events:
+                    part = to_partial_response(event, seen, server.address)
+                    if part is None:
+                        response = to_response(request, event, eos, server.address)
+                        yield _with_versions(attempt.adapter, response)
+                        return
+                    seen += len(part.output_ids)
+                    yield part
+            raise Unreachable(
+                f"SGLang server {server.address} ended the stream of request {request.rid} too early"
+            )
+
+        async with aclosing(self._results(generation_body(request, request.rid), parts)) as found:
+            async for part in found:
+                yield part
 
     async def call(
         self, body: Mapping[str, Any], read: Callable[[Any, Server, ServedAdapter], _Result]
     ) -> _Result:
-        """``read(response, server, adapter)`` of the response to ``body``.
+        """``read(response, server, adapter)`` of the response to ``body``; sent again where a server is lost."""
 
-        Where the connection breaks, it is sent again with another rid, perhaps to another server. The attempt before
-        is aborted, so that one call gives one sample.
+        async def response(attempt: _Attempt) -> AsyncGenerator[_Result]:
+            found = await attempt.server.api.post("/generate", attempt.body, self._timeout_s)
+            yield read(found, attempt.server, attempt.adapter)
+
+        (result,) = [result async for result in self._results(body, response)]
+        return result
+
+    async def _results(
+        self, body: Mapping[str, Any], send: Callable[[_Attempt], AsyncGenerator[_Result]]
+    ) -> AsyncGenerator[_Result]:
+        """Yield the results of ``send`` for ``body`` on any server; closed before its end, the request is aborted.
+
+        Where a server is lost before the first result, ``body`` is sent again with another rid, perhaps to another
+        server. The attempt before is aborted, so that one call gives one sample.
         """
-        left, delay_s = self._pool.options.retries, FIRST_RETRY_S
+        left, delay_s, begun = self._pool.options.retries, FIRST_RETRY_S, False
         try:
             while True:
                 server = await self._pool.pick(body["input_ids"])
-                # A server aborts every request whose rid begins so.
-                rid = f"{body['rid']}-{left}-"
                 try:
-                    with server.busy() as adapter:
-                        return read(await self._post(server, adapter, {**body, "rid": rid}), server, adapter)
+                    async with aclosing(self._attempt(server, body, left, send)) as results:
+                        async for result in results:
+                            begun = True
+                            yield result
+                    return
                 except (Unreachable, StaleServer) as error:
                     self._pool.mark_lost(server, error)
-                    if not left or self._pool.closing:
+                    if begun or not left or self._pool.closing:
                         raise
-                except (asyncio.CancelledError, ServerTimeout):
-                    self._pool.abort(server, rid)
-                    raise
                 await asyncio.sleep(delay_s)
                 left, delay_s = left - 1, 2 * delay_s
         except (asyncio.CancelledError, Unreachable):
@@ -102,16 +115,36 @@ class Requests:
                 raise EngineStateError("the engine was destroyed while this request was in flight") from None
             raise
 
-    async def _post(self, server: Server, adapter: ServedAdapter, body: Mapping[str, Any]) -> Any:
-        """The response to ``body``; `StaleServer` where ``server`` does not know ``adapter`` any more."""
+    async def _attempt(
+        self,
+        server: Server,
+        body: Mapping[str, Any],
+        left: int,
+        send: Callable[[_Attempt], AsyncGenerator[_Result]],
+    ) -> AsyncGenerator[_Result]:
+        """Yield the results of ``send`` on ``server``; `StaleServer` where that does not know its adapter any more."""
+        # A server aborts every request whose rid begins so.
+        rid, ended = f"{body['rid']}-{left}-", False
         try:
-            return await server.api.post("/generate", {**body, **adapter.fields}, self._timeout_s)
+            with server.busy() as adapter:
+                attempt = _Attempt(server, adapter, {**body, **adapter.fields, "rid": rid})
+                async with aclosing(send(attempt)) as results:
+                    async for result in results:
+                        yield result
+            ended = True
         except Refused as error:
+            ended = True
             if adapter.name is not None and adapter.name in str(error):
                 raise StaleServer(
                     f"SGLang server {server.address} does not know its adapter: {error}"
                 ) from error
             raise
+        except Unreachable:
+            ended = True  # with its connection
+            raise
+        finally:
+            if not ended:
+                self._pool.abort(server, rid)
 
 
 def _with_versions(adapter: ServedAdapter, response: LLMResponse) -> LLMResponse:
