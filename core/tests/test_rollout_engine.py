@@ -378,7 +378,9 @@ def test_generation_waits_while_paused_and_a_cancelled_request_does_not_wake_the
     async def scene() -> LLMResponse:
         engine.pause()
         engine.pause()
-        first, second = (asyncio.ensure_future(engine.agenerate(REQUEST)) for _ in range(2))
+        first, second = (
+            asyncio.ensure_future(engine.agenerate(replace(REQUEST, rid=rid))) for rid in ("first", "second")
+        )
         await asyncio.sleep(0.01)
         first.cancel()
         await asyncio.sleep(0.01)
@@ -570,6 +572,28 @@ class StreamingBackend(ToyBackend):
 
 async def streamed(engine: InferenceEngine) -> list[PartialResponse | LLMResponse]:
     return [part async for part in engine.astream(REQUEST)]
+
+
+def test_a_rid_that_is_in_flight_is_refused_and_free_after_that() -> None:
+    engine = toy_engine(StreamingBackend())
+    engine.initialize()
+
+    async def parts() -> list[PartialResponse | LLMResponse]:
+        return [part async for part in engine.astream(REQUEST)]
+
+    async def scene() -> LLMResponse:
+        engine.pause()
+        first = asyncio.ensure_future(engine.agenerate(REQUEST))
+        await asyncio.sleep(0)
+        for second in (engine.agenerate(REQUEST), parts()):
+            with pytest.raises(RolloutError, match=f"the rid '{REQUEST.rid}' is in flight already"):
+                await asyncio.wait_for(second, 10)
+        engine.resume()
+        return await asyncio.wait_for(first, 60)
+
+    assert asyncio.run(scene()).output_ids == ask(engine).output_ids == (3, 4, 5)
+    assert len(asyncio.run(parts())) == 4
+    engine.destroy()
 
 
 def test_a_streamed_response_is_checked_at_its_end(engine: InferenceEngine) -> None:

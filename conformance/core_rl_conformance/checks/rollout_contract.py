@@ -13,6 +13,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import RolloutError
 from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.contract import LAYOUTS, verify_undeclared
@@ -20,6 +21,8 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures import serving
 
 C = Capability
+REFUSED_S = 10.0
+"""More than any engine needs to refuse a request."""
 
 
 @check("contract.rollout-undeclared", kind="inference", each="engine")
@@ -141,6 +144,37 @@ async def _cancelling(engine: InferenceEngine, requests: Sequence[LLMRequest]) -
         task.cancel()
     await asyncio.gather(*given_up, return_exceptions=True)
     return await running
+
+
+@check("contract.rollout-rid", kind="inference", each="engine")
+def requests_have_rids_of_their_own(subject: EngineUnderTest) -> None:
+    """A request whose ``rid`` another one in flight has is refused with a `RolloutError`, and accepted after that one.
+
+    Why: servers abort requests by their rid, and mix up the answers of two that share one; SGLang refuses the second.
+    Look at: nothing: the core refuses it before a backend sees it.
+    """
+    model = subject.model()
+    engine = subject.serve(model)
+    request = serving.requests_for(subject.data().select(serving.FEW))[0]
+    refused, found = asyncio.run(_sharing_a_rid(engine, request))
+    subject.require(refused, f"two requests with the rid {request.rid!r} were in flight at one time")
+    serving.verify_logprobs(subject, "log-probs next to a refused request", model, found)
+    serving.verify_logprobs(
+        subject, "log-probs of a rid that is free again", model, serving.ask(engine, [request])
+    )
+
+
+async def _sharing_a_rid(engine: InferenceEngine, request: LLMRequest) -> tuple[bool, list[LLMResponse]]:
+    """Whether the second of two equal requests was refused, and the answer to the first."""
+    await asyncio.to_thread(engine.pause)  # so that the first is still in flight
+    first, second = (asyncio.ensure_future(serving.answers(engine, [request])) for _ in range(2))
+    try:
+        await asyncio.wait([second], timeout=REFUSED_S)
+        refused = second.done() and isinstance(second.exception(), RolloutError)
+    finally:
+        await asyncio.to_thread(engine.resume)
+    await asyncio.gather(second, return_exceptions=True)
+    return refused, await first
 
 
 @check("contract.rollout-pause", kind="inference", each="engine")

@@ -186,7 +186,9 @@ async def _during(
     found = [*await serving.answers(engine, requests[half:]), *await running]
     late: list[asyncio.Future[list[LLMResponse]]] = []
     while not update.done() and len(late) < MOST_LATE:
-        late.append(asyncio.ensure_future(serving.answers(engine, [requests[len(late) % len(requests)]])))
+        again = requests[len(late) % len(requests)]
+        request = LLMRequest(input_ids=again.input_ids, sampling=again.sampling)  # with a rid of its own
+        late.append(asyncio.ensure_future(serving.answers(engine, [request])))
         await asyncio.sleep(APART_S * FURTHER_APART ** len(late))
     await update
     return [*found, *(response for part in await asyncio.gather(*late) for response in part)]

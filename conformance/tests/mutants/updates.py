@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -198,6 +199,21 @@ class PauseIsForgotten(ReferenceRolloutBackend):
     components = InferenceComponents(gate=NeverCloses)
 
 
+class NeverAsksForTheRid(RequestGate):
+    """Two requests in flight may have one rid."""
+
+    @contextmanager
+    def named(self, rid: str) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+
+class SharesRids(ReferenceRolloutBackend):
+    """A rid names several requests at one time."""
+
+    components = InferenceComponents(gate=NeverAsksForTheRid)
+
+
 def never_refuse(spec: EngineSpec, capability: Capability, what: str) -> None:
     """Let what is not declared pass."""
 
@@ -274,6 +290,12 @@ MUTANTS = (
         killed_by="contract.rollout-pause",
         issue="tokens of no version (I14)",
         says="were answered while the engine was paused",
+    ),
+    Mutant(
+        engine=SharesRids,
+        killed_by="contract.rollout-rid",
+        issue="an abort by rid that ends the request of somebody else (SGLang refuses a rid in use)",
+        says="were in flight at one time",
     ),
     Mutant(
         engine=ScoresWithoutDeclaring,

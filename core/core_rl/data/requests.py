@@ -79,7 +79,7 @@ class LLMRequest:
     """The prompt."""
     sampling: SamplingParams = SamplingParams()
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Names the request in errors and at the server; unique."""
+    """Names the request in errors and at the server; an engine refuses one that another request in flight has."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))

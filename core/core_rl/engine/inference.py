@@ -142,14 +142,15 @@ class InferenceEngine:
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """Continue one prompt; waits while the engine is paused.
 
-        Raises `RolloutError` for a request that the model cannot take (it never reaches the backend),
-        `EngineContractError` for a response that breaks the contract of `LLMResponse`.
+        Raises `RolloutError` for a request that the model cannot take, or whose ``rid`` another one in flight has: the
+        backend never gets it. Raises `EngineContractError` for a response that breaks the contract of `LLMResponse`.
         """
         started = time.perf_counter()
-        await self._admit("agenerate()", request)
-        with self._gate.counted("agenerate()"):
-            oldest = self._version
-            response = await self._backend.agenerate(request)
+        with self._gate.named(request.rid):
+            await self._admit("agenerate()", request)
+            with self._gate.counted("agenerate()"):
+                oldest = self._version
+                response = await self._backend.agenerate(request)
         self._check_response(request, response, oldest)
         return replace(response, latency_s=time.perf_counter() - started)
 
@@ -163,14 +164,15 @@ class InferenceEngine:
             raise UnsupportedCapability(
                 f"astream(): the backend of {self.spec.name!r} does not implement SupportsStreaming; call agenerate()"
             )
-        await self._admit("astream()", request)
-        with self._gate.counted("astream()"):
-            oldest = self._version
-            async with aclosing(self._backend.astream(request)) as parts:
-                async for part in parts:
-                    if not isinstance(part, PartialResponse):
-                        self._check_response(request, part, oldest)
-                    yield part
+        with self._gate.named(request.rid):
+            await self._admit("astream()", request)
+            with self._gate.counted("astream()"):
+                oldest = self._version
+                async with aclosing(self._backend.astream(request)) as parts:
+                    async for part in parts:
+                        if not isinstance(part, PartialResponse):
+                            self._check_response(request, part, oldest)
+                        yield part
 
     async def _admit(self, method: str, request: LLMRequest) -> None:
         self._require_serving(method)

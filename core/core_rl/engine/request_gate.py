@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from core_rl.config.capability import Capability
 from core_rl.engine.guards import require_capability
-from core_rl.errors import EngineStateError
+from core_rl.errors import EngineStateError, RolloutError
 from core_rl.registry.spec import EngineSpec
 
 __all__ = ["InferenceComponents", "RequestGate"]
 
 
 class RequestGate:
-    """Blocks requests while the engine is paused, and refuses them while its memory is released.
+    """Blocks requests while the engine is paused, and refuses them while its memory is released or their rid is in use.
 
     Its methods may be called from any thread; `wait` from any event loop.
     """
@@ -28,6 +28,8 @@ class RequestGate:
         self._opened: Future[None] | None = None
         """Done when the engine resumes; None while it is not paused."""
         self._in_flight = 0
+        self._rids: set[str] = set()
+        """Of the requests that wait or are in flight."""
         self._released = False
 
     @property
@@ -55,6 +57,21 @@ class RequestGate:
         while (opened := self._opened) is not None:
             # Shielded: one cancelled request must not open the gate for the others.
             await asyncio.shield(asyncio.wrap_future(opened))
+
+    @contextmanager
+    def named(self, rid: str) -> Iterator[None]:
+        """Keep ``rid`` for one request. Raises `RolloutError` while another one has it."""
+        with self._lock:
+            if rid in self._rids:
+                raise RolloutError(
+                    f"a request with the rid {rid!r} is in flight already; give each request a rid of its own, or none"
+                )
+            self._rids.add(rid)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._rids.discard(rid)
 
     def require_memory(self, method: str) -> None:
         """Raise `EngineStateError` while the memory is released."""
