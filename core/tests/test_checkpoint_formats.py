@@ -19,10 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta
+from core_rl.checkpoint import sharded
 from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.formats import save_contents
 from core_rl.checkpoint.manifest import read_manifest
+from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
 from core_rl.engine.loading import load_engine
@@ -417,6 +420,24 @@ def test_damage_of_any_file_is_refused_before_anything_changes(
     assert not same(tensors(engine), before)
 
 
+def test_another_layout_is_asked_only_of_an_engine_that_declares_resharding(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, meta = start(), SaveLoadMeta(path=str(tmp_path / "a"))
+    engine.save(meta)
+    runtime = engine._parts.runtime
+    layout = ParallelLayout(cp=2)
+    runtime.config = runtime.config.model_copy(update={"layout": layout})
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "ShardFiles", None)  # nothing is read before the refusal
+        with pytest.raises(
+            UnsupportedCapability, match=r"saved at the layout dp1, and this is cp2: .*'resharding'"
+        ):
+            engine.load(meta)
+    runtime.spec = replace(SPEC, capabilities=SPEC.capabilities | {Capability.RESHARDING})
+    engine.load(meta)
+
+
 # --------------------------------------------------------------- many ranks
 
 
@@ -449,6 +470,7 @@ def contents_of(world: Comm, tensors: Any) -> Contents:
     )
     return Contents(
         engine="streaming",
+        resharding=True,
         config=support.config(),
         backend=backend,
         tensors=tensors,

@@ -168,6 +168,10 @@ REFUSALS: dict[str, tuple[type[CoreRLError], Callable[[], object]]] = {
         UnsupportedCapability,
         lambda: engine(_undeclared(Capability.ROUTING_REPLAY)).forward(support.batch(), ONE, ("routing",)),
     ),
+    "a config with aux_loss: the engine 'reference' does not declare 'aux_loss'": (
+        UnsupportedCapability,
+        lambda: engine(_undeclared(Capability.AUX_LOSS), router_aux_coef=0.1),
+    ),
     "router_aux_coef = 0.1, and 'qwen3' routes nothing": (
         ConfigError,
         lambda: engine(config=support.TINY, router_aux_coef=0.1),

@@ -186,7 +186,12 @@ def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
 
 @check(
     "I11.adapter-other-layout",
-    requires=[Capability.LORA, Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL],
+    requires=[
+        Capability.LORA,
+        Capability.SHARDED_CHECKPOINT,
+        Capability.RESHARDING,
+        Capability.DATA_PARALLEL,
+    ],
     each="layout",
     min_layouts=2,
 )

@@ -77,10 +77,13 @@ def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]
         C.BFLOAT16: lambda: subject.start(changes={"dtype": "bfloat16"}),
         C.OFFLOAD: lambda: subject.start().offload(),
         C.LORA: lambda: _ask_for_an_adapter(subject),
+        C.AUX_LOSS: lambda: _balance(subject),
         C.SHARDED_CHECKPOINT: lambda: _save(subject, "sharded"),
         C.PORTABLE_CHECKPOINT: lambda: _save(subject, "portable"),
         C.SYNC_DISK: sync(WeightUpdateMeta(version=1, path=str(subject.directory("sync")))),
     }
+    if {C.SHARDED_CHECKPOINT, C.DATA_PARALLEL} <= subject.spec.capabilities:
+        actions[C.RESHARDING] = lambda: _load_at_another_layout(subject)
     actions |= {capability: sync(meta) for capability, meta in SYNC.items()}
     return actions | {capability: layout(asked) for capability, asked in LAYOUTS.items()}
 
@@ -92,6 +95,18 @@ def _ask_for_an_adapter(subject: EngineUnderTest) -> None:
     except UnsupportedCapability:
         model = {**subject.config().model.model_dump(), "lora": {"rank": 2}}
         subject.start(changes={"model": model})
+
+
+def _balance(subject: EngineUnderTest) -> None:
+    model = replace(subject.model(), family=MOE)
+    section = {**subject.config(model).model.model_dump(), "router_aux_coef": 0.1}
+    subject.start(model, changes={"model": section})
+
+
+def _load_at_another_layout(subject: EngineUnderTest) -> None:
+    meta = SaveLoadMeta(path=str(subject.directory("resharded")), format="sharded")
+    subject.start(layout=ParallelLayout(dp=2)).save(meta)
+    subject.start(layout=ParallelLayout()).load(meta)
 
 
 def _save(subject: EngineUnderTest, format_: CheckpointFormat) -> None:

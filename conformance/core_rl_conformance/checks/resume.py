@@ -96,7 +96,11 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     moving.verify_state(subject, "after resuming", group, expected)
 
 
-@check("I11.other-layout", requires=[Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL], min_layouts=2)
+@check(
+    "I11.other-layout",
+    requires=[Capability.SHARDED_CHECKPOINT, Capability.RESHARDING, Capability.DATA_PARALLEL],
+    min_layouts=2,
+)
 def resume_on_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.
 

@@ -53,7 +53,7 @@ def gates_are_what_the_config_says(subject: EngineUnderTest) -> None:
     subject.verify_logprobs("where all tokens choose the same experts", group, model, crowded, BUDGET)
 
 
-@check("I18.aux-gradient", requires=[Capability.MOE], families=(MOE,))
+@check("I18.aux-gradient", requires=[Capability.MOE, Capability.AUX_LOSS], families=(MOE,))
 def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of the routers' balance alone is the oracle's, however the batch is cut.
 
@@ -94,7 +94,7 @@ def _cuts(
     return cuts
 
 
-@check("I18.aux-beside-loss", requires=[Capability.MOE], families=(MOE,), each="layout")
+@check("I18.aux-beside-loss", requires=[Capability.MOE, Capability.AUX_LOSS], families=(MOE,), each="layout")
 def balance_comes_on_top(subject: EngineUnderTest) -> None:
     """With a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
 

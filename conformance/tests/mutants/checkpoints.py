@@ -11,7 +11,9 @@ from torch import Tensor
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
 from core_rl.checkpoint.background import Later, publish_later
+from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.shards import ShardFiles, write_copies
+from core_rl.config.capability import Capability
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
@@ -69,6 +71,19 @@ class OnlyRankZeroLoads(OwnCheckpoint):
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         if self.context.world.rank == 0:
             super().load_sharded(directory, with_optimizer)
+
+
+class _Reshards(Persistence):
+    """Loads a checkpoint of any layout."""
+
+    def contents(self) -> Contents:
+        return replace(super().contents(), resharding=True)
+
+
+class LoadsAtAnyLayout(ReferenceBackend):
+    """A checkpoint of another layout is loaded, although nobody has shown that its slices fit."""
+
+    components = TrainComponents(persistence=_Reshards)
 
 
 class MomentsExportedInHalfPrecision(OwnExport):
@@ -312,6 +327,13 @@ MUTANTS = (
         killed_by="I11.resume-frozen",
         issue="frozen parameters",
         says="after resuming",
+    ),
+    Mutant(
+        engine=LoadsAtAnyLayout,
+        killed_by="contract.undeclared",
+        issue="AReaL #1470",
+        says="'resharding' is not declared, and asking for it did not raise UnsupportedCapability",
+        undeclared=frozenset({Capability.RESHARDING}),
     ),
     Mutant(engine=OnlyRankZeroLoads, killed_by="I11.other-layout", issue="AReaL #1470", says="loaded on dp2"),
     Mutant(

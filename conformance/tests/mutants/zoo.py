@@ -34,6 +34,7 @@ CAPABILITIES = frozenset(
         C.OFFLOAD,
         C.DATA_PARALLEL,
         C.SHARDED_CHECKPOINT,
+        C.RESHARDING,
         C.PORTABLE_CHECKPOINT,
         C.SYNC_DISK,
         C.SYNC_TENSOR,
@@ -83,7 +84,9 @@ class Mutant:
     def spec(self) -> EngineSpec:
         """The engine's spec; it declares what its layout and model need."""
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
-        special |= {Capability.MOE, Capability.ROUTING_REPLAY} if self.family == MOE else set()
+        special |= (
+            {Capability.MOE, Capability.AUX_LOSS, Capability.ROUTING_REPLAY} if self.family == MOE else set()
+        )
         # The toy engines, which are the ones with such layouts, take no adapters.
         adapters = {Capability.LORA, Capability.SYNC_LORA}
         toy = adapters if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()

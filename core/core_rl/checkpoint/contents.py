@@ -46,6 +46,8 @@ class Contents:
 
     engine: str
     """The engine's name."""
+    resharding: bool
+    """Whether the engine loads ``sharded`` checkpoints of other layouts."""
     config: TrainEngineConfig
     backend: AnyTrainBackend
     tensors: TensorStore

@@ -14,7 +14,10 @@ from core_rl.checkpoint.background import BackgroundSave, Later
 from core_rl.checkpoint.contents import Contents, publish_save
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.shards import ShardFiles, write_copies
+from core_rl.config.capability import Capability
+from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.agreement import on_all
+from core_rl.errors import UnsupportedCapability
 from core_rl.state.slices import Shard, copy_shards
 
 __all__ = ["load_sharded", "save_sharded"]
@@ -47,11 +50,16 @@ def save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | Non
 
 
 def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
-    """Load what the same engine saved, perhaps at another layout; returns its progress where asked. Collective."""
+    """Load what the same engine saved; returns its progress where asked. Collective.
+
+    Raises `UnsupportedCapability` before any tensor is read, where it was saved at another layout, and the engine does
+    not declare `Capability.RESHARDING`.
+    """
     subject = f"cannot load {meta.path!r}"
     with_optimizer = contents.with_moments(meta)
     with opened(meta.path, contents.world, kind="sharded") as directory:
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
+        _require_layout(contents, meta, ParallelLayout.model_validate(state["layout"]))
         files = on_all(contents.world, lambda: ShardFiles(directory / DIRECTORY), subject)
         backend = contents.backend
         if isinstance(backend, SupportsOwnCheckpoint):
@@ -64,6 +72,15 @@ def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | Non
         if with_optimizer:
             on_all(contents.world, lambda: _load_local_state(contents, files), subject)
     return EngineProgress(**state["progress"]) if meta.with_optimizer else None
+
+
+def _require_layout(contents: Contents, meta: SaveLoadMeta, saved: ParallelLayout) -> None:
+    own = contents.config.layout
+    if saved != own and not contents.resharding:
+        raise UnsupportedCapability(
+            f"{meta.path!r} was saved at the layout {saved}, and this is {own}: the engine {contents.engine!r} does "
+            f"not declare {Capability.RESHARDING.value!r}; load it at {saved}, or save with format='portable'"
+        )
 
 
 def _shards(contents: Contents, meta: SaveLoadMeta) -> Iterator[Shard]:

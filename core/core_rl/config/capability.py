@@ -30,10 +30,12 @@ class Capability(StrEnum):
     FROZEN_PARAMETERS = "frozen_parameters"
     LORA = "lora"
     MOE = "moe"
+    AUX_LOSS = "aux_loss"
     ROUTING_REPLAY = "routing_replay"
     OFFLOAD = "offload"
     # state
     SHARDED_CHECKPOINT = "sharded_checkpoint"
+    RESHARDING = "resharding"
     PORTABLE_CHECKPOINT = "portable_checkpoint"
     # weight sync: a train engine sends, an inference engine receives
     SYNC_DISK = "sync_disk"

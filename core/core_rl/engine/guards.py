@@ -59,6 +59,7 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         Capability.FROZEN_PARAMETERS: config.model.frozen,
         Capability.LORA: config.model.lora,
         Capability.OFFLOAD: config.offload_params or config.offload_optimizer,
+        Capability.AUX_LOSS: config.model.router_aux_coef,
     }
     for capability, asked in wanted.items():
         if asked:

@@ -103,6 +103,7 @@ class Persistence:
         run = self.runtime
         return Contents(
             engine=run.spec.name,
+            resharding=run.spec.supports(Capability.RESHARDING),
             config=run.config,
             backend=run.backend,
             tensors=run.tensors,

@@ -35,6 +35,7 @@ SPEC = EngineSpec(
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
             Capability.MOE,
+            Capability.AUX_LOSS,
             Capability.ROUTING_REPLAY,
             Capability.LORA,
             Capability.OFFLOAD,

@@ -98,8 +98,8 @@ REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
     ({"options": {"virtual_stages": 2}}, LayoutError, "virtual_stages=2 needs a pipeline"),
     (
         {"model": MOE, "router_aux_coef": 0.1, "options": {"recompute": "full"}},
-        ConfigError,
-        "set it to 0, or layout.pp to 1",
+        UnsupportedCapability,
+        "has 'aux_loss' only where .* set it to 0, or layout.pp to 1",
     ),
     (
         {"frozen": ["*.layers.0.self_attn.q_proj.*"]},

@@ -22,6 +22,7 @@ SPEC = EngineSpec(
             Capability.FROZEN_PARAMETERS,
             Capability.OFFLOAD,
             Capability.SHARDED_CHECKPOINT,
+            Capability.RESHARDING,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,

@@ -18,6 +18,7 @@ SPEC = EngineSpec(
             Capability.DATA_PARALLEL,
             Capability.LOGITS,
             Capability.SHARDED_CHECKPOINT,
+            Capability.RESHARDING,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,

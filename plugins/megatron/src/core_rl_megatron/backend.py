@@ -14,10 +14,11 @@ from core_rl.backend.protocols import MemoryPart
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import TensorDict, TensorSource
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
+from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.hf_state import fill
@@ -177,7 +178,8 @@ def _planned(
 def _check_router_aux(config: MegatronConfig) -> None:
     coefficient = config.model.router_aux_coef
     if coefficient and (config.layout.pp > 1 or config.options.recompute == "full"):
-        raise ConfigError(
-            f"model.router_aux_coef = {coefficient} needs the routers' logits, with their gradients, "
-            "where the loss is; set it to 0, or layout.pp to 1 and options.recompute to 'none' or 'selective'"
+        raise UnsupportedCapability(
+            f"model.router_aux_coef = {coefficient}: the engine 'megatron' has {Capability.AUX_LOSS.value!r} only "
+            "where the routers' logits, with their gradients, are on the rank of the loss; set it to 0, or layout.pp "
+            "to 1 and options.recompute to 'none' or 'selective'"
         )
