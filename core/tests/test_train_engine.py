@@ -520,3 +520,22 @@ def test_weights_of_files_are_aligned_as_after_an_offload(tmp_path: Path) -> Non
     assert isinstance(loaded.backend, ReferenceBackend)
     assert {parameter.data_ptr() % 64 for parameter in loaded.backend.model.parameters()} == {0}
     loaded.destroy()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: SaveLoadMeta(path="a", format="huggingface"),
+            r"SaveLoadMeta\.format = 'huggingface'; it is one of 'hf', 'sharded', 'portable', 'adapter'",
+        ),
+        (
+            lambda: WeightUpdateMeta(version=1, path="a", method="nccl"),
+            r"WeightUpdateMeta\.method = 'nccl'; it is one of 'disk', 'tensor', 'distributed', 'lora'",
+        ),
+    ],
+    ids=["format", "method"],
+)
+def test_an_unknown_format_or_method_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

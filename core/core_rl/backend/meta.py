@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from core_rl.errors import ConfigError
 
@@ -28,6 +29,11 @@ StatePart = Literal["model", "optimizer"]
 """Parts that are offloaded separately: weights with their gradients, and moments."""
 CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
 SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
+
+
+def _require_one_of(field: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{field} = {value!r}; it is one of {', '.join(map(repr, known))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +68,13 @@ class SaveLoadMeta:
     """For ``hf``: a directory whose tokenizer files are copied into the export."""
     asynchronous: bool = False
     """``save`` returns when what is saved can no longer change, and the rest is done in the background; see
-    `TrainEngine.save`. ``load`` ignores it."""
+    `TrainEngine.save`. ``load`` ignores it. Until it is complete, ``hf`` and ``portable`` take twice the disk space:
+    each rank writes its slices, which rank 0 then joins."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("SaveLoadMeta.path is empty; name a directory or an fsspec URL")
+        _require_one_of("SaveLoadMeta.format", self.format, get_args(CheckpointFormat))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +93,7 @@ class WeightUpdateMeta:
     """For all but ``disk``: the largest piece in flight, in bytes, or one tensor if that is larger."""
 
     def __post_init__(self) -> None:
+        _require_one_of("WeightUpdateMeta.method", self.method, get_args(SyncMethod))
         if self.method == "disk" and not self.path:
             raise ConfigError("WeightUpdateMeta(method='disk') needs a path; set the directory to write to")
         if self.bucket_bytes < 1:
