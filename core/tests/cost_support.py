@@ -19,17 +19,15 @@ def elements(result: Any) -> int:
 
 
 class CountedOperations(TorchDispatchMode):
-    """Operations inside the context, also those of a backward pass, and the elements of their results."""
+    """Elements of the results of all operations inside the context, also of those of a backward pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
-        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.elements += elements(result)
-        self.names.append(str(func))
         return result
 
 

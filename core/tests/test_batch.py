@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cost_support import CountedOperations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,15 +102,10 @@ def test_an_added_mask_is_boolean() -> None:
 
 
 def test_what_was_validated_is_not_validated_again() -> None:
-    batch, rewards = make_batch([2, 3], unit=[0, 1]), torch.rand(2)
-    operations = CountedOperations()
-    with operations:
-        added = batch.with_tokens(value=batch["value"]).with_sequences(reward=rewards)
-    assert not operations.names
-    added.to("meta")  # validation would read the ids, and a meta tensor has none
-    with operations:
-        batch.select([1])
-    assert not [name for name in operations.names if name.startswith(("aten.min", "aten.lt"))]
+    batch = make_batch([2, 3], unit=[0, 1])
+    batch.input_ids[0] = -1  # a validation of the ids would raise
+    added = batch.with_tokens(value=batch["value"]).with_sequences(reward=batch["reward"])
+    added.select([0]).to("meta")
 
 
 def test_mismatched_lengths_name_field_and_sequence() -> None:
