@@ -18,6 +18,7 @@ from typing import Any
 
 from core_rl.distributed.comm import Channel
 from core_rl.errors import GroupError
+from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import DUMP_SIGNAL, rank_main
 
 __all__ = ["RankProcess", "start_fork_server", "start_process"]
@@ -79,6 +80,7 @@ class RankProcess:
             ) from error
         finally:
             theirs.close()
+        self._tree = ProcessTree(self.pid)
 
     @property
     def pid(self) -> int:
@@ -109,17 +111,13 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kill the process and its children. Does not wait; does nothing after `release`."""
-        with suppress(ProcessLookupError, ValueError):
-            if self._process.exitcode is None:
-                os.kill(self.pid, signal.SIGKILL)
-        # Its children outlive a rank that ended by itself. The process group exists once the rank is up.
-        with suppress(ProcessLookupError, PermissionError, ValueError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._tree.kill()
 
     def release(self) -> None:
         """Free the descriptors of a process that has ended."""
         self.channel.close()
         self._stacks.close()
+        self._tree.close()
         with suppress(ValueError):  # the kernel holds it in a system call that cannot be interrupted
             self._process.close()
 
@@ -127,8 +125,7 @@ class RankProcess:
         """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
         size = os.fstat(self._stacks.fileno()).st_size
         if ask:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, DUMP_SIGNAL)
+            self._tree.send(DUMP_SIGNAL)
             deadline = time.monotonic() + DUMP_WAIT_S
             # The signal's handler writes thread by thread: wait until the file is there and rests.
             while time.monotonic() < deadline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -16,6 +15,7 @@ from typing import IO
 from core_rl.config.secret import HIDDEN
 from core_rl.distributed.process_group import pick_device
 from core_rl.errors import ConfigError, RolloutError
+from core_rl.launch.process_tree import ProcessTree
 from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
@@ -117,6 +117,7 @@ class ServerProcess:
             raise ConfigError(
                 f"options.python: {python!r} cannot be run: {error}; name the Python of the environment that has SGLang"
             ) from error
+        self._tree = ProcessTree(self._process.pid)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
             # Not an argument, which every user of the machine can read.
@@ -153,13 +154,13 @@ class ServerProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._tree.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         deadline = time.monotonic() + GRACE_S
         while _running(self.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
+        self._tree.close()
         self._log.close()
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import pickle
 import queue
-import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
@@ -20,6 +18,7 @@ from typing import Any, Self
 
 from core_rl.errors import ConfigError, EngineStateError, RolloutError
 from core_rl.launch.process import start_process
+from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import end_with_driver
 from core_rl_trainer.rewards.functions import name_of
 
@@ -101,6 +100,7 @@ class _Worker:
         self._pickled = pickled
         self._closed = closed
         self._process: BaseProcess | None = None
+        self._tree: ProcessTree | None = None
         self._connection: Connection | None = None
 
     def call(self, args: tuple[Any, ...], timeout_s: float) -> float:
@@ -118,6 +118,8 @@ class _Worker:
         self._connection, theirs = Pipe()
         try:
             self._process = start_process(worker_main, (theirs,), "core-rl reward")
+            assert self._process.pid is not None
+            self._tree = ProcessTree(self._process.pid)
         finally:
             theirs.close()
         if self._closed.is_set():  # close() may have come too early to see this process
@@ -141,12 +143,8 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process and its children, of whose group it is the leader once it is up."""
-        process = self._process
-        if process is None or process.pid is None:
-            return
-        for kill in (os.kill, os.killpg):
-            with suppress(ProcessLookupError, PermissionError):
-                kill(process.pid, signal.SIGKILL)
+        if (tree := self._tree) is not None:
+            tree.kill()
 
     def stop(self) -> int | None:
         """Kill the process, wait for its end and free its resources; returns the exit code."""
@@ -156,6 +154,8 @@ class _Worker:
         self._process.join()
         code = self._process.exitcode
         self._process.close()
+        if self._tree is not None:
+            self._tree.close()
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
