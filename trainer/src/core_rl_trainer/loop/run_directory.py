@@ -110,7 +110,7 @@ class RunDirectory:
         path = self.path / RECIPE
         if path.is_file():
             before = yaml.safe_load(path.read_text(encoding="utf-8"))
-            differences = differing_fields(*map(_values, (before, recipe)))
+            differences = differing_fields(_values(before), _values(recipe))
             subject = (
                 f"{self.path} holds a run of another recipe; set output_dir to another directory, or fresh=true to "
                 "delete that run. Differing"
