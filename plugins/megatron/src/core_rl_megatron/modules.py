@@ -149,7 +149,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         """``[L, 1, H]`` of ``ids [L]``. As in transformers (``padding_idx``), which Megatron's embedding does not know,
         the padding token has no gradient here; it may have one as a target, and in answers that contain it.
         """
-        hidden: Tensor = self.embedding(ids[None], None)
+        # In new strides: of Megatron's transposed ``[1, L, H]``, torch's matmul with a frozen weight makes L products
+        # of one row each (LinearAlgebra.cpp: ``should_fold``), which is slow and rounds in another way.
+        hidden: Tensor = self.embedding(ids[None], None).flatten(0, 1).unsqueeze(1)
         if self.padding_id is None:
             return hidden
         if self.config.sequence_parallel:
