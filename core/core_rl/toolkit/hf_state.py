@@ -13,7 +13,7 @@ from core_rl.backend.tensors import LocalSlice, ShardedState, TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart, local_part
-from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
+from core_rl.toolkit.lora import checkpoint_name, exported_name, has_kind
 from core_rl.toolkit.optimizer import moment_kinds
 
 __all__ = ["HFShardedState", "fill"]
@@ -66,7 +66,7 @@ class HFShardedState:
         if kind == "buffers":
             return {name: tuple(buffer.shape) for name, buffer in self._saved_buffers()}
         shapes = self._layout.shapes({name: tuple(p.shape) for name, p in self._of(kind)})
-        return {_exported_name(kind, name): shape for name, shape in shapes.items()}
+        return {exported_name(kind, name): shape for name, shape in shapes.items()}
 
     def local(self, kind: str) -> Iterator[LocalSlice]:
         if kind == "buffers":
@@ -79,18 +79,12 @@ class HFShardedState:
                 continue
             part = self._part(name, parameter, kind)
             for written, offsets, tensor in self._layout.local(name, part, tuple(parameter.shape)):
-                yield LocalSlice(_exported_name(kind, written), offsets, tensor, replicas[name])
+                yield LocalSlice(exported_name(kind, written), offsets, tensor, replicas[name])
 
     def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of ``kind``; a tied one comes once."""
         for name, parameter in self._named.items():
-            of_adapter = name.startswith(ADAPTER_PREFIX)
-            chosen = {
-                "params": not of_adapter,
-                "master": True,
-                "adapter": of_adapter or name.startswith("score."),
-            }
-            if chosen.get(kind, parameter.requires_grad):
+            if has_kind(name, kind, trained=parameter.requires_grad):
                 yield name, parameter
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -116,12 +110,6 @@ def _replicas(regions: Mapping[str, Region], world: Comm) -> dict[str, int]:
     """The number of lower ranks with the same region of each tensor. Collective."""
     lower = world.gather(regions)[: world.rank]
     return {name: sum(theirs.get(name) == region for theirs in lower) for name, region in regions.items()}
-
-
-def _exported_name(kind: str, name: str) -> str:
-    """In an adapter, ``peft`` gives its prefix to a head as well."""
-    prefixed = kind == "adapter" and not name.startswith(ADAPTER_PREFIX)
-    return ADAPTER_PREFIX + name if prefixed else name
 
 
 @torch.no_grad()

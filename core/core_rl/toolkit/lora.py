@@ -27,7 +27,9 @@ __all__ = [
     "add_adapter",
     "checkpoint_name",
     "enable_adapter",
+    "exported_name",
     "fresh_adapter",
+    "has_kind",
     "low_rank_products",
 ]
 
@@ -104,6 +106,22 @@ def checkpoint_name(name: str) -> str:
     if ".lora_A." in name or ".lora_B." in name:
         return ADAPTER_PREFIX + name.replace(f".{NAME}.", ".")
     return name.replace(".base_layer.", ".")
+
+
+def has_kind(name: str, kind: str, *, trained: bool) -> bool:
+    """Whether the tensor with the checkpoint name ``name`` is one of ``kind``: values, or gradients and moments.
+
+    An adapter has its factors, and the scalar head if there is one.
+    """
+    factor = name.startswith(ADAPTER_PREFIX)
+    values = {"params": not factor, "master": True, "adapter": factor or name.startswith("score.")}
+    return values.get(kind, trained)
+
+
+def exported_name(kind: str, name: str) -> str:
+    """The name of the tensor ``name`` in ``kind``: in an adapter, ``peft`` gives its prefix to a head as well."""
+    prefixed = kind == "adapter" and not name.startswith(ADAPTER_PREFIX)
+    return ADAPTER_PREFIX + name if prefixed else name
 
 
 def adapter_shapes(config: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:

@@ -106,6 +106,11 @@ REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
         ConfigError,
         "freeze all of these or none",
     ),
+    (
+        {"model": MOE, "lora": {"rank": 2, "target_modules": ["gate_proj"]}},
+        ConfigError,
+        "gate_proj.* matches no linear layer.* experts take no adapter",
+    ),
 ]
 
 

@@ -27,6 +27,7 @@ SPEC = EngineSpec(
             Capability.VALUE_HEAD,
             Capability.REWARD_HEAD,
             Capability.LOGITS,
+            Capability.LORA,
             Capability.OFFLOAD,
             Capability.CUDA,
             Capability.BFLOAT16,
@@ -37,6 +38,7 @@ SPEC = EngineSpec(
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
         }
     ),
     description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, CPU and CUDA",

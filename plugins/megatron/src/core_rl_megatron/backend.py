@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -10,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from core_rl.backend.protocols import MemoryPart
+from core_rl.backend.protocols import LowRank, MemoryPart
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import TensorDict, TensorSource
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
@@ -20,11 +21,12 @@ from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.hf_state import fill
+from core_rl.toolkit.lora import adapter_config, checkpoint_name, low_rank_products
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.model_files import exported_config
 from core_rl_megatron import cpu_shim, parallel_state
+from core_rl_megatron.adapters import enable_adapters
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
 from core_rl_megatron.optimizer import ShardedOptimizer
@@ -61,9 +63,10 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
             self.micro_batch_multiple = config.layout.pp
         model, tensors, weights = _planned(context)
         self._exported_config = exported_config(model, config.model, tensors.carried)
+        self._adapt(context, model)
         self.rng, self.optimizer = MegatronRngState(context.seed), None
         with cpu_shim.building(), self.rng.own():
-            self.model = build_stage(context, model, tensors.trained)
+            self.model = build_stage(context, model, tensors.trained, self._products)
             self.wrapped = self.model.chunks
             if config.optimizer is not None:
                 half, spread = config.dtype == "bfloat16", config.options.distributed_optimizer
@@ -95,6 +98,13 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
             self._in_groups = False
             parallel_state.leave_groups()
 
+    def _adapt(self, context: BuildContext[MegatronConfig], model: PreTrainedModel) -> None:
+        """Record the adapter of the Hugging Face ``model``, which is dropped after the build."""
+        chosen = context.config.model
+        self._products = low_rank_products(model)
+        if chosen.lora is not None:
+            self._adapter_config = adapter_config(model, chosen.lora, chosen.head, chosen.path)
+
     # ------------------------------------------------------------------- state
 
     def hf_config(self) -> PretrainedConfig:
@@ -106,7 +116,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
     @torch.no_grad()
     def after_load(self, kinds: frozenset[str]) -> None:
         """Copy float32 weights to the parameters that compute."""
-        if "master" not in kinds:
+        if not kinds & {"master", "adapter"}:
             return
         for parameter, values in self._state.frozen.items():
             parameter.copy_(values)
@@ -128,6 +138,21 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
     def load_rng_state(self, states: Mapping[str, Tensor]) -> None:
         """Set them."""
         self.rng.load(states)
+
+    # ----------------------------------------------------------------- adapter
+
+    def low_rank(self) -> Mapping[str, LowRank]:
+        """The products of the adapter, by the checkpoint name of the weight."""
+        return self._products
+
+    def adapter_config(self) -> dict[str, Any]:
+        """The ``adapter_config.json`` of ``peft``."""
+        return self._adapter_config
+
+    def set_adapter(self, enabled: bool) -> None:
+        """Turn the adapters of all layers on or off."""
+        for chunk in self.model.chunks:
+            enable_adapters(chunk, enabled)
 
     # ---------------------------------------------------------------- training
 
@@ -167,11 +192,11 @@ def _planned(
     unloaded = build_on_meta(config, seed=context.seed, attn_implementation="sdpa")
     model = unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="sdpa")
     context.check_model(model.config)
-    layout = CheckpointLayout.of(model)
-    tensors = CheckpointTensors.of(model, layout, config)
+    tensors = CheckpointTensors.of(model, config)
     if unloaded is not None:
         return model, tensors, unloaded.source
-    weights = (item for name, p in model.named_parameters() for item in layout.cut(name, p.detach()))
+    named = ((checkpoint_name(name), parameter.detach()) for name, parameter in model.named_parameters())
+    weights = (item for name, values in named for item in tensors.layout.cut(name, values))
     return model, tensors, TensorDict(dict(weights))
 
 

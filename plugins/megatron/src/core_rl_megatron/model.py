@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from core_rl.backend.protocols import LowRank
 from core_rl.backend.train_backend import BuildContext
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import ConfigError
+from core_rl_megatron.adapters import add_adapters
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.experts import mark_experts
 from core_rl_megatron.modules import PackedGPT, build_chunk
@@ -33,9 +36,14 @@ class StageModel:
 
 
 def build_stage(
-    context: BuildContext[MegatronConfig], model: PreTrainedModel, trained: frozenset[str]
+    context: BuildContext[MegatronConfig],
+    model: PreTrainedModel,
+    trained: frozenset[str],
+    products: Mapping[str, LowRank],
 ) -> StageModel:
     """This rank's layers of ``model``, of which the checkpoint tensors ``trained`` have gradients. Collective.
+
+    ``products`` are those of its adapter, by the checkpoint name of the weight.
 
     Raises on all ranks what `transformer_config` raises, and `ConfigError` where a part of a fused parameter is frozen.
     """
@@ -46,6 +54,9 @@ def build_stage(
     ]
     ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     boxes = {parameter: found for chunk in chunks for parameter, found in boxes_of(chunk, *ranks)}
+    if context.config.model.lora is not None:
+        for chunk in chunks:
+            boxes |= add_adapters(chunk, boxes, products, context.config.model.lora)
     spread = max(context.layout.ep, context.layout.tp) > 1
     for chunk in chunks:
         mark_experts(chunk.named_parameters(), spread=spread)

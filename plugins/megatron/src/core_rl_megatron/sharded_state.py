@@ -14,6 +14,7 @@ from core_rl.backend.tensors import LocalSlice, TensorSource
 from core_rl.config.engine import ModelConfig
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.lora import checkpoint_name, exported_name, has_kind
 from core_rl.toolkit.model_files import carried_tensors
 from core_rl_megatron.naming import FlatRange, RowBox
 from core_rl_megatron.optimizer import MOMENTS, ShardedOptimizer
@@ -21,31 +22,45 @@ from core_rl_megatron.optimizer import MOMENTS, ShardedOptimizer
 __all__ = ["CheckpointTensors", "MegatronState"]
 
 Shape = tuple[int, ...]
-ABSENT = ("buffers", "adapter")
 Key = tuple[str, Shape, Shape]
 """Name, offsets and shape of a box."""
 
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """Names and shapes that transformers writes for a model, and which of them are trained."""
+    """Names and shapes that transformers and ``peft`` write for a model, and which of them are trained."""
 
     shapes: Mapping[str, Shape]
     trained: frozenset[str]
+    layout: CheckpointLayout
+    """Of the parameters under their `checkpoint_name`."""
     carried: TensorSource | None
     """Those in the model's files that Megatron does not hold."""
 
     @staticmethod
-    def of(model: PreTrainedModel, layout: CheckpointLayout, chosen: ModelConfig) -> CheckpointTensors:
-        """Describe ``model``, which was built from ``chosen``, and whose parameters ``layout`` cuts."""
-        named = dict(model.named_parameters())
-        shapes = layout.shapes({name: tuple(parameter.shape) for name, parameter in named.items()})
+    def of(model: PreTrainedModel, chosen: ModelConfig) -> CheckpointTensors:
+        """Describe ``model``, which was built from ``chosen``.
+
+        Raises `UnsupportedCapability` as `CheckpointLayout.of` and `carried_tensors` do.
+        """
+        named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+        held = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        base = {name: shape for name, shape in held.items() if has_kind(name, "params", trained=False)}
+        layout = CheckpointLayout.of(model, base)
         trained = (layout.names(name) for name, parameter in named.items() if parameter.requires_grad)
         return CheckpointTensors(
-            shapes,
+            layout.shapes(held),
             frozenset(name for names in trained for name in names),
-            carried_tensors(model, chosen, shapes),
+            layout,
+            carried_tensors(model, chosen, layout.shapes(base)),
         )
+
+    def of_kind(self, kind: str) -> dict[str, Shape]:
+        """Names, as in ``master``, and shapes of ``kind``; there are no buffers."""
+        if kind == "buffers":
+            return {}
+        shapes = self.shapes.items()
+        return {name: shape for name, shape in shapes if has_kind(name, kind, trained=name in self.trained)}
 
 
 class MegatronState:
@@ -80,24 +95,24 @@ class MegatronState:
         return MOMENTS if self._optimizer is not None and self._tensors.trained else ()
 
     def shapes(self, kind: str) -> dict[str, Shape]:
-        if kind in ABSENT:
-            return {}
-        names = self._tensors.shapes if kind in ("params", "master") else self._tensors.trained
-        return {name: shape for name, shape in self._tensors.shapes.items() if name in names}
+        return {exported_name(kind, name): shape for name, shape in self._tensors.of_kind(kind).items()}
 
     def local(self, kind: str) -> Iterator[LocalSlice]:
         # Gradients and moments lie where the float32 weights do.
         replicas = self._replicas["params" if kind == "params" else "master"]
         for name, offsets, tensor in self._parts(kind):
-            yield LocalSlice(name, offsets, tensor, replicas[_key(name, offsets, tensor)])
+            key = _key(name, offsets, tensor)
+            yield LocalSlice(exported_name(kind, name), offsets, tensor, replicas[key])
 
     def _parts(self, kind: str) -> Iterator[tuple[str, Shape, Tensor]]:
         """Names, offsets and views of this rank's boxes."""
-        for parameter, boxes in self._boxes.items() if kind not in ABSENT else ():
-            flat = self._flat(parameter, kind)
+        chosen = self._tensors.of_kind(kind)
+        for parameter, boxes in self._boxes.items():
+            asked = [box for box in boxes if box.name in chosen]
+            flat = self._flat(parameter, "master" if kind == "adapter" else kind) if asked else None
             if flat is None:
                 continue
-            for box in boxes:
+            for box in asked:
                 for offsets, tensor in box.cut(tuple(parameter.shape), flat):
                     yield box.name, offsets, tensor
 

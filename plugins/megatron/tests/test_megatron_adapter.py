@@ -1,0 +1,113 @@
+"""LoRA on the Megatron engine: `peft` reads what each layout saves, and recomputation draws the same dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron_support as support
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.launch.group import EngineGroup
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.lora import checkpoint_name
+from core_rl_megatron.config import MegatronConfig
+
+LOSS = LossSpec(fn=support.weighted_nll)
+CUT = MicroBatchSpec(max_tokens=24)
+TP_SP = {"tp": 2, "sequence_parallel": True}
+LORA: dict[str, Any] = {"rank": 3, "alpha": 7}
+LAST_LAYER: dict[str, Any] = {
+    **LORA,
+    "target_modules": ["model.layers.3.self_attn.k_proj", "model.layers.3.mlp.up_proj"],
+}
+"""Parts of fused layers; the first pipeline stage trains nothing."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory."""
+    path = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**support.TINY)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def group(base: Path) -> Iterator[EngineGroup]:
+    """Two ranks that every test initializes as it needs."""
+    with EngineGroup("megatron", config(base, {"dp": 2}), timeout_s=120) as ranks:
+        yield ranks
+
+
+def config(
+    base: Path, layout: dict[str, Any], lora: dict[str, Any] | None = None, **options: Any
+) -> TrainEngineConfig:
+    values = {
+        "model": {"path": str(base), "lora": lora},
+        "optimizer": support.OPTIMIZER,
+        "layout": layout,
+        "device": "cpu",
+        "options": options,
+    }
+    return parse_config(MegatronConfig, values, "a test's config")
+
+
+def plain_logprobs(model: Any, batch: SequenceBatch) -> Tensor:
+    rows = []
+    for ids in batch.input_ids.split(batch.lengths):
+        logits = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+        rows.append(torch.cat([torch.zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0]]))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora"), [({"tp": 2}, LORA), (TP_SP, LORA), ({"pp": 2}, LAST_LAYER)], ids=["tp", "sp", "pp"]
+)
+def test_peft_loads_what_a_layout_saves_and_gives_the_same_logprobs(
+    group: EngineGroup, base: Path, tmp_path: Path, layout: dict[str, Any], lora: dict[str, Any]
+) -> None:
+    chosen = config(base, layout, lora)
+    group.initialize(config=chosen)
+    drawn = build_model(chosen.model, seed=chosen.seed, attn_implementation="eager").named_parameters()
+    factors = {checkpoint_name(name): value.detach() for name, value in drawn if ".lora_" in name}
+    torch.testing.assert_close(group.named_tensors("adapter"), factors, rtol=0, atol=0)
+    for step in range(2):
+        group.train_batch(support.batch(step), LOSS, CUT)
+    batch = support.batch(5)
+    own = group.forward(batch, CUT)["logprobs"]
+    group.save(SaveLoadMeta(path=str(tmp_path / "adapter"), format="adapter"))
+    with group.disable_adapter():
+        off = group.forward(batch, CUT)["logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(own, plain_logprobs(adapted, batch), rtol=1e-5, atol=1e-5)
+    assert (own - off).abs().max() > 1e-3
+    group.initialize(config=config(base, layout))
+    assert torch.equal(off, group.forward(batch, CUT)["logprobs"])
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, TP_SP], ids=["tp", "sp"])
+def test_recomputation_draws_the_dropout_of_the_adapter_again(
+    group: EngineGroup, base: Path, layout: dict[str, Any]
+) -> None:
+    found = []
+    for recompute in ("none", "full"):
+        group.initialize(config=config(base, layout, {**LORA, "dropout": 0.4}, recompute=recompute))
+        group.train_batch(support.batch(0), LOSS, CUT)  # B is 0 before, and A has no gradient
+        group.forward_backward(support.batch(1), LOSS, CUT)
+        found.append(group.named_tensors("grads"))
+    assert all(bool(grad.any()) for grad in found[0].values())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
