@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -520,6 +521,12 @@ def test_weights_of_files_are_aligned_as_after_an_offload(tmp_path: Path) -> Non
     assert isinstance(loaded.backend, ReferenceBackend)
     assert {parameter.data_ptr() % 64 for parameter in loaded.backend.model.parameters()} == {0}
     loaded.destroy()
+
+
+def test_an_engine_alone_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    support.engine().destroy()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

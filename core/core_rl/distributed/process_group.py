@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError, EngineStateError
@@ -145,17 +143,17 @@ def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
             "torch.distributed is already initialised in this process by other code; pass no address to use "
             "that group"
         )
+    alone = address is None
     if address is None:
         require_single_process(
             "initialize() without an address",
             "Call torch.distributed.init_process_group() before it, and the engine joins that world; pass a "
             "RankAddress; or start the script once, with an EngineGroup, which starts the ranks",
         )
-        store = Path(tempfile.mkdtemp(prefix="core-rl-")) / "store"
-        address = RankAddress(rank=0, world_size=1, store_path=str(store))
+        address = RankAddress(rank=0, world_size=1, store_path="")
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
-        store=FileStore(address.store_path, address.world_size),
+        store=HashStore() if alone else FileStore(address.store_path, address.world_size),
         rank=address.rank,
         world_size=address.world_size,
         timeout=timedelta(seconds=address.timeout_s),
