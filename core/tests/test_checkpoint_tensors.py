@@ -205,3 +205,28 @@ def test_dtypes_in_any_order_come_back(made: list[tuple[torch.dtype, list[int]]]
         for key, value in tensors.items():
             assert files.read(key).dtype == value.dtype
             assert torch.equal(files.read(key), value)
+
+
+@pytest.mark.parametrize(
+    "place", ["../model.safetensors", "{root}/model.safetensors", "a/../../model.safetensors"]
+)
+def test_an_index_names_no_file_outside_of_its_directory(place: str, tmp_path: Path) -> None:
+    write_tensors(tmp_path, "model", [("a", torch.ones(2))], writes=True)
+    inside = tmp_path / "a"
+    inside.mkdir()
+    index = {"weight_map": {"a": place.format(root=tmp_path)}}
+    (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointDamaged, match=r"index\.json names .*, which lies outside of its directory"):
+        TensorFiles(inside, "model")
+
+
+def test_files_of_the_hubs_cache_are_links_out_of_their_directory(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    write_tensors(
+        blobs, "model", [("a", torch.ones(2)), ("b", torch.zeros(2))], writes=True, max_file_bytes=8
+    )
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert TensorFiles(snapshot, "model").read("b").tolist() == [0, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -199,6 +199,12 @@ class TensorFiles:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        places = {file: PurePosixPath(file) for file in weight_map.values()}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"{index.name} is not an index of safetensors files: {error}") from error
+    # Names only: in the cache of the Hub, the files themselves are links out of the directory.
+    outside = sorted(file for file, place in places.items() if place.is_absolute() or ".." in place.parts)
+    if outside:
+        raise CheckpointDamaged(f"{index.name} names {outside[0]!r}, which lies outside of its directory")
+    return weight_map
