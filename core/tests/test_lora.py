@@ -13,14 +13,17 @@ from typing import Any, Protocol
 import engine_support as support
 import pytest
 import torch
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.metrics import Metric
 from core_rl.backend.tensors import TensorDict
+from core_rl.checkpoint import tensor_files
 from core_rl.config.capability import Capability
-from core_rl.config.engine import LoraConfig
+from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
@@ -38,7 +41,7 @@ from core_rl.errors import (
     UnsupportedCapability,
     WeightsError,
 )
-from core_rl.reference import SPEC
+from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.state.store import digest_of_parts
 
 ONE = MicroBatchSpec(count=1)
@@ -373,3 +376,27 @@ def test_digest_of_a_base_counts_all_parts_of_a_tensor() -> None:
     value = torch.randn(6, 4)
     parts = [("q", value[:2]), ("k", value), ("q", value[2:])]
     assert digest_of_parts(Comm(), parts) == digest_of_parts(Comm(), [("q", value), ("k", value)])
+
+
+def test_an_adapter_of_36_layers_is_one_file_that_peft_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its size: ``peft`` and servers read no index."""
+    config = AutoConfig.for_model(**support.TINY | {"num_hidden_layers": 36})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    model = ModelConfig(path=str(tmp_path / "base"), lora=LoraConfig(rank=2))
+    engine = support.engine(ReferenceConfig(model=model, optimizer=None))
+    try:
+        monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 4096)
+        engine.save(SaveLoadMeta(path=str(tmp_path / "adapter"), format="adapter"))
+        own = {name: value for name, value in engine.named_tensors("adapter") if value is not None}
+    finally:
+        engine.destroy()
+    assert [file.name for file in (tmp_path / "adapter").glob("*.safetensors*")] == [
+        "adapter_model.safetensors"
+    ]
+    assert len(own) == 36 * 7 * 2
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    read = get_peft_model_state_dict(PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    assert read.keys() == own.keys()
+    assert all(torch.equal(value, own[name]) for name, value in read.items())
