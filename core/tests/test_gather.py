@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_support import on_ranks
 
-from core_rl.backend.tensors import LocalSlice
+from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError
 from core_rl.state.gather import Gather
 from core_rl.state.slices import gather_placements
+from core_rl.state.store import TensorStore
 
 WHOLE = torch.arange(10.0).view(5, 2)
 
@@ -101,3 +103,23 @@ def test_a_lone_rank_puts_its_slices_together(cut: str, bucket_bytes: int) -> No
     found = dict(gather.stream(gather_placements(held, "master", Comm()), slices))
     assert list(found) == ["v", "w"]
     assert all(full is not None and torch.equal(full, WHOLE) for full in found.values())
+
+
+class ExportsItself:
+    """A backend that gives full tensors on every rank."""
+
+    def synchronize(self) -> None: ...
+
+    def export_tensors(self, kind: str) -> NamedTensors:
+        yield kind, WHOLE
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None: ...
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_the_writer_alone_receives_tensors(writer: int) -> None:
+    def received(world: Comm) -> list[bool]:
+        backend: Any = ExportsItself()
+        return [full is not None for _, full in TensorStore(backend, world, writer).stream("master")]
+
+    assert on_ranks(2, received) == [[rank == writer] for rank in range(2)]

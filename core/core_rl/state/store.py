@@ -98,7 +98,8 @@ class TensorStore:
             return
         self._backend.synchronize()
         if isinstance(self._backend, SupportsOwnExport):
-            yield from self._backend.export_tensors(kind)
+            for name, value in self._backend.export_tensors(kind):
+                yield name, value if self.world.rank == self._writer else None
             return
         placed, slices, convert = self._exported(kind)
         gather = Gather(

@@ -13,6 +13,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import get_spec, load_config
 
@@ -79,3 +80,8 @@ def weighted_nll(output: ModelOutput, micro_batch: SequenceBatch) -> tuple[Tenso
     return -(logprobs * micro_batch["advantages"]).sum(), {
         "mean": Metric.mean(logprobs.sum(), micro_batch.loss_mask.sum())
     }
+
+
+def receives_tensors(engine: TrainEngine) -> bool:
+    """Whether this rank receives exported tensors."""
+    return any(tensor is not None for _, tensor in engine.named_tensors("params"))

@@ -70,12 +70,14 @@ def test_layouts_change_in_a_running_group(tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"))
     with _start(TENSOR) as group:
         before = group.pids
+        assert group.run(support.receives_tensors) == [True, False]
         _train(group, range(2))
         group.save(meta)
         group.initialize(config=support.config("megatron", {"pp": 2}))
         group.load(meta)
         _train(group, range(2, 3))
         assert group.pids == before
+        assert group.run(support.receives_tensors) == [False, True]  # the last stage writes
 
 
 def test_recomputation_changes_nothing() -> None:
