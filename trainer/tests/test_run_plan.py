@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.errors import LayoutError
+from core_rl.errors import ConfigError, LayoutError
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe
@@ -253,3 +253,24 @@ def test_every_rank_has_a_place_of_its_own(dp: int, tp: int, pp: int, cp: int) -
     places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
     assert places[-1] == (tp - 1, cp - 1, dp - 1, pp - 1)
+
+
+@pytest.mark.parametrize(("budget", "fits"), [(8, False), (9, True)])
+def test_completions_that_no_micro_batch_takes_are_refused_before_a_run(
+    start: Path, tmp_path: Path, budget: int, fits: bool
+) -> None:
+    """Prompts have up to five tokens and completions four; the plan is refused with both numbers."""
+    values = support.recipe_values(start, tmp_path / "out")
+    if fits:
+        assert plan(tmp_path, values, f"micro_batch_tokens={budget}").workload.largest_unit == 9
+        return
+    with pytest.raises(ConfigError, match=r"micro_batch_tokens = 8, .* may have 9 tokens.*raise .* to 9"):
+        plan(tmp_path, values, f"micro_batch_tokens={budget}")
+
+
+def test_a_pair_has_to_fit_into_one_micro_batch(start: Path, tmp_path: Path) -> None:
+    values = support.supervised_values(start, tmp_path / "out", "dpo")
+    workload = plan(tmp_path, values).workload
+    assert workload.longest < workload.largest_unit <= 2 * workload.longest
+    with pytest.raises(ConfigError, match=rf"pair .* may have {workload.largest_unit} tokens"):
+        plan(tmp_path, values, f"micro_batch_tokens={workload.largest_unit - 1}")

@@ -72,6 +72,8 @@ class ExampleDataset(Dataset[Sample]):
         self._samples = [{"index": index, **samples[number]} for index, number in enumerate(kept)]
         self.longest = max(lengths[number] for number in kept)
         """Tokens of the longest of them."""
+        self.largest_unit = self.longest
+        """Tokens of the most that stays in one micro-batch: a sequence, or a pair."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -129,6 +131,9 @@ class PreferenceDataset(ExampleDataset):
         samples = encode_examples(path, check_preference, encode)
         lengths = [max(len(ids) for ids, _ in sample.values()) for sample in samples]
         super().__init__(path, samples, lengths, limit, drop)
+        self.largest_unit = max(
+            len(sample["chosen"][0]) + len(sample["rejected"][0]) for sample in self._samples
+        )
 
 
 def encode_examples(path: Path, check: ExampleCheck, encode: Callable[[Example], Sample]) -> list[Sample]:

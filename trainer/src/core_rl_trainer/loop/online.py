@@ -68,12 +68,14 @@ def _workload(
     turns = chosen.max_turns if chosen.environment else 1
     config = algorithm.config
     updates = config.minibatches * config.epochs if isinstance(config, UpdatesConfig) else 1
+    longest = min(train_data.longest + turns * chosen.max_new_tokens, context or sys.maxsize)
     return Workload(
         examples=len(train_data),
         held_out=len(eval_data),
         examples_per_step=chosen.prompts_per_step,
         sequences_per_example=chosen.group_size,
-        longest=min(train_data.longest + turns * chosen.max_new_tokens, context or sys.maxsize),
+        longest=longest,
+        largest_unit=longest,
         updates_per_step=updates,
     )
 

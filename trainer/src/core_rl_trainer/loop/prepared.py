@@ -55,6 +55,8 @@ class Workload:
     sequences_per_example: int
     longest: int
     """Tokens of the longest sequence, the completion included."""
+    largest_unit: int
+    """Tokens of the most that stays in one micro-batch: the longest sequence, or the longest pair."""
     updates_per_step: int = 1
     """Optimizer steps of the actor."""
 

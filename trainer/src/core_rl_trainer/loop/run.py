@@ -11,6 +11,7 @@ from rich.console import Console
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
+from core_rl.errors import ConfigError
 from core_rl_trainer.algorithms.interface import (
     ModelInterface,
     ModelInterfaceAbstraction,
@@ -77,6 +78,18 @@ def dry_run(recipe: Recipe) -> RunPlan:
 
 def prepare(recipe: Recipe) -> PreparedRun:
     """All checks of ``recipe``, and its data."""
+    prepared = _prepared(recipe)
+    largest, budget = prepared.workload.largest_unit, recipe.micro_batch_tokens
+    if largest > budget:
+        raise ConfigError(
+            f"micro_batch_tokens = {budget:,}, and a sequence or pair that stays in one micro-batch may have "
+            f"{largest:,} tokens, the completion included: raise micro_batch_tokens to {largest:,}, or lower "
+            "rollout.max_new_tokens, or take shorter examples"
+        )
+    return prepared
+
+
+def _prepared(recipe: Recipe) -> PreparedRun:
     require_wandb(recipe)
     algorithm = _make_algorithm(recipe)
     if isinstance(algorithm, SupervisedInterface):

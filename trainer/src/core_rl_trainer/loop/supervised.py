@@ -67,6 +67,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         examples_per_step=size,
         sequences_per_example=1 if interface.trains_on == "demonstrations" else 2,
         longest=data[0].longest,
+        largest_unit=max(part.largest_unit for part in data),
     )
     placement = Placement(devices=tuple(range(plan[1].layout.world_size)))
     return PreparedRun(roles={MODEL: plan}, placements={MODEL: placement}, workload=workload, open=opened)
