@@ -37,6 +37,7 @@ UPSTREAM = {
     "_non_persistent_buffers_set": "torch: buffers that no file has",
     "_set_cuda_rng_state": "megatron: set on CPUs, where Megatron has only CUDA's",
     "_timeout": "torch: the timeout of a gloo group that is made from parts",
+    "_weight_conversions": "transformers: renamings of the files, which save_pretrained() undoes",
 }
 
 
