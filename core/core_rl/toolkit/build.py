@@ -109,7 +109,8 @@ def building(model: ModelConfig) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {error}") from error
+        reason = str(error).partition("\nModel type should be one of")[0]  # some hundred names follow
+        raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {reason}") from error
 
 
 def model_family(model: ModelConfig) -> Any:

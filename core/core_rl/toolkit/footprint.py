@@ -72,7 +72,8 @@ def _outside(model: PreTrainedModel) -> list[nn.Parameter]:
 def _widths(config: PretrainedConfig) -> tuple[int, int]:
     """Of all queries, and of all keys; configs that lack a name have its usual value."""
     heads = int(config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    width = width or config.hidden_size // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     return heads * width, groups * width
 
@@ -80,11 +81,13 @@ def _widths(config: PretrainedConfig) -> tuple[int, int]:
 def _inner(config: PretrainedConfig) -> int:
     """See `Footprint.inner`; configs that lack a name have its usual value."""
     queries, keys = _widths(config)
+    # Multi-head latent attention has values of a width of their own.
+    own, shared = getattr(config, "v_head_dim", None), getattr(config, "qk_head_dim", None)
+    ratio = own / shared if own and shared else 1.0
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    experts = getattr(config, "moe_intermediate_size", None)
-    if experts:
-        mlp = experts * config.num_experts_per_tok
-    return int(3 * queries + 2 * keys + 4 * mlp)
+    mlp = getattr(config, "moe_intermediate_size", None) or mlp
+    mlp *= getattr(config, "num_experts_per_tok", None) or 1
+    return int(queries + keys + ratio * (keys + 2 * queries) + 4 * mlp)
 
 
 def _normed(model: PreTrainedModel, config: PretrainedConfig) -> int:

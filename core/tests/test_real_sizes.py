@@ -1,0 +1,189 @@
+"""Names, shapes and plans of published models at their real sizes, without weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from core_rl.checkpoint.tensor_files import MAX_FILE_BYTES
+from core_rl.config.engine import LoraConfig, ModelConfig
+from core_rl.errors import ConfigError
+from core_rl.state.gather import BUCKET_BYTES, buckets
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.dtensor import LocalPart
+from core_rl.toolkit.footprint import footprint_of
+from core_rl.toolkit.lora import adapter_shapes
+
+LLAMA_70B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+QWEN3_235B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V3: dict[str, Any] = {"model_type": "deepseek_v3"}
+"""The defaults of transformers are this model's."""
+GPT_OSS_120B: dict[str, Any] = {"model_type": "gpt_oss"}
+"""The same."""
+HEADER_LIMIT = 100_000_000
+"""The longest header that safetensors reads, in bytes."""
+RANKS = 24
+
+
+@dataclass(frozen=True)
+class Published:
+    """Figures of a model: those that are published, and those that follow from its config."""
+
+    config: dict[str, Any]
+    parameters: int
+    tensors: int
+    """Tensors that transformers writes."""
+    adapted: int
+    """Layers that an adapter on all linear layers of the trunk has; experts have none."""
+    inner: int
+    """Numbers that a layer keeps of each token; see `Footprint.inner`."""
+
+
+MODELS = {
+    "llama-70b": Published(LLAMA_70B, 70_553_706_496, 3 + 80 * 9, 80 * 7, 3 * 8192 + 2 * 1024 + 4 * 28672),
+    "qwen3-235b": Published(
+        QWEN3_235B,
+        235_093_634_560,
+        3 + 94 * (9 + 128 * 3),
+        94 * 4,
+        3 * 64 * 128 + 2 * 4 * 128 + 4 * 8 * 1536,
+    ),
+    "gpt-oss-120b": Published(
+        GPT_OSS_120B, 116_829_156_672, 3 + 36 * 17, 36 * 4, 3 * 64 * 64 + 2 * 8 * 64 + 4 * 4 * 2880
+    ),
+    # 671,026,419,200 with the corrections of its routers, which are buffers.
+    "deepseek-v3": Published(
+        DEEPSEEK_V3,
+        671_026_419_200 - 58 * 256,
+        3 + 61 * 9 + 3 * 3 + 58 * (1 + 3 + 256 * 3),
+        61 * 5,
+        128 * (192 + 192 + 128 + 2 * 128) + 4 * 8 * 2048,
+    ),
+}
+DAILY = ["llama-70b", "qwen3-235b", "gpt-oss-120b"]
+EACH = [*DAILY, pytest.param("deepseek-v3", marks=pytest.mark.nightly)]
+
+
+@cache
+def held_and_layout(name: str) -> tuple[dict[str, tuple[int, ...]], CheckpointLayout]:
+    """In-memory names and shapes, and the checkpoint layout."""
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name].config))
+    held = {own: tuple(parameter.shape) for own, parameter in built.named_parameters()}
+    return held, CheckpointLayout.of(built)
+
+
+def checkpoint_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    held, layout = held_and_layout(name)
+    return layout.shapes(held)
+
+
+def header_bytes(shapes: dict[str, tuple[int, ...]], itemsize: int) -> int:
+    """The length of the header of one safetensors file with tensors of these shapes."""
+    at, header = 0, {}
+    for name, shape in shapes.items():
+        size = math.prod(shape) * itemsize
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    return len(json.dumps(header))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_names_and_shapes_are_those_of_the_published_checkpoint(name: str) -> None:
+    shapes = checkpoint_shapes(name)
+    assert len(shapes) == MODELS[name].tensors
+    assert sum(map(math.prod, shapes.values())) == MODELS[name].parameters
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_files_and_buckets_keep_their_bounds(name: str) -> None:
+    shapes = checkpoint_shapes(name)
+    sizes = {own: 2 * math.prod(shape) for own, shape in shapes.items()}
+    for limit in (MAX_FILE_BYTES, BUCKET_BYTES):
+        groups = list(buckets(shapes, sizes.values(), limit))
+        assert [own for group in groups for own in group] == list(shapes)
+        assert all(len(group) == 1 or sum(sizes[own] for own in group) <= limit for group in groups)
+        assert len(groups) >= sum(sizes.values()) / max(limit, *sizes.values())
+        if limit == MAX_FILE_BYTES:
+            headers = [header_bytes({own: shapes[own] for own in group}, 2) for group in groups]
+            assert max(headers) < HEADER_LIMIT
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-70b",
+        "gpt-oss-120b",
+        pytest.param("qwen3-235b", marks=pytest.mark.nightly),
+        pytest.param("deepseek-v3", marks=pytest.mark.nightly),
+    ],
+)
+def test_shards_of_rows_tile_every_tensor(name: str) -> None:
+    """As FSDP cuts: ranks have rows of each parameter, and of fused experts some experts and no others."""
+    held, layout = held_and_layout(name)
+    found: Counter[str] = Counter()
+    for own, shape in held.items():
+        rows = -(-shape[0] // RANKS)
+        for start in range(0, shape[0], rows):
+            part = torch.empty((min(rows, shape[0] - start), *shape[1:]), device="meta")
+            for written, _, box in layout.local(
+                own, LocalPart(part, (start, *(0,) * (len(shape) - 1))), shape
+            ):
+                found[written] += box.numel()
+    assert found == {own: math.prod(shape) for own, shape in checkpoint_shapes(name).items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-oss-120b",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in MODELS if name != "gpt-oss-120b"),
+    ],
+)
+def test_an_adapter_of_all_linear_layers_is_one_readable_file(name: str) -> None:
+    shapes = adapter_shapes(AutoConfig.for_model(**MODELS[name].config), LoraConfig(rank=1))
+    assert len(shapes) == 2 * MODELS[name].adapted
+    assert header_bytes(shapes, 4) < HEADER_LIMIT
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_memory_plan_counts_the_whole_model(name: str) -> None:
+    found = footprint_of(ModelConfig(config=MODELS[name].config))
+    assert found.parameters == found.trained == MODELS[name].parameters
+    assert found.inner == MODELS[name].inner
+
+
+def test_a_vision_language_model_is_refused() -> None:
+    """Until it is built."""
+    with pytest.raises(ConfigError, match=r"Unrecognized configuration class .*Qwen3VLConfig.*CausalLM\.$"):
+        footprint_of(ModelConfig(config={"model_type": "qwen3_vl"}))
