@@ -27,6 +27,7 @@ class Held:
     slices: list[LocalSlice]
     full: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"w": (5, 2)})
     optimizer_kinds: tuple[str, ...] = ()
+    carried: None = None
 
     def shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
         return self.full
