@@ -37,6 +37,9 @@ def local_part(tensor: Tensor) -> LocalPart:
         return LocalPart(tensor, (0,) * tensor.dim())
     bounds = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
+    # Not `get_local_rank`, which asks the mesh's groups: DTensor's caches may give an equal mesh whose groups are gone.
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # a rank has parameters on meshes of its own
     # A strided shard, such as FSDP's, cuts what the mesh dimensions on its right have left.
     strided = [axis for axis in range(mesh.ndim) if _is_strided(tensor.placements[axis])]
     plain = [axis for axis in range(mesh.ndim) if axis not in strided]
@@ -48,7 +51,7 @@ def local_part(tensor: Tensor) -> LocalPart:
             )
         dim = _cut_dim(placement)
         if dim is not None:
-            bounds[dim] = _chunk(bounds[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            bounds[dim] = _chunk(bounds[dim], mesh.size(axis), coordinate[axis])
     return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import fsdp_support as support
@@ -37,8 +39,10 @@ def weights(group: EngineGroup) -> dict[str, Tensor]:
     return group.named_tensors("master")
 
 
-def groups_of_ranks(engine: TrainEngine) -> int:
-    return len(torch.distributed.distributed_c10d._world.pg_map)
+def groups_and_threads(engine: TrainEngine) -> tuple[int, int]:
+    """Numbers of process groups and threads of a rank."""
+    gc.collect()
+    return len(torch.distributed.distributed_c10d._world.pg_map), len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
@@ -51,13 +55,20 @@ def test_each_computes_what_it_computes_alone(layout: ParallelLayout) -> None:
             host.initialize(config=own)
             alone.append(([train(host, step) for step in range(2)], weights(host)))
         host.initialize(config=settings[0])
-        before = host.run(groups_of_ranks)
+        before = host.run(groups_and_threads)
         with EngineGroup("fsdp", settings[1], timeout_s=120, colocate_with=host) as guest:
             groups = (host, guest)
-            assert (guest.run(groups_of_ranks) == before) == (layout == DP2), "meshes are shared where equal"
+            assert (guest.run(groups_and_threads) == before) == (layout == DP2), (
+                "meshes are shared where equal"
+            )
             losses = [[train(group, step) for group in groups] for step in range(2)]
             for group, found, (expected, tensors) in zip(
                 groups, zip(*losses, strict=True), alone, strict=True
             ):
                 assert list(found) == expected
                 assert all(torch.equal(value, tensors[name]) for name, value in weights(group).items())
+            guest.destroy()
+            assert host.run(groups_and_threads) == before, "an engine takes its groups along"
+            guest.initialize()
+            assert [train(guest, step) for step in range(2)] == alone[1][0], "in new groups of the same ranks"
+            train(host, 2)  # in groups that the other one has left

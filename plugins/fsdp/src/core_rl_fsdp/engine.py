@@ -37,10 +37,15 @@ class FSDPBackend(HFBackend[FSDPConfig]):
     packed: PackedModel
     """The model with its heads; FSDP's root module."""
     activation_offload: ActivationOffload | None
+    _meshes: Meshes | None = None
 
     def groups(self, world: Comm, config: FSDPConfig) -> RankGroups:
-        self._meshes = Meshes.of(world, config.layout, config.options.replicas)
+        self._meshes = Meshes.join(world, config.layout, config.options.replicas)
         return self._meshes.groups
+
+    def teardown(self) -> None:
+        if self._meshes is not None:
+            self._meshes.leave()
 
     def build(self, context: BuildContext[FSDPConfig]) -> None:
         options, chosen = context.config.options, context.config.model

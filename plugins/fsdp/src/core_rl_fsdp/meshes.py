@@ -8,9 +8,11 @@ ranks of one copy are neighbours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core_rl.config.layout import ParallelLayout
@@ -23,20 +25,45 @@ __all__ = ["Meshes"]
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Meshes:
     """All meshes and groups of an engine. Making one is collective, and so is the first use of each property."""
 
     world: Comm
     layout: ParallelLayout
     replicas: int
+    _engines: int = field(default=0, init=False)
+    """Engines of this process that use them."""
+    _made: list[DeviceMesh] = field(default_factory=list, init=False)
 
     @staticmethod
-    def of(world: Comm, layout: ParallelLayout, replicas: int) -> Meshes:
-        """Meshes shared with an engine of this process that has equal ones: each group costs connections and memory."""
+    def join(world: Comm, layout: ParallelLayout, replicas: int) -> Meshes:
+        """Meshes shared with the engines of this process that have equal ones: each group has connections and threads.
+
+        Each engine calls `leave`.
+        """
         meshes = Meshes(world, layout, replicas)
-        found: Meshes = world.shared.setdefault((Meshes, layout, replicas, world.device), meshes)
+        found: Meshes = world.shared.setdefault(meshes._key, meshes)
+        found._engines += 1
         return found
+
+    def leave(self) -> None:
+        """The inverse of `join`: the last engine destroys the groups, which would live as long as the world. Local."""
+        self._engines -= 1
+        if self._engines:
+            return
+        self.world.shared.pop(self._key, None)
+        if not dist.is_initialized() or dist.group.WORLD is not self.world.group:
+            return  # the world was destroyed, and its groups with it
+        for group in {group for mesh in self._made for group in mesh.get_all_groups()} - {self.world.group}:
+            dist.destroy_process_group(group)
+        for mesh in self._made:
+            # DTensor's caches keep meshes for ever, and a mesh of recent torch keeps its groups, with their threads.
+            getattr(mesh, "_pg_registry", {}).clear()
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return (Meshes, self.layout, self.replicas, self.world.device)
 
     def __post_init__(self) -> None:
         if self.layout.dp % self.replicas:
@@ -47,9 +74,9 @@ class Meshes:
 
     @cached_property
     def weights(self) -> DeviceMesh:
-        """``[replicate, shard, tensor]``: how weights are spread."""
-        sizes = (self.replicas, self.layout.dp // self.replicas * self.layout.cp, self.layout.tp)
-        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+        """The mesh over which weights are spread, with the dimensions ``replicate``, ``shard`` and ``tensor``."""
+        shard = self.layout.dp // self.replicas * self.layout.cp
+        return self._mesh({REPLICATE: self.replicas, SHARD: shard, TENSOR: self.layout.tp})
 
     @property
     def data(self) -> DeviceMesh:
@@ -67,7 +94,7 @@ class Meshes:
         size = self.layout.cp * self.layout.tp
         if size == 1:
             return RankGroups(data_parallel=self.world)
-        mesh = self._mesh((self.layout.dp, size), ("data", "model"))
+        mesh = self._mesh({"data": self.layout.dp, "model": size})
         return RankGroups(data_parallel=self._world(mesh, "data"), model_parallel=self._world(mesh, "model"))
 
     @cached_property
@@ -75,18 +102,22 @@ class Meshes:
         """Distribution of one copy of the model and of its tokens."""
         if self.layout.cp * self.layout.tp == 1:
             return ModelShards()
-        mesh = self._mesh((self.layout.dp, self.layout.cp, self.layout.tp), ("data", "context", TENSOR))
+        mesh = self._mesh({"data": self.layout.dp, "context": self.layout.cp, TENSOR: self.layout.tp})
         return ModelShards(
             context=self._world(mesh, "context"),
             tensor=self._world(mesh, TENSOR),
             sequence_parallel=self.layout.sequence_parallel,
         )
 
-    def _mesh(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
+    def _mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        """A mesh without the dimensions of one rank, each of which would cost a group; FSDP always needs ``shard``."""
+        used = {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
+        mesh = init_device_mesh(self.world.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        self._made.append(mesh)
+        return mesh
 
     def _world(self, mesh: DeviceMesh, name: str) -> Comm:
         """The ranks along one dimension; a lone rank needs no group."""
-        if mesh[name].size() == 1:
+        if name not in (mesh.mesh_dim_names or ()):
             return Comm(device=self.world.device)
         return Comm(mesh.get_group(name), self.world.device)
