@@ -335,6 +335,14 @@ def test_a_failure_is_not_overwritten() -> None:
     assert [result.outcome for result in summary.results] == [Outcome.FAILED]
 
 
+def test_partners_of_one_engine_do_not_overwrite_each_other() -> None:
+    summary, pair = _summary(), next(found for found in CHECKS.values() if found.partner)
+    outcomes = {"first": Outcome.PASSED, "second": Outcome.FAILED, "third": Outcome.PASSED}
+    for partner, outcome in outcomes.items():
+        summary.add(_result(pair, outcome, partner=partner))
+    assert {result.partner: result.outcome for result in summary.results} == outcomes
+
+
 def test_results_survive_the_way_through_a_report() -> None:
     measurements = (
         MeasurementRecord(what="a", error=1e-6, limit=1e-5),
