@@ -25,6 +25,7 @@ __all__ = [
     "CheckLoss",
     "InfiniteGradientLoss",
     "LogitsLoss",
+    "RaisingLoss",
     "RewardLoss",
     "SequenceMeanLoss",
     "TokenMeanLoss",
@@ -84,6 +85,19 @@ class TokenMeanLoss(CheckLoss):
         mask, advantages = sequence.fields["mask"], sequence.fields["advantages"]
         terms = -advantages * outputs["logprobs"] - self.entropy_coef * outputs["entropy"]
         return terms[mask].sum(), float(mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaisingLoss(TokenMeanLoss):
+    """`TokenMeanLoss` that raises `RuntimeError` in the engine's backward pass, with its forward pass complete."""
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        output["logprobs"].register_hook(_raise)
+        return super().__call__(output, batch)
+
+
+def _raise(gradient: Tensor) -> None:
+    raise RuntimeError(f"the backward pass of this check raises, at a gradient {list(gradient.shape)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
+from core_rl.backend.tensors import TensorDict
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -155,3 +156,30 @@ def test_ranks_that_raise_alone_have_failed(group: EngineGroup) -> None:
         assert "an engine that has failed: Broken: no memory" in said
     group.initialize(config=support.fsdp_config(2))
     assert gradients(group)
+
+
+def logprobs(group: EngineGroup) -> Tensor:
+    found: Tensor = group.forward(support.make_batch(0), BUDGET)["logprobs"]
+    return found
+
+
+def test_weights_that_are_loaded_after_a_failed_forward_pass_are_used(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(1).model_copy(update={"seed": 1}))
+    weights, expected = group.named_tensors("master"), logprobs(group)
+    group.initialize(config=support.fsdp_config(1))
+    group.run(break_pass, "forward", True)
+    group.load_named_tensors("master", TensorDict(weights))
+    assert torch.equal(logprobs(group), expected)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_pass_is_not_repeated_on_the_gradients_of_a_failed_one(group: EngineGroup, where: str) -> None:
+    group.initialize(config=support.fsdp_config(1))
+    expected = gradients(group)
+    group.run(break_pass, where, False)
+    with pytest.raises(
+        EngineStateError, match=r"after a pass that raised.*call optimizer_zero_grad\(\) first"
+    ):
+        group.forward_backward(support.make_batch(0), LOSS, BUDGET)
+    group.optimizer_zero_grad()
+    assert all(torch.equal(value, expected[name]) for name, value in gradients(group).items())

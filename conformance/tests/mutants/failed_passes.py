@@ -1,0 +1,91 @@
+"""What a pass that raised leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
+from core_rl.data.batch import SequenceBatch
+from core_rl.engine.components import TrainComponents
+from core_rl.engine.passes import Passes
+from core_rl.reference.train import ReferenceBackend
+from mutants.zoo import Mutant
+
+
+class KeepsGatheredWeights(ReferenceBackend):
+    """Each pass gathers the head's weights, and a failed pass leaves them to the next one."""
+
+    _gathered: Tensor | None = None
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if self._gathered is None:
+            self._gathered = self.model.get_output_embeddings().weight.detach().clone()
+        super().run(micro_batches, step, mode)
+        self._gathered = None
+
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        if self.context.config.model.head != "lm":
+            return super().sequence(ids, step)
+        assert self._gathered is not None
+        hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        head = self.model.get_output_embeddings().weight
+        # The right gradient, at values that may be stale.
+        weight = self._gathered + head - head.detach()
+        return self.language_model(ids, hidden @ weight.T / step.temperature, step)
+
+
+class CountsAFailedPassTwice(ReferenceBackend):
+    """Gradients are dropped where the last pass has ended, and only there."""
+
+    _running = False
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        self._running = True
+        super().run(micro_batches, step, mode)
+        self._running = False
+
+    def zero_grad(self) -> None:
+        if not self._running:
+            super().zero_grad()
+
+
+class _Forgets(Passes):
+    """Takes the next pass for a new one."""
+
+    def forward_backward(self, *arguments: Any) -> dict[str, float]:
+        try:
+            return super().forward_backward(*arguments)
+        finally:
+            self.runtime.pending.failed = False
+
+
+class RepeatsAFailedPass(ReferenceBackend):
+    """A pass is repeated on the gradients of the one that raised."""
+
+    components = TrainComponents(passes=_Forgets)
+
+
+MUTANTS = (
+    Mutant(
+        engine=KeepsGatheredWeights,
+        killed_by="I5.failed-pass",
+        issue="FSDP2 after a failed forward pass",
+        says="log-probs of weights that were loaded after a pass that raised",
+    ),
+    Mutant(
+        engine=CountsAFailedPassTwice,
+        killed_by="I5.failed-pass",
+        issue="a repeated forward_backward()",
+        says="multiplied by 2",
+    ),
+    Mutant(
+        engine=RepeatsAFailedPass,
+        killed_by="I5.failed-pass",
+        issue="a repeated forward_backward()",
+        says="was not refused",
+    ),
+)
