@@ -64,7 +64,7 @@ class MegatronBackend(TrainBackend[MegatronConfig]):
         model, tensors, weights = _planned(context)
         self._exported_config = exported_config(model, config.model, tensors.carried)
         self._adapt(context, model)
-        self.rng, self.optimizer = MegatronRngState(context.seed), None
+        self.rng, self.optimizer = MegatronRngState(context.seed, context.groups.data_parallel.rank), None
         with cpu_shim.building(), self.rng.own():
             self.model = build_stage(context, model, tensors.trained, self._products)
             self.wrapped = self.model.chunks

@@ -20,6 +20,7 @@ from torch import Tensor
 from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, EngineStateError, LayoutError
+from core_rl.seeds import derive_seed
 from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["MegatronRngState", "check_megatron", "join_groups", "leave_groups", "model_shards", "rank_groups"]
@@ -159,9 +160,17 @@ class MegatronRngState:
     """States of the tracker by name, uint8. A process has one tracker, and each engine swaps its states in.
 
     Tensor parallel ranks drop different elements of what they share out, and the same ones of what each has whole.
+    Ranks with other sequences, tokens or layers drop others of everything.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, data_parallel_rank: int) -> None:
+        # Megatron itself draws the same numbers on all data and context parallel ranks.
+        seed = derive_seed(
+            seed,
+            data_parallel_rank,
+            mpu.get_context_parallel_rank(),
+            mpu.get_pipeline_model_parallel_rank(),
+        )
         # Offsets as in Megatron's model_parallel_cuda_manual_seed, which would also seed the global generator.
         own = seed + 2718 + mpu.get_tensor_model_parallel_rank()
         initialize_rng_tracker()
