@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +30,10 @@ __all__ = [
 
 PACKED_ATTENTION = "core_rl_packed"
 """The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""
+
+UNKNOWN = ("position_bias", "sinks", "block_indices")
+"""Keywords of attention that change its result and are not computed here: biases of scores, sinks that depend on the
+query, and keys that the model chooses."""
 
 
 @dataclass(frozen=True)
@@ -59,43 +63,50 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  transformers passes it by position
+    attention_mask: Tensor | None,
     *,
-    segments: Segments,
+    segments: Segments | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **unused: Any,  # transformers passes every keyword of its models on to the attention function
+    **others: Any,  # transformers passes every keyword of its models on to the attention function
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment.
 
     Args:
         module: the attention layer that calls.
         query: ``[1, heads, T, D]``; ``key`` and ``value`` are ``[1, kv_heads, T, D]``.
-        attention_mask: ignored; segments tell everything.
+        attention_mask: None; transformers makes none for `PACKED_ATTENTION`, and one of a model's own is refused.
         segments: the sequences. Where they are spread over ranks, the arguments hold this rank's tokens and all
             heads; inside, each rank has all tokens and some heads.
         scaling: of the scores, by default ``D ** -0.5``.
         dropout: probability of dropping an attention weight.
         sliding_window: tokens that a query sees, itself included.
         softcap: ``c * tanh(scores / c)`` (Gemma 2).
+        others: ``s_aux`` is the attention sink of each head, ``[heads]``: a score that takes its part of the softmax and
+            has no value (gpt-oss; arXiv:2309.17453). ``is_causal=False``, here or of ``module``, is refused, and so are
+            biases of scores. All others change nothing.
 
     Returns:
         ``[1, T, heads, D]`` and no weights.
     """
-    if unused.get("s_aux") is not None or unused.get("position_bias") is not None:
+    if segments is None:
         raise UnsupportedCapability(
-            f"{type(module).__name__} uses attention sinks or a position bias, which packed attention does not compute"
+            f"{type(module).__name__} gets no 'segments': its model does not pass keywords on to the attention layers"
         )
+    _check(module, attention_mask, others)
+    s_aux: Tensor | None = others.get("s_aux")
     bounds, context = segments.bounds, segments.context
     longest = max(end - start for start, end in pairwise(bounds))
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    call = _Call(bounds, longest, scaling, dropout, window, softcap)
     if context is None or context.size == 1:
+        call = _Call(bounds, longest, scaling, dropout, window, softcap, s_aux)
         with _own_draws(segments.tensor, dropout, query.device):
             return _attend(query, key, value, call), None
     query, key, value = spread_heads(query, key, value, context)
+    own_sinks = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
+    call = _Call(bounds, longest, scaling, dropout, window, softcap, own_sinks)
     with _own_draws(segments.tensor, dropout, query.device):
         attended = _attend(query, key, value, call)
     return all_to_all(attended, context, split=1, join=2), None
@@ -117,6 +128,23 @@ def _own_draws(tensor: Comm | None, dropout: float, device: torch.device) -> Ite
         yield
 
 
+def _check(module: nn.Module, attention_mask: Tensor | None, others: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedCapability` for attention that is not computed here."""
+    causal = others.get("is_causal")
+    found = {
+        "a mask of its own": attention_mask is not None,
+        "attention in both directions": not (
+            getattr(module, "is_causal", True) if causal is None else causal
+        ),
+        **{f"{name!r}": others.get(name) is not None for name in UNKNOWN},
+    }
+    if any(found.values()):
+        raise UnsupportedCapability(
+            f"{type(module).__name__} uses {', '.join(name for name, used in found.items() if used)}, which packed "
+            "attention does not compute"
+        )
+
+
 @dataclass(frozen=True)
 class _Call:
     """Sequences and settings of one call of `packed_attention`; ``window`` is None where it hides nothing."""
@@ -127,23 +155,26 @@ class _Call:
     dropout: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
-    """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``."""
+    """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``, contiguous as of transformers' own functions."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if half and call.softcap is None and call.dropout == 0.0:
+    if half and call.softcap is None and call.sinks is None and call.dropout == 0.0:
         return _varlen(query, key, value, call)
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
     lengths = [end - start for start, end in pairwise(call.bounds)]
     segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_segment(q, k, v, call) for q, k, v in segments], dim=2).transpose(1, 2)
+    return torch.cat([_segment(q, k, v, call) for q, k, v in segments], dim=2).transpose(1, 2).contiguous()
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """One sequence, ``[1, heads, L, D]``."""
     if call.softcap is not None:
         return _softcapped(query, key, value, call, call.softcap)
+    if call.sinks is not None:
+        return _with_sinks(query, key, value, call, call.sinks)
     hides = call.window is not None and query.shape[2] > call.window
     return F.scaled_dot_product_attention(
         query,
@@ -172,11 +203,35 @@ def _softcapped(query: Tensor, key: Tensor, value: Tensor, call: _Call, softcap:
     return F.dropout(weights.to(query.dtype), call.dropout, training=call.dropout > 0) @ value
 
 
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, call: _Call, sinks: Tensor) -> Tensor:
+    """The sink is one more key, which all queries see: its score is in an entry that the other keys lack.
+
+    So no kernel needs to know of it, and ``[heads, L, L]`` is never kept.
+    """
+    scale = call.scaling if call.scaling is not None else query.shape[-1] ** -0.5
+    scores = (sinks.to(query.dtype) / scale)[None, :, None, None].expand(-1, -1, query.shape[2], 1)
+    sink = F.pad(torch.ones_like(key[:, :, :1, :1]), (query.shape[-1], 0))
+    mask = _causal_mask(query.shape[2], call.window, query.device)
+    return F.scaled_dot_product_attention(
+        torch.cat([query, scores], dim=3),
+        torch.cat([sink, F.pad(key, (0, 1))], dim=2),
+        F.pad(value, (0, 0, 1, 0)),
+        attn_mask=F.pad(mask, (1, 0), value=True),
+        dropout_p=call.dropout,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All sequences in one kernel; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     starts = torch.tensor(call.bounds, dtype=torch.int32, device=query.device)
+    width = value.shape[
+        -1
+    ]  # with latent attention smaller than that of queries and keys; the kernel wants them equal
+    value = F.pad(value, (0, query.shape[-1] - width))
     out = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1).contiguous(),
@@ -190,7 +245,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
-    return out[None]
+    return out[None, :, :, :width]
 
 
 def check_heads(heads: int, context: int) -> None:
