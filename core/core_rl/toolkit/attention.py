@@ -96,20 +96,26 @@ def packed_attention(
             f"{type(module).__name__} gets no 'segments': its model does not pass keywords on to the attention layers"
         )
     _check(module, attention_mask, others)
-    s_aux: Tensor | None = others.get("s_aux")
+    sinks = _own_sinks(others.get("s_aux"), segments)
     bounds, context = segments.bounds, segments.context
     longest = max(end - start for start, end in pairwise(bounds))
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    call = _Call(bounds, longest, scaling, dropout, window, softcap, sinks)
     if context is None or context.size == 1:
-        call = _Call(bounds, longest, scaling, dropout, window, softcap, s_aux)
         with _own_draws(segments.tensor, dropout, query.device):
             return _attend(query, key, value, call), None
     query, key, value = spread_heads(query, key, value, context)
-    own_sinks = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
-    call = _Call(bounds, longest, scaling, dropout, window, softcap, own_sinks)
     with _own_draws(segments.tensor, dropout, query.device):
         attended = _attend(query, key, value, call)
     return all_to_all(attended, context, split=1, join=2), None
+
+
+def _own_sinks(sinks: Tensor | None, segments: Segments) -> Tensor | None:
+    """Those of the heads that this rank computes; it has all of them, and in a backward pass the gradient of these."""
+    for comm in (segments.tensor, segments.context):
+        if sinks is not None and comm is not None:
+            sinks = sinks.chunk(comm.size)[comm.rank]
+    return sinks
 
 
 @contextmanager

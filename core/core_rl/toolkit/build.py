@@ -21,7 +21,8 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from core_rl.config.engine import ModelConfig
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, UnsupportedCapability
+from core_rl.toolkit.attention import PACKED_ATTENTION
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import add_adapter
 from core_rl.toolkit.model_files import model_files, require_text_model
@@ -105,9 +106,19 @@ def build_model(
 
 @contextmanager
 def building(model: ModelConfig) -> Iterator[None]:
-    """Turn an error of transformers inside the context into a `ConfigError` about ``model``."""
+    """Turn an error of transformers inside the context into a `ConfigError` about ``model``.
+
+    A model with a table of attention classes, instead of transformers' interface, is an `UnsupportedCapability`.
+    """
     try:
         yield
+    except KeyError as error:
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        raise UnsupportedCapability(
+            f"the model {model.path or model.config!r} has attention layers that ignore transformers' attention "
+            "interface, so a packed batch cannot be computed right; choose another model, or the engine 'reference'"
+        ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).partition("\nModel type should be one of")[0]  # some hundred names follow
         raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {reason}") from error

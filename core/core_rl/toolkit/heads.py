@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
@@ -16,6 +18,13 @@ from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
 from core_rl.toolkit.token_logprobs import HeadMap, token_logits, token_logprobs
 
 __all__ = ["LanguageModelHead", "PackedStates", "scalar_outputs"]
+
+FACTORS = ("logit_scale", "lm_head_multiplier")
+"""Fields of configs that multiply the logits: Cohere, Falcon-H1."""
+DIVISORS = ("logits_scaling",)
+"""Fields that divide them: Granite."""
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Fields with the ``c`` of ``c * tanh(logits / c)``: Gemma, RecurrentGemma, xLSTM."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,17 @@ class LanguageModelHead:
     vocab_size: int
     scale: float = 1.0
     softcap: float | None = None
+
+    @staticmethod
+    def of(config: PretrainedConfig) -> LanguageModelHead:
+        """The head of a model with ``config``, as far as the fields that are known say."""
+        text = config.get_text_config()
+        scale = math.prod(float(getattr(text, name, None) or 1.0) for name in FACTORS)
+        divisor = math.prod(float(getattr(text, name, None) or 1.0) for name in DIVISORS)
+        caps = [float(cap) for name in CAPS if (cap := getattr(text, name, None)) is not None]
+        return LanguageModelHead(
+            vocab_size=int(text.vocab_size), scale=scale / divisor, softcap=caps[0] if caps else None
+        )
 
     def outputs(
         self,

@@ -14,9 +14,11 @@ from core_rl.distributed.collectives import gather
 from core_rl.errors import ConfigError
 from core_rl.toolkit.attention import Segments
 from core_rl.toolkit.dtensor import own_part
+from core_rl.toolkit.families import check_head, check_layers
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
 from core_rl.toolkit.parallel_context import WHOLE, ModelShards
 from core_rl.toolkit.routers import Routers, Routing, own_routing
+from core_rl.toolkit.sequence_layers import StatefulLayers
 
 __all__ = ["PackedModel"]
 
@@ -26,21 +28,21 @@ class PackedModel(nn.Module):
 
     The head runs inside ``forward``, so that wrappers which gather parameters around a module's
     forward (FSDP, DDP) see it. Parameter names are the wrapped model's behind the prefix ``model.``.
+
+    Raises `UnsupportedCapability` for a model that cannot be packed right: see `check_layers` and `check_head`.
     """
 
     def __init__(self, model: PreTrainedModel, head: Head, shards: ModelShards = WHOLE) -> None:
         super().__init__()
+        check_layers(model)
+        self._language_model = LanguageModelHead.of(model.config)
+        if head == "lm":
+            check_head(model, self._language_model)
         self.model = model
         self.head = head
         self.shards = shards
         self.routers = Routers(model)
-        text = model.config.get_text_config()
-        scale = float(getattr(text, "logit_scale", None) or 1.0)
-        self._language_model = LanguageModelHead(
-            vocab_size=int(text.vocab_size),
-            scale=scale / float(getattr(text, "logits_scaling", 1.0) or 1.0),
-            softcap=getattr(text, "final_logit_softcapping", None),
-        )
+        self.stateful = StatefulLayers(model.base_model)
 
     def forward(
         self,
@@ -55,13 +57,15 @@ class PackedModel(nn.Module):
         the other outputs are 0.
         """
         tokens = self.shards.slice_of(batch)
+        segments = Segments(tokens.segments, self.shards.context, self.shards.tensor)
+        self.stateful.segments = segments
         with self.routers.watch(own_routing(batch, tokens)) as routings:
             hidden = self.model.base_model(
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
                 attention_mask=None,
                 use_cache=False,
-                segments=Segments(tokens.segments, self.shards.context, self.shards.tensor),
+                segments=segments,
             ).last_hidden_state[0]
         states = PackedStates(hidden, tokens, batch, self.shards)
         if self.head == "lm":

@@ -1,0 +1,176 @@
+"""Layers with a state (recurrences, causal convolutions, linear attention) that restart at each packed sequence.
+
+transformers computes them over a whole row: a state or a convolution then crosses from one sequence to the next
+(transformers #46093). Here such a layer gets the sequences one by one: those of similar length as the rows of one
+padded batch. It is causal, so what stands after the end of a sequence changes nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core_rl.distributed.collectives import gather
+from core_rl.errors import UnsupportedCapability
+from core_rl.toolkit.attention import Segments
+
+__all__ = ["StatefulLayers", "stateful_layers"]
+
+STATE = ("A_log", "recurrent_param", "slope_rate", "time_decay", "time_shift")
+"""Parameters, buffers and submodules that only layers with a state have: Mamba and Gated DeltaNet, RG-LRU, lightning
+attention, RWKV (its time mixing, and the shift of its channel mixing)."""
+
+
+def stateful_layers(trunk: nn.Module) -> dict[str, nn.Module]:
+    """The layers of ``trunk`` with a state, by name; of one inside another, the outer one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in trunk.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and _has_state(module):
+            found[name] = module
+    return found
+
+
+def _has_state(module: nn.Module) -> bool:
+    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return convolves or any(hasattr(module, name) for name in STATE)
+
+
+class StatefulLayers:
+    """Makes the layers of ``trunk`` with a state run on each of `segments` alone, in place.
+
+    `segments` stays in force until it is set again: a block that activation checkpointing computes again in the
+    backward pass must see the same.
+    """
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self.segments: Segments | None = None
+        """The sequences of the present pass."""
+        self.layers = stateful_layers(trunk)
+        for name, layer in self.layers.items():
+            layer.forward = torch.compiler.disable(partial(self._run, name, layer.forward))
+
+    def _run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("segments", None)
+        segments = self.segments
+        if segments is None or (len(segments.bounds) == 2 and segments.context is None):
+            return forward(*args, **kwargs)
+        call = _Call(name, segments, args, kwargs)
+        return call.joined([forward(*rows[0], **rows[1]) for rows in call.batches()])
+
+
+class _Call:
+    """The arguments of one call of a layer, cut into batches of whole sequences, and its results put together."""
+
+    def __init__(self, name: str, segments: Segments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self.context = name, segments.context
+        ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
+        self.length = segments.bounds[-1] // ranks
+        """Tokens of this rank."""
+        start = self.length * rank
+        device = _first_tensor((args, kwargs)).device
+        self.plan = _plan(segments.bounds, start, start + self.length, device)
+        self.arguments = _mapped(self._whole, (args, kwargs))
+
+    def batches(self) -> Iterator[Any]:
+        """Positional and keyword arguments of each call."""
+        for index in self.plan.rows:
+            yield _mapped(partial(self._rows, index), self.arguments)
+
+    def joined(self, results: list[Any]) -> Any:
+        """The result for this rank's tokens: ``[rows, L, ...]`` becomes ``[1, T, ...]``.
+
+        Of a tuple, what has no entry for each token becomes None: the state after the last one.
+        """
+        if isinstance(results[0], tuple):
+            first, *others = zip(*results, strict=True)
+            return (self.joined([*first]), *(self._or_none(other) for other in others))
+        if not self._for_each_token(results):
+            raise UnsupportedCapability(
+                f"the layer {self.name} does not return one entry for each token, so it cannot run on each sequence "
+                "alone"
+            )
+        flat = torch.cat([result.flatten(0, 1) for result in results])
+        return flat.index_select(0, self.plan.order)[None]
+
+    def _or_none(self, results: tuple[Any, ...]) -> Any:
+        return self.joined([*results]) if self._for_each_token(results) else None
+
+    def _for_each_token(self, results: Sequence[Any]) -> bool:
+        return all(
+            isinstance(result, Tensor) and result.shape[:2] == index.shape
+            for result, index in zip(results, self.plan.rows, strict=True)
+        )
+
+    def _whole(self, value: Tensor) -> Tensor:
+        """``value`` of all tokens, from this rank's; what has no entry for each token is refused."""
+        if value.dim() < 2 or value.shape[:2] != (1, self.length):
+            raise UnsupportedCapability(
+                f"the layer {self.name} gets a tensor of shape {tuple(value.shape)}, which has no entry for each of "
+                f"{self.length} packed tokens, so it cannot run on each sequence alone"
+            )
+        # Each rank uses another part of the result.
+        return value if self.context is None else gather(value, self.context, 1, partial=True)
+
+    def _rows(self, index: Tensor, value: Tensor) -> Tensor:
+        return value[0].index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Batches of sequences, and where each token's result is in them."""
+
+    rows: list[Tensor]
+    """Positions of tokens, int64 ``[sequences, longest]``; a shorter sequence repeats its last token."""
+    order: Tensor
+    """For each token of this rank, its place in all batches laid end to end; int64 ``[T]``."""
+
+
+@lru_cache(maxsize=4)
+def _plan(bounds: tuple[int, ...], start: int, stop: int, device: torch.device) -> _Plan:
+    """Batches that give the results of the tokens ``start .. stop - 1``, which the tokens before them decide.
+
+    Lengths inside a batch have the same power of two above them, so less than half of it is padding.
+    """
+    pieces = [(first, min(end, stop)) for first, end in pairwise(bounds) if first < stop and end > start]
+    pieces = [piece for piece in pieces if piece[1] > piece[0]]
+    by_size = sorted(pieces, key=lambda piece: (_size(piece), piece))
+    batches = [list(batch) for _, batch in groupby(by_size, key=_size)]
+    longest = [max(end - first for first, end in batch) for batch in batches]
+    rows, order = [], torch.empty(stop - start, dtype=torch.long)
+    begins = accumulate((len(batch) * size for batch, size in zip(batches, longest, strict=True)), initial=0)
+    for batch, size, begin in zip(batches, longest, begins, strict=False):
+        firsts, ends = torch.tensor(batch).unbind(1)
+        index = torch.minimum(firsts[:, None] + torch.arange(size), ends[:, None] - 1)
+        rows.append(index)
+        places = begin + torch.arange(index.numel()).view_as(index)
+        own = (index >= start) & (torch.arange(size) < (ends - firsts)[:, None])
+        order[index[own] - start] = places[own]
+    return _Plan([index.to(device) for index in rows], order.to(device))
+
+
+def _size(piece: tuple[int, int]) -> int:
+    return (piece[1] - piece[0] - 1).bit_length()
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with each tensor in its tuples and dictionaries changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(change, part) for part in value)
+    if isinstance(value, dict):
+        return {name: _mapped(change, part) for name, part in value.items()}
+    return value
+
+
+def _first_tensor(value: Any) -> Tensor:
+    found: list[Tensor] = []
+    _mapped(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found[0]
