@@ -126,6 +126,12 @@ class TrainBackend(ABC, Generic[C]):
         """The process groups, before `build`; by default all ranks are data parallel."""
         return RankGroups(data_parallel=world)
 
+    def verify(self) -> None:
+        """Raise `UnsupportedCapability` for a model that this backend computes wrong; once, after `build`.
+
+        The model is in evaluation mode and has its weights.
+        """
+
     def synchronize(self) -> None:
         """Finish asynchronous gathers and copies before the state is read."""
 

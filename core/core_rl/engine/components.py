@@ -100,6 +100,7 @@ class TrainComponents:
         guards.check_experts(spec, config.model, backend.hf_config())
         tensors.check()
         backend.set_training(False)
+        backend.verify()
         runtime = Runtime(
             spec=spec,
             config=config,

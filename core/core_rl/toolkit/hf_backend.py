@@ -25,6 +25,8 @@ from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, enable_adapter, low_rank_products
 from core_rl.toolkit.model_files import carried_tensors, exported_config
 from core_rl.toolkit.optimizer import build_adamw, create_moments, set_step_count
+from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit.packing_probe import check_packing
 
 __all__ = ["HFBackend", "add_up"]
 
@@ -140,6 +142,15 @@ class HFBackend(TrainBackend[C]):
             set_step_count(self.optimizer, count - 1)
         self.optimizer.step()
         self._updates = count
+
+    def verify(self) -> None:
+        """Probe each `PackedModel` among the attributes of this backend: see `check_packing`."""
+        modules = (value for value in vars(self).values() if isinstance(value, nn.Module))
+        packed = {
+            part: None for module in modules for part in module.modules() if isinstance(part, PackedModel)
+        }
+        for model in packed:
+            check_packing(model, self.context.config.dtype)
 
     # ---------------------------------------------------------------- adapter
 

@@ -15,6 +15,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.errors import LayoutError
 from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend, add_up
@@ -22,6 +23,7 @@ from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import Meshes
@@ -97,10 +99,20 @@ class FSDPBackend(HFBackend[FSDPConfig]):
             if mode != "forward":
                 loss.backward()
         if mode == "forward":
-            # A backward pass frees the root's gathered weights; without one they would stay, and the
-            # next forward pass would use them although the shards may have changed by then.
-            for module in fsdp_modules(self.packed):
-                module.reshard()
+            self._reshard()
+
+    def verify(self) -> None:
+        super().verify()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free gathered weights after forward passes alone.
+
+        A backward pass frees the root's; without one they would stay, and the next forward pass would use them although
+        the shards may have changed by then.
+        """
+        for module in fsdp_modules(self.packed):
+            module.reshard()
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         return ModelOutput(**self.packed(micro_batch, step.outputs, step.temperature, step.trained_only))
@@ -119,8 +131,15 @@ def _check_layout(model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Refuse what the model cannot take, before anything is moved or cut."""
     if layout.tp > 1:
         check_tensor_parallel(model, layout.tp)
-    if layout.cp > 1:
-        check_heads(model.config.get_text_config().num_attention_heads // layout.tp, layout.cp)
+    stateful = sorted({type(layer).__name__ for layer in stateful_layers(model.base_model).values()})
+    if layout.sequence_parallel and stateful:
+        raise LayoutError(
+            f"sequence_parallel spreads the tokens of {', '.join(stateful)} of the model type "
+            f"{model.config.model_type!r}, whose state needs all of them; leave it off"
+        )
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    if layout.cp > 1 and heads is not None:  # without attention, layers gather their tokens
+        check_heads(heads // layout.tp, layout.cp)
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:

@@ -1,0 +1,83 @@
+"""A probe of 20 tokens, when an engine is built, refuses a model whose state crosses from one sequence to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_families import packed_model, tiny_model
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import BuildContext
+from core_rl.config.engine import Head, ModelConfig, TrainEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
+from core_rl.engine.loading import load_engine
+from core_rl.errors import UnsupportedCapability
+from core_rl.reference import SPEC, ReferenceConfig
+from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_backend import HFBackend
+from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit.packing_probe import check_packing
+
+
+def let_state_leak(model: PackedModel) -> None:
+    """Give layers with a state their own forward pass again, over the whole row."""
+    for layer in model.stateful.layers.values():
+        del layer.forward
+
+
+@pytest.mark.parametrize("head", ["lm", "value", "reward"])
+def test_the_probe_finds_state_that_crosses_a_boundary(head: Head, tmp_path: Path) -> None:
+    model = packed_model("qwen3_next" if head == "lm" else "jamba", tmp_path, head)
+    check_packing(model, "float32")
+    let_state_leak(model)
+    with pytest.raises(UnsupportedCapability, match="cannot be packed: .* of a sequence change by"):
+        check_packing(model, "float32")
+
+
+class PacksHybrids(HFBackend[TrainEngineConfig]):
+    """A backend over a packed model, perhaps with layers that leak."""
+
+    leaks = False
+
+    def build(self, context: BuildContext[TrainEngineConfig]) -> None:
+        register_packed_attention()
+        model = build_model(context.config.model, seed=context.seed, attn_implementation=PACKED_ATTENTION)
+        self.packed = PackedModel(model, "lm")
+        if self.leaks:
+            let_state_leak(self.packed)
+        self.adopt(model, context)
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        return ModelOutput(**self.packed(micro_batch, step.outputs, step.temperature, step.trained_only))
+
+
+class PacksHybridsAndLeaks(PacksHybrids):
+    leaks = True
+
+
+@pytest.mark.parametrize("backend", [PacksHybrids, PacksHybridsAndLeaks])
+def test_each_engine_of_the_toolkit_is_probed_when_it_is_built(
+    backend: type[PacksHybrids], tmp_path: Path
+) -> None:
+    tiny_model("qwen3_next").save_pretrained(tmp_path)
+    spec = replace(SPEC, factory=f"{__name__}:{backend.__name__}", conformance=None)
+    engine = load_engine(spec, ReferenceConfig(model=ModelConfig(path=str(tmp_path))))
+    if backend.leaks:
+        with pytest.raises(UnsupportedCapability, match="'qwen3_next' cannot be packed"):
+            engine.initialize()
+    else:
+        engine.initialize()
+        engine.destroy()
+
+
+def test_probe_leaves_nan_to_the_user(tmp_path: Path) -> None:
+    """Weights that give NaN are no leak, and have an error of their own in the first pass."""
+    model = packed_model("llama", tmp_path)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    check_packing(model, "float32")
