@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma2Config,
@@ -35,7 +36,7 @@ from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
 from core_rl_oracle.experts import overwrite
 
-__all__ = ["MAX_LENGTH", "ModelStore", "TinyModel", "build", "layer_of", "save_with"]
+__all__ = ["MAX_LENGTH", "OTHER_LAYERS", "ModelStore", "TinyModel", "build", "layer_of", "save_with"]
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
@@ -75,10 +76,7 @@ class TinyModel:
 
     def config(self) -> PretrainedConfig:
         """The transformers config."""
-        kind, own = CONFIGS[self.family]
-        dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
-        values: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
-        config = kind(**values)
+        config = self._own_config()
         asked = {
             "num_labels": None if self.head == "lm" else 1,
             "vocab_size": self.vocabulary,
@@ -97,6 +95,14 @@ class TinyModel:
         if self.pad_is_eos:
             config.pad_token_id = config.eos_token_id
         return config
+
+    def _own_config(self) -> PretrainedConfig:
+        if self.family in OTHER_LAYERS:
+            values = OTHER_LAYERS[self.family] | {"attention_dropout": self.dropout}
+            return AutoConfig.for_model(self.family, **values)
+        kind, own = CONFIGS[self.family]
+        dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
+        return kind(**own, **dict.fromkeys(dropout, self.dropout))
 
     def with_multiples(self, layers: int, experts: int) -> TinyModel:
         """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
@@ -209,6 +215,52 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+OTHER_LAYERS: dict[str, dict[str, Any]] = {
+    # Gated DeltaNet and convolutions, and gated full attention with a part of each head rotated.
+    "qwen3_5_text": {
+        **PLAIN,
+        "vocab_size": 149,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    # Latent attention: queries and keys are wider than values. All layers are dense: its routers are for other checks.
+    "deepseek_v3": {
+        **PLAIN,
+        "vocab_size": 139,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 64,
+        "n_routed_experts": 0,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    # Attention sinks, as in gpt-oss, a sliding window of 5 tokens, and factors of scores, residuals and logits.
+    "granite_swa": {
+        **PLAIN,
+        "vocab_size": 131,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+"""Families with layers of other kinds, by model type: engines compute them right or refuse them. Not every version of
+transformers that is supported has them all."""
+
 
 class ModelStore:
     """Builds each tiny model once into a directory below ``root``."""
@@ -270,8 +322,9 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
             return 0.1 * noise
         final = name.rsplit(".", 2)[-2] in ("norm", "ln_f")
         peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
-        # Gemma's norms add the 1 themselves.
-        added = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+        # Norms of Gemma add the 1 themselves, and so do those of Qwen3.5 outside its linear attention.
+        adds = model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+        added = 1.0 if adds else 0.0
         return peak * (1.0 + 0.2 * noise) - added
     # GPT-2 stores its matrices as [in, out].
     transposed = model.config.model_type == "gpt2" and ".c_" in name

@@ -19,7 +19,7 @@ from core_rl.engine.components import TrainComponents
 from core_rl.engine.passes import Passes
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.attention import Segments
-from mutants.bases import Packed
+from mutants.bases import Packed, TrainContext
 from mutants.zoo import C, Mutant
 
 
@@ -148,6 +148,18 @@ class AttendsToNeighbours(Packed):
             hook.remove()
 
 
+class StateCrosses(Packed):
+    """Layers with a state run over the whole pack, as transformers computes them."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        for layer in self.packed.stateful.layers.values():
+            del layer.forward
+
+    def verify(self) -> None:
+        """Without the toolkit's probe, which would refuse the model."""
+
+
 class PositionsRunOn(Packed):
     """Positions do not restart in each packed sequence; rotary embeddings hide it, absolute ones do not."""
 
@@ -252,6 +264,12 @@ MUTANTS = (
     Mutant(engine=ValuesOverTemperature, killed_by="I7.values", issue="I8", says=r"multiplied by 1\.66667"),
     Mutant(engine=ScoresTheFirstToken, killed_by="I7.scores", issue="alignment", says="scores differs"),
     Mutant(engine=AttendsToNeighbours, killed_by="I6.neighbours", issue="AReaL #1442", says="neighbours"),
+    Mutant(
+        engine=StateCrosses,
+        killed_by="I6.layer-kinds",
+        issue="verl #6660",
+        says="log-probs of qwen3_5_text",
+    ),
     Mutant(
         engine=PositionsRunOn,
         killed_by="I6.neighbours",
