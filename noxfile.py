@@ -181,6 +181,13 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def families(session: nox.Session) -> None:
+    """Judge every model family of transformers on packed batches; WRITE_FAMILIES=1 writes docs/model-families.md."""
+    _install(session, "dev")
+    session.run("pytest", "core/family_tests", *session.posargs, env=ENV)
+
+
+@nox.session
 def trl(session: nox.Session) -> None:
     """Compare losses with the own ones of TRL, and read datasets, in an environment that has both."""
     _install(session, "conformance", "train")
