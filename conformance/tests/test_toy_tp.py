@@ -48,6 +48,7 @@ WITH_SEQUENCE_PARALLEL = {
     "I7.logprobs",
     "I7.scores",
     "I16.few-sequences",
+    "I20.adapter-gradients",
 }
 """Checks that see the tokens of a batch on several ranks."""
 

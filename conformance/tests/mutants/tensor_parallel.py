@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from toy_tp.collectives import add_up, enter, gather
-from toy_tp.engine import BEFORE_COLUMN, TensorParallelBackend, partial_gradient
+from toy_tp.engine import BEFORE_COLUMN, TensorParallelBackend, partial_gradient, replicated_factor
 from toy_tp.vocabulary import Vocabulary
 from transformers import PreTrainedModel
 
 from core_rl.backend.tensors import LocalSlice
+from core_rl.config.capability import Capability
 from core_rl.distributed.comm import Comm
 from core_rl.state.store import global_grad_norm
 from mutants.bases import OwnNorm
@@ -58,6 +59,14 @@ class HeadNormsNotReduced(TensorParallelBackend):
 
     def reduce(self, name: str, grad: Tensor) -> None:
         if not partial_gradient(name):
+            super().reduce(name, grad)
+
+
+class FactorsNotReduced(TensorParallelBackend):
+    """The replicated factor of an adapter keeps the gradient of one rank's features."""
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        if not replicated_factor(name):
             super().reduce(name, grad)
 
 
@@ -361,6 +370,14 @@ MUTANTS = (
         says=r"gradients of TokenMeanLoss[\s\S]*_norm\.weight",
         layout=TP2,
         family="qwen3",
+    ),
+    Mutant(
+        engine=FactorsNotReduced,
+        killed_by="I20.adapter-gradients",
+        issue="Megatron-LM #1446, for an adapter",
+        says=r"gradients with an adapter[\s\S]*lora_",
+        layout=TP2,
+        declared=frozenset({Capability.LORA}),
     ),
     Mutant(
         engine=ReplicasCountedOnEachRank,

@@ -87,11 +87,13 @@ class Mutant:
         special |= (
             {Capability.MOE, Capability.AUX_LOSS, Capability.ROUTING_REPLAY} if self.family == MOE else set()
         )
-        # The toy engines, which are the ones with such layouts, take no adapters.
+        # Of the toy engines, which are the ones with such layouts, only the tensor-parallel one takes adapters.
         adapters = {Capability.LORA, Capability.SYNC_LORA}
         toy = adapters if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
         return spec_of(
-            self.engine, self.undeclared | toy, self.layout.needed_capabilities() | special | self.declared
+            self.engine,
+            self.undeclared | (toy - self.declared),
+            self.layout.needed_capabilities() | special | self.declared,
         )
 
 

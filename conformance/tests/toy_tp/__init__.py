@@ -31,6 +31,7 @@ SPEC = EngineSpec(
             C.REWARD_HEAD,
             C.LOGITS,
             C.FROZEN_PARAMETERS,
+            C.LORA,
             C.DATA_PARALLEL,
             C.TENSOR_PARALLEL,
             C.SEQUENCE_PARALLEL,

@@ -3,11 +3,13 @@
 With sequence parallelism (arXiv:2205.05198), what is between them is spread over ranks along the tokens.
 
 A parameter is a `DTensor`, which knows its full shape and its placement; the model computes with the local
-part. It is a test double: families that are built like Llama, and head counts that the degree divides.
+part. It is a test double: families that are built like Llama, and head counts that the degree divides. Adapters
+have one factor on each side of the exchange: the one on the spread side is spread, the other is replicated.
 """
 
 from __future__ import annotations
 
+import re
 from typing import cast
 
 import torch
@@ -33,7 +35,7 @@ from core_rl.toolkit.hf_backend import HFBackend
 from toy_tp.collectives import add_up, enter, split_tokens
 from toy_tp.vocabulary import Vocabulary
 
-__all__ = ["BEFORE_COLUMN", "TensorParallelBackend", "partial_gradient"]
+__all__ = ["BEFORE_COLUMN", "TensorParallelBackend", "partial_gradient", "replicated_factor"]
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose output features (or vocabulary rows) are spread: dimension 0 of weight and bias."""
@@ -47,17 +49,30 @@ INSIDE = ("q_norm", "k_norm")
 
 
 def _owner(name: str) -> str:
-    """The module's own name in that of its parameter: ``q_proj`` in ``model.layers.0.self_attn.q_proj.weight``."""
-    return name.rsplit(".", 2)[-2]
+    """The module's own name in that of its parameter: ``q_proj`` in ``model.layers.0.self_attn.q_proj.weight``.
+
+    Also with an adapter: in ``….q_proj.base_layer.weight``, and in ``….q_proj.lora_A.default.weight``, which is
+    ``….q_proj.lora_A.weight`` in a checkpoint.
+    """
+    return re.sub(r"\.(base_layer|lora_[AB](\.default)?)\.", ".", name).rsplit(".", 2)[-2]
 
 
 def _is_row_bias(name: str) -> bool:
     return _owner(name) in ROW and name.endswith(".bias")
 
 
+def replicated_factor(name: str) -> bool:
+    """Whether the parameter ``name`` is the replicated factor of an adapter.
+
+    Each rank's gradient of it comes from its own output features, or of ``B`` of a row-parallel matrix, its own input
+    features.
+    """
+    return (_owner(name) in COLUMN and ".lora_A." in name) or (_owner(name) in ROW and ".lora_B." in name)
+
+
 def partial_gradient(name: str) -> bool:
     """Whether the parameter ``name`` is replicated, and each rank's gradient of it a part of a sum."""
-    return _owner(name) in INSIDE
+    return _owner(name) in INSIDE or replicated_factor(name)
 
 
 class TensorParallelBackend(HFBackend[TrainEngineConfig]):
@@ -161,6 +176,8 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
 
     def _placement(self, name: str) -> Placement:
         owner = _owner(name)
+        if replicated_factor(name):
+            return Replicate()
         if owner in COLUMN:
             return Shard(0)
         return Shard(1) if owner in ROW and name.endswith(".weight") else Replicate()
