@@ -19,9 +19,11 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.lora import checkpoint_name
+from core_rl_megatron.backend import MegatronBackend
 from core_rl_megatron.config import MegatronConfig
 
 LOSS = LossSpec(fn=support.weighted_nll)
@@ -111,3 +113,17 @@ def test_recomputation_draws_the_dropout_of_the_adapter_again(
         found.append(group.named_tensors("grads"))
     assert all(bool(grad.any()) for grad in found[0].values())
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
+def weight_bytes(engine: TrainEngine) -> int:
+    assert isinstance(engine.backend, MegatronBackend)
+    return sum(tensor.nbytes for tensor in engine.backend.memory("weights"))
+
+
+def test_bfloat16_plan_counts_float32_copies_of_frozen_weights(group: EngineGroup, base: Path) -> None:
+    chosen = config(base, {"dp": 2}, LORA).model_copy(update={"dtype": "bfloat16"})
+    group.initialize(config=chosen)
+    sizes = [
+        sum(value.numel() for value in group.named_tensors(kind).values()) for kind in ("master", "adapter")
+    ]
+    assert group.run(weight_bytes) == [chosen.state_bytes(*sizes).weights] * 2
