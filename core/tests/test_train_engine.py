@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import engine_support as support
@@ -533,11 +533,11 @@ def test_an_engine_alone_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
     ("make", "message"),
     [
         (
-            lambda: SaveLoadMeta(path="a", format="huggingface"),
+            lambda: SaveLoadMeta(path="a", format=cast("Any", "huggingface")),
             r"SaveLoadMeta\.format = 'huggingface'; it is one of 'hf', 'sharded', 'portable', 'adapter'",
         ),
         (
-            lambda: WeightUpdateMeta(version=1, path="a", method="nccl"),
+            lambda: WeightUpdateMeta(version=1, path="a", method=cast("Any", "nccl")),
             r"WeightUpdateMeta\.method = 'nccl'; it is one of 'disk', 'tensor', 'distributed', 'lora'",
         ),
     ],

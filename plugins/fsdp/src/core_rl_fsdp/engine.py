@@ -39,15 +39,20 @@ class FSDPBackend(HFBackend[FSDPConfig]):
     packed: PackedModel
     """The model with its heads; FSDP's root module."""
     activation_offload: ActivationOffload | None
-    _meshes: Meshes | None = None
+    _joined: Meshes | None = None
+
+    @property
+    def _meshes(self) -> Meshes:
+        assert self._joined is not None  # `groups` comes first
+        return self._joined
 
     def groups(self, world: Comm, config: FSDPConfig) -> RankGroups:
-        self._meshes = Meshes.join(world, config.layout, config.options.replicas)
-        return self._meshes.groups
+        self._joined = Meshes.join(world, config.layout, config.options.replicas)
+        return self._joined.groups
 
     def teardown(self) -> None:
-        if self._meshes is not None:
-            self._meshes.leave()
+        if self._joined is not None:
+            self._joined.leave()
 
     def build(self, context: BuildContext[FSDPConfig]) -> None:
         options, chosen = context.config.options, context.config.model
