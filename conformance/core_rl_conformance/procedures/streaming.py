@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,15 @@ from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import Bucket, receiving, receiving_buckets
+from core_rl.weight_sync.stream import Bucket, ReceivedWeights, receiving, receiving_buckets
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 
 __all__ = ["LARGE_BUCKET", "Caught", "caught", "sent", "sync_meta", "tensors_of"]
 
 
+NOISE = 77
+"""No weight of a tiny model; finite, so that messages show it."""
 LARGE_BUCKET = 1 << 28
 """All weights of a tiny model fit."""
 
@@ -65,12 +67,16 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
 
 
 def _catch(meta: WeightUpdateMeta) -> Caught:
-    if meta.method != "lora":
+    if meta.method == "distributed":
         with receiving_buckets(meta, CALL_TIMEOUT_S) as buckets:
             return _as_caught(list(buckets), None)
     with receiving(meta, CALL_TIMEOUT_S) as received:
-        copies = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
-        return _as_caught(copies, received.adapter)
+        return _as_caught(_read_late(received), received.adapter)
+
+
+def _read_late(received: ReceivedWeights) -> list[Bucket]:
+    """Copies that are made after the last bucket has come: a sender that uses one's memory again has done so by then."""
+    return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in list(received)]
 
 
 def _as_caught(buckets: list[Bucket], adapter: AdapterMetadata | None) -> Caught:
@@ -97,13 +103,21 @@ def sent(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     adapter: AdapterMetadata | None = None,
 ) -> None:
-    """Update ``engine`` with ``tensors``, by ``lora`` those of ``adapter``; raises what the update ends with."""
+    """Update ``engine`` with ``tensors``, by ``lora`` those of ``adapter``; raises what the update ends with.
+
+    The memory that was sent is overwritten when the update has ended: a receiver may use no view of it then.
+    """
     arrival = engine.update_weights(meta)
+    buckets: list[Bucket] = []
     try:
         stream = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        send_tensors(stream, meta, adapter=adapter)
+        send_tensors(stream, meta, adapter=adapter, on_bucket=buckets.append)
     except WeightsError:
         # The receiver knows better why.
         arrival.result(CALL_TIMEOUT_S)
         raise
+    finally:
+        wait([arrival], CALL_TIMEOUT_S)
+        for _, tensor in (item for bucket in buckets for item in bucket):
+            tensor.fill_(NOISE)
     arrival.result(CALL_TIMEOUT_S)

@@ -13,7 +13,7 @@ from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict, check_source
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutBackend
-from core_rl.weight_sync.stream import receiving_buckets
+from core_rl.weight_sync.stream import Bucket, receiving, receiving_buckets
 from mutants.updates import Entries
 from mutants.uploads import Sends, Whole
 from mutants.zoo import Context, Mutant
@@ -25,6 +25,18 @@ class CollectsViews(Sends):
     def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
         buffer = torch.empty(1 << 20)
         yield from [(name, buffer[: full.numel()].view(full.shape).copy_(full)) for name, full in tensors]
+
+
+class OverwritesWhatWasTaken(Sends):
+    """The memory of a bucket that the receiver has acknowledged is used for the next one."""
+
+    before: Bucket = []  # noqa: RUF012  # replaced, never changed
+
+    def bucket_sent(self, bucket: Bucket) -> None:
+        for (_, old), (_, new) in zip(self.before, bucket, strict=False):
+            count = min(old.numel(), new.numel())
+            old.view(-1)[:count].copy_(new.reshape(-1)[:count])
+        self.before = bucket
 
 
 class ForgetsTheLastBucket(Sends):
@@ -93,6 +105,20 @@ class TakesFirstBuckets(ReferenceRolloutBackend):
             {name: held[name].detach().clone() if name in late else value for name, value in tensors.items()},
             version,
         )
+
+
+class ServesFromTheBuckets(ReferenceRolloutBackend):
+    """The weights are views of the memory that the sender gave, also after the update."""
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+            tensors = {name: tensor for bucket in received for name, tensor in bucket}
+            self._on_worker(self._install_tensors, tensors, meta.version)
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        for name, value in self._model.named_parameters():
+            value.data = tensors[name]
+        self._served_version = version
 
 
 class KeepsTheVersion(ReferenceRolloutBackend):
@@ -202,6 +228,12 @@ MUTANTS = (
         says="parameters sent after step 1",
     ),
     Mutant(
+        engine=OverwritesWhatWasTaken,
+        killed_by=SENT,
+        issue="verl #6813: a bucket that is overwritten after it was taken",
+        says="parameters sent after step 2 in buckets of 4096 bytes",
+    ),
+    Mutant(
         engine=ForgetsTheLastBucket,
         killed_by=SENT,
         issue="a bucket that nobody flushes (I12)",
@@ -230,6 +262,12 @@ MUTANTS = (
         killed_by=RECEIVED,
         issue="verl #5801: some of the tensors",
         says="log-probs by the weights whose version tokens carry|after the update to version 1",
+    ),
+    Mutant(
+        engine=ServesFromTheBuckets,
+        killed_by=RECEIVED,
+        issue="weights that are views of memory which the sender uses again (I12)",
+        says="log-probs after the update to version 1",
     ),
     Mutant(
         engine=KeepsTheVersion, killed_by=RECEIVED, issue="AReaL #941", says=r"versions \[0\]|\[0\], not 1"

@@ -10,7 +10,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
-from core_rl.weight_sync.messages import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata, Bucket
 from core_rl.weight_sync.sender import send_tensors
 
 Whole = Iterator[tuple[str, Tensor]]
@@ -32,7 +32,7 @@ class PassedUploads(Persistence):
             base = run.tensors.base_digest() if meta.verify else None
             adapter = backend.described(AdapterMetadata.of(lora, base))
         whole = ((name, tensor) for name, tensor in stream if tensor is not None)
-        send_tensors(backend.sent(whole, meta), meta, adapter=adapter)
+        send_tensors(backend.sent(whole, meta), meta, adapter=adapter, on_bucket=backend.bucket_sent)
 
 
 class Sends(ReferenceBackend):
@@ -43,6 +43,9 @@ class Sends(ReferenceBackend):
     def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
         """The stream to send, out of the right one."""
         return tensors
+
+    def bucket_sent(self, bucket: Bucket) -> None:
+        """Called when ``bucket`` was sent and the one before it was taken."""
 
     def described(self, adapter: AdapterMetadata) -> AdapterMetadata:
         """The description of an adapter to send, out of the right one."""

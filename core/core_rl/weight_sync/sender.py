@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -56,14 +56,17 @@ def send_tensors(
     is_writer: bool = True,
     device: torch.device = CPU,
     adapter: AdapterMetadata | None = None,
+    on_bucket: Callable[[Bucket], object] | None = None,
 ) -> None:
     """Send ``stream`` to the caller of `receiving` with the same ``meta``; returns when it is installed there.
 
     The stream may be collective: it is consumed to its end on every rank, also after an error. Only the rank with
     ``is_writer`` gets tensors and sends them; by ``distributed`` it broadcasts from ``device``, with gloo or nccl. By
     ``lora``, ``adapter`` describes the stream. Raises `WeightsError` with the first error of this rank.
+
+    ``on_bucket`` is called with each bucket that was sent. Its memory is the receiver's to read until the update ends.
     """
-    sender = _Sender(meta, device, adapter)
+    sender = _Sender(meta, device, adapter, on_bucket)
     failure: Exception | None = None
     try:
         failure = error_of(sender.connect) if is_writer else None
@@ -81,10 +84,17 @@ def send_tensors(
 
 
 class _Sender:
-    def __init__(self, meta: WeightUpdateMeta, device: torch.device, adapter: AdapterMetadata | None) -> None:
+    def __init__(
+        self,
+        meta: WeightUpdateMeta,
+        device: torch.device,
+        adapter: AdapterMetadata | None,
+        on_bucket: Callable[[Bucket], object] | None,
+    ) -> None:
         self._meta = meta
         self._device = device
         self._adapter = adapter
+        self._on_bucket = on_bucket
         self._channel: Channel | None = None
         self._group: WeightGroup | None = None
         self._bucket = _Filling(meta.bucket_bytes)
@@ -128,6 +138,8 @@ class _Sender:
         if self._group is not None:
             self._reply(Kind.ALLOW_BROADCAST)
             self._broadcast(self._group)
+        if self._on_bucket is not None:
+            self._on_bucket(self._bucket.tensors)
         self._bucket = _Filling(self._meta.bucket_bytes)
 
     def _broadcast(self, group: WeightGroup) -> None:

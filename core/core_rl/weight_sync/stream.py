@@ -49,6 +49,7 @@ class ReceivedWeights:
     def __iter__(self) -> Iterator[Bucket]:
         """The buckets; each one is acknowledged when the consumer asks for the next.
 
+        Their memory is the consumer's to read until the update ends.
         Raises `WeightsError` when the sender fails or dies, and for a bucket whose digest is wrong.
         """
         while (message := receive_message(self._channel, "sender"))[0] != Kind.END:
