@@ -18,6 +18,7 @@ from core_rl.registry.engines import load_config
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.contract import LAYOUTS, verify_undeclared
 from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.procedures import serving
 
 C = Capability
@@ -135,15 +136,16 @@ def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
 
 
 async def _cancelling(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
-    """The answers to every second request; the others are cancelled, some before and some after they start."""
-    given_up = [asyncio.ensure_future(engine.agenerate(request)) for request in requests[::2]]
-    running = asyncio.ensure_future(serving.answers(engine, requests[1::2]))
+    """The answers to every second request; the others are cancelled, the first at once, and one after each answer."""
+    tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+    given_up, kept = tasks[::2], tasks[1::2]
     given_up[0].cancel()
-    for number, task in enumerate(given_up[1:]):
-        await asyncio.sleep(0.002 * (number % 3))
+    answered = asyncio.as_completed(kept, timeout=CALL_TIMEOUT_S)
+    for task, answer in zip(given_up[1:], answered, strict=False):
+        await answer
         task.cancel()
     await asyncio.gather(*given_up, return_exceptions=True)
-    return await running
+    return await asyncio.wait_for(asyncio.gather(*kept), CALL_TIMEOUT_S)
 
 
 @check("contract.rollout-rid", kind="inference", each="engine")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -24,10 +26,8 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import serving
 
-APART_S, FURTHER_APART = 0.02, 1.1
-"""Between two requests that come late in an update: each wait is longer than the one before by this factor."""
 MOST_LATE = 48
-"""Their number, which lasts for some 20 s: asked for while the update is on its way, some are answered after it."""
+"""So many of the answers that came last are compared: requests follow each other as long as an update runs."""
 
 
 def published(
@@ -177,18 +177,20 @@ def versions_are_those_of_the_weights(subject: EngineUnderTest) -> None:
 async def _during(
     engine: InferenceEngine, requests: Sequence[LLMRequest], meta: WeightUpdateMeta
 ) -> list[LLMResponse]:
-    """The answers to requests from before the update, from right after it began, and from later as long as it runs."""
+    """The answers to requests from before the update, from right after it began, and from later as long as it runs.
+
+    One of the later requests is on its way whenever the weights change.
+    """
     half = len(requests) // 2
     running = asyncio.ensure_future(serving.answers(engine, requests[:half]))
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await serving.let_begin()
     update = asyncio.ensure_future(asyncio.to_thread(serving.installed, engine, meta))
     found = [*await serving.answers(engine, requests[half:]), *await running]
-    late: list[asyncio.Future[list[LLMResponse]]] = []
-    while not update.done() and len(late) < MOST_LATE:
-        again = requests[len(late) % len(requests)]
-        request = LLMRequest(input_ids=again.input_ids, sampling=again.sampling)  # with a rid of its own
-        late.append(asyncio.ensure_future(serving.answers(engine, [request])))
-        await asyncio.sleep(APART_S * FURTHER_APART ** len(late))
+    late: deque[LLMResponse] = deque(maxlen=MOST_LATE)
+    again = cycle(requests)
+    while not update.done():
+        asked = next(again)
+        request = LLMRequest(input_ids=asked.input_ids, sampling=asked.sampling)  # with a rid of its own
+        late.extend(await serving.answers(engine, [request]))
     await update
-    return [*found, *(response for part in await asyncio.gather(*late) for response in part)]
+    return [*found, *late]

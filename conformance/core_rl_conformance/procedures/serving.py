@@ -34,6 +34,7 @@ __all__ = [
     "distributions",
     "expected_of",
     "installed",
+    "let_begin",
     "left_by_cut",
     "meanwhile",
     "requests_for",
@@ -88,10 +89,15 @@ async def meanwhile(
 ) -> list[LLMResponse]:
     """The answers to requests that are in flight while ``update`` runs."""
     running = asyncio.ensure_future(answers(engine, requests))
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await let_begin()
     await asyncio.to_thread(update)
     return await running
+
+
+async def let_begin() -> None:
+    """Let tasks that were made just now send their requests."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 def installed(engine: InferenceEngine, meta: WeightUpdateMeta) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -142,14 +141,20 @@ class WakesAtVersionZero(ReferenceRolloutBackend):
 class LabelsAsItIsAsked(ReferenceRolloutBackend):
     """The version is read as a request goes out, while an update is on its way that serves it."""
 
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        self._asked = threading.Semaphore(0)
+        return super().build(context, addresses, ft_spec)
+
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         version = self._served_version
+        self._asked.release()
         found = await super().agenerate(request)
+        self._asked.acquire(blocking=False)
         return replace(found, versions=(version,) * len(found.versions))
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
-        time.sleep(0.3)  # as long as larger weights take
-        super()._install_from_disk(meta)
+        with self._asked:  # larger weights take so long that somebody asks meanwhile
+            super()._install_from_disk(meta)
 
 
 class ForgetsTheRelease(RequestGate):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ class HangsInEvaluation(ReferenceBackend):
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         if mode == "forward":
-            time.sleep(3600)
+            threading.Event().wait()
         super().run(micro_batches, step, mode)
 
 
@@ -50,7 +50,7 @@ class LeavesAChild(DiesInEvaluation):
     """It starts a process of its own and dies without ending it."""
 
     def build(self, context: TrainContext) -> None:
-        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(3600)  # {CHILD}"])
+        subprocess.Popen([sys.executable, "-c", f"import signal; signal.pause()  # {CHILD}"])
         super().build(context)
 
 
