@@ -72,6 +72,20 @@ class Ragged:
         first, *others = self.rows
         return Ragged((replace(first, ids=(*first.ids[: -len(ids)], *ids)), *others))
 
+    def cut_at(self, lengths: Sequence[int]) -> Ragged:
+        """The same packed tokens as sequences of other ``lengths``, as many and of the same sum."""
+        ids = [token for row in self.rows for token in row.ids]
+        mask = [trained for row in self.rows for trained in row.mask]
+        advantages = [value for row in self.rows for value in row.advantages]
+        rows, start = [], 0
+        for row, length in zip(self.rows, lengths, strict=True):
+            own = slice(start, start + length)
+            start += length
+            rows.append(
+                replace(row, ids=tuple(ids[own]), mask=tuple(mask[own]), advantages=tuple(advantages[own]))
+            )
+        return Ragged(tuple(rows))
+
     def without_mask(self) -> Ragged:
         """The same sequences, of which no token is trained."""
         return Ragged(tuple(replace(row, mask=(False,) * len(row.mask)) for row in self.rows))

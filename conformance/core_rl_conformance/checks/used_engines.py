@@ -1,0 +1,93 @@
+"""Engines that have computed before: nothing of an earlier batch, or of earlier weights, is in what comes next."""
+
+from __future__ import annotations
+
+from core_rl.backend.meta import CheckpointFormat
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures import moving
+from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
+from core_rl_conformance.procedures.training import Shadow
+
+LOSS = TokenMeanLoss(temperature=0.8)
+TWO = MicroBatchSpec(count=2)
+LENGTHS, OTHER_LENGTHS = (3, 9, 5, 7), (9, 3, 7, 5)
+"""As many sequences and tokens, cut at other places."""
+
+
+@check("I13.hidden-caches", each="layout", provisional=True)
+def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
+    """Outputs and gradients are those of the batch at hand after others of the same size, tokens or boundaries.
+
+    In turn: the same tokens cut elsewhere, other tokens, another temperature, other masks; and the first ones again.
+
+    Why: masks, positions and hidden states that are cached by the number of tokens, or by the tokens alone, are those
+    of the batch before.
+    Look at: the keys of caches; everything that a value depends on must be in them: ids, ``cu_seqlens``,
+    ``loss_mask``, temperature, and the weights.
+    """
+    model, first = subject.model(), subject.data(LENGTHS)
+    turns = {
+        "of a first batch": (first, 1.0),
+        "of the same tokens, cut elsewhere": (first.cut_at(OTHER_LENGTHS), 1.0),
+        "of other tokens, cut as the first": (subject.data(LENGTHS, seed=1), 1.0),
+        "of the first batch again": (first, 1.0),
+        "of the first batch at another temperature": (first, 0.7),
+    }
+    group = subject.start(model)
+    for what, (data, temperature) in turns.items():
+        output = group.forward(data.batch(), ONE_PASS, ("logprobs",), temperature)
+        expected = subject.outputs(model, data, "logprobs", temperature)
+        got = list(output["logprobs"].split(data.lengths))
+        subject.verify_tokens(f"log-probs {what}", got, expected, subject.places(data))
+    for what, data in (("of the first batch", first), ("of it with all tokens trained", first.all_trained())):
+        subject.verify_backward(what, group, model, data, LOSS)
+
+
+@check("I11.load-after-use", each="layout", provisional=True)
+def used_engines_load_every_format(subject: EngineUnderTest) -> None:
+    """An engine that has answered and trained loads each format, answers by what it loaded, and trains on from there.
+
+    Weights, and with ``sharded`` and ``portable`` moments and progress, are those of the file; with ``hf`` the moments
+    stay. The batch that it answered before gives other log-probs, and the next step is AdamW's.
+
+    Why: answers and gathered weights that are kept by the batch outlive the weights (vllm #44371); float32 masters that
+    a load of weights leaves behind undo it with the next step (NeMo-RL #2372).
+    Look at: ``TrainBackend.after_load``: copies on both sides of the optimizer, caches of outputs, step counts.
+    """
+    model = subject.model()
+    forms: list[CheckpointFormat] = ["hf", *moving.formats(subject)]
+    group = moving.start(subject, moving.elsewhere(model))
+    moving.train(group, subject, [0, 1])
+    for form in forms:
+        group.save(moving.meta(subject.directory(form), form))
+    saved, progress = moving.state(group), group.progress
+    group = moving.start(subject, model)
+    for form in forms:
+        _use(subject, group)
+        own, own_progress = moving.state(group), group.progress
+        group.load(moving.meta(subject.directory(form), form))
+        what = f"after {form!r} was loaded"
+        if form == "hf":
+            half = {name: value.to(subject.dtype).float() for name, value in saved["master"].items()}
+            moving.verify_state(subject, what, group, {**own, "master": half})
+            moving.verify_progress(subject, what, group, own_progress)
+        else:
+            moving.verify_state(subject, what, group, saved)
+            moving.verify_progress(subject, what, group, progress)
+        verify_outputs(subject, group, model, what)
+        shadow = Shadow.of(group, moving.OPTIMIZER, moving.TOTAL_STEPS)
+        shadow.train(subject, group, [subject.data(seed=2).batch()], LOSS.spec(), TWO)
+        shadow.verify(subject, group, f"a step {what}")
+
+
+def _use(subject: EngineUnderTest, group: EngineGroup) -> None:
+    """Answer the batch that `verify_outputs` asks for, before and after a step."""
+    batch = subject.data(PROBE).batch()
+    group.forward(batch, ONE_PASS)
+    moving.train(group, subject, [5])
+    group.forward(batch, ONE_PASS)
+    group.eval_batch(batch, LOSS.spec(), ONE_PASS)

@@ -1,0 +1,202 @@
+"""Measurements inside a rank's process: its global settings, live tensors, and the memory of an engine's state."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.train import TrainEngine
+
+__all__ = ["Growth", "changed_settings", "grown", "offloaded_bytes", "unusual_settings"]
+
+ONE_PASS = MicroBatchSpec(count=1)
+WARM_UP = 3
+"""Steps, and passes, after which caches are filled and moments exist."""
+
+
+# ---------------------------------------------------------- global settings
+
+
+def _settings() -> dict[str, object]:
+    """Global settings of this process that a program around the engine relies on, by what Python calls them."""
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_default_device()": torch.get_default_device(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+        "torch.is_autocast_enabled('cuda')": torch.is_autocast_enabled("cuda"),
+        "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+    }
+
+
+def _state() -> dict[str, object]:
+    """The settings, and states that differ from process to process."""
+    return {
+        **_settings(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "os.getcwd()": os.getcwd(),
+        "torch.get_rng_state()": torch.get_rng_state().numpy().tobytes(),
+        "random.getstate()": random.getstate(),
+        "numpy.random.get_state()": np.random.get_state()[1].tobytes(),  # type: ignore[index, union-attr]
+    }
+
+
+USUAL = {
+    "torch.get_default_dtype()": torch.float32,
+    "torch.get_default_device()": torch.device("cpu"),
+    "torch.is_grad_enabled()": True,
+    "torch.is_inference_mode_enabled()": False,
+    "torch.is_autocast_enabled('cpu')": False,
+    "torch.is_autocast_enabled('cuda')": False,
+    "torch.is_anomaly_enabled()": False,
+}
+"""Settings that torch begins with."""
+
+
+def unusual_settings(engine: TrainEngine) -> list[str]:
+    """Settings of this rank that torch does not begin with, and their values."""
+    found = _settings()
+    return [f"{name} is {found[name]}" for name, usual in USUAL.items() if found[name] != usual]
+
+
+def changed_settings(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
+    """What each public call changed of the process, and what it left; ``path`` is for a save. Collective."""
+    found = []
+    for name, call in _calls(engine, path, engine.shard_data(batch), loss):
+        before = _state()
+        call()
+        after = _state()
+        found += [
+            f"{name} left {_shown(what, after[what])}" for what in before if before[what] != after[what]
+        ]
+    return found
+
+
+def _shown(what: str, value: object) -> str:
+    """The setting with its value, where that is short; a state of random numbers is not."""
+    return f"{what} another one" if "state" in what else f"{what} = {value}"
+
+
+def _calls(
+    engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    saved = SaveLoadMeta(path=path, format="hf")
+    yield "forward()", lambda: engine.forward(batch, ONE_PASS)
+    yield "eval_batch()", lambda: engine.eval_batch(batch, loss, ONE_PASS)
+    yield "train_batch()", lambda: engine.train_batch(batch, loss, ONE_PASS)
+    yield "forward_backward()", lambda: engine.forward_backward(batch, loss, ONE_PASS)
+    yield "optimizer_step()", engine.optimizer_step
+    yield "lr_scheduler_step()", engine.lr_scheduler_step
+    yield "optimizer_zero_grad()", engine.optimizer_zero_grad
+    yield "train_mode()", partial(_enter, engine.train_mode())
+    yield "eval_mode()", partial(_enter, engine.eval_mode())
+    yield "named_tensors()", lambda: list(engine.named_tensors("params"))
+    yield "save()", lambda: engine.save(saved)
+    yield "load()", lambda: engine.load(saved)
+    yield "set_version()", lambda: engine.set_version(1)
+    if engine.spec.supports(Capability.OFFLOAD):
+        yield "offload()", engine.offload
+        yield "onload()", engine.onload
+
+
+def _enter(mode: AbstractContextManager[None]) -> None:
+    with mode:
+        pass
+
+
+# ------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Tensors of one rank that came during repeated calls and stayed."""
+
+    what: str
+    tensors: int
+    size: int
+    """Bytes of their storages; on CUDA, of the allocated memory."""
+
+
+def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int) -> list[Growth]:
+    """The growth over ``count`` training steps, and over as many forward passes, after some of both. Collective."""
+    own = engine.shard_data(batch)
+    calls: dict[str, Callable[[], object]] = {
+        "train_batch()": lambda: engine.train_batch(own, loss, ONE_PASS),
+        "forward()": lambda: engine.forward(own, ONE_PASS),
+    }
+    found = []
+    with _earlier_objects_ignored():
+        for call in calls.values():
+            for _ in range(WARM_UP):
+                call()
+        for name, call in calls.items():
+            before = _live(engine.device)
+            for _ in range(count):
+                call()
+            after = _live(engine.device)
+            found.append(Growth(what=name, tensors=after[0] - before[0], size=after[1] - before[1]))
+    return found
+
+
+@contextmanager
+def _earlier_objects_ignored() -> Iterator[None]:
+    """Leave the many objects of imported modules out of each look at what lives."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _live(device: torch.device) -> tuple[int, int]:
+    """The number of live tensors, and the bytes of their storages."""
+    gc.collect()
+    tensors = _live_tensors()
+    if device.type == "cuda":
+        return len(tensors), torch.cuda.memory_allocated(device)
+    return len(tensors), sum(_live_storages(tensors).values())
+
+
+def _live_tensors() -> list[Tensor]:
+    return [found for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter)]
+
+
+def _live_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address and bytes of the storages behind ``tensors`` of floats; a host copy as plain bytes is none."""
+    floats = [tensor.untyped_storage() for tensor in tensors if tensor.is_floating_point()]
+    return {storage.data_ptr(): storage.nbytes() for storage in floats if storage.nbytes()}
+
+
+def offloaded_bytes(engine: TrainEngine) -> tuple[int, int, int]:
+    """Bytes of the memory of weights and moments: on the device, after ``offload()``, and after ``onload()``.
+
+    After ``offload()``, those that are left of it: a copy elsewhere does not count.
+    """
+    before = _memory(engine)
+    engine.offload()
+    left = sum(before[place] for place in before.keys() & _live_storages(_live_tensors()))
+    engine.onload()
+    return sum(before.values()), left, sum(_memory(engine).values())
+
+
+def _memory(engine: TrainEngine) -> dict[int, int]:
+    """The address and bytes of each storage of this rank's weights and moments. No collective."""
+    state = engine.backend.state()
+    return _live_storages(part.tensor for kind in ("master", *state.optimizer_kinds) for part in state.local(kind))
