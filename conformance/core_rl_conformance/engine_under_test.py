@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from core_rl_conformance.expected_values import (
     Snapshot,
 )
 from core_rl_conformance.hints import diagnose
+from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
@@ -253,11 +255,21 @@ class EngineUnderTest:
         places: Places | None = None,
         *,
         plotted: bool = False,
+        again: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        """Compare an output of each sequence with the oracle's; ``plotted`` keeps some values for a plot."""
+        """Compare an output of each sequence with the oracle's; ``plotted`` keeps some values for a plot.
+
+        ``again`` makes the same call once more, to tell what is not deterministic.
+        """
         __tracebackhide__ = True
         finding = diagnose.compare_tokens(
-            what, got, expected.values, expected.tolerance, places, keep_points=plotted
+            what,
+            got,
+            expected.values,
+            expected.tolerance,
+            places,
+            keep_points=plotted,
+            explain=partial(explain_tokens, got, expected.tolerance, expected.mistakes, again),
         )
         self.verify(finding)
 
@@ -266,18 +278,37 @@ class EngineUnderTest:
     ) -> None:
         """Compare the log-probs of every token of ``data`` with the oracle's for ``model``."""
         __tracebackhide__ = True
-        got = per_sequence(group.forward(data.batch(), cut), "logprobs", data)
-        self.verify_tokens(f"log-probs {what}", got, self.outputs(model, data, "logprobs"), self.places(data))
+
+        def answer() -> list[Tensor]:
+            return per_sequence(group.forward(data.batch(), cut), "logprobs", data)
+
+        expected = self.outputs(model, data, "logprobs")
+        self.verify_tokens(f"log-probs {what}", answer(), expected, self.places(data), again=answer)
 
     def verify_gradients(
-        self, what: str, group: EngineGroup, metrics: Mapping[str, float], expected: ExpectedGradients
+        self,
+        what: str,
+        group: EngineGroup,
+        metrics: Mapping[str, float],
+        expected: ExpectedGradients,
+        again: Again | None = None,
     ) -> None:
-        """Compare the reported loss and the exported gradients with the oracle's."""
+        """Compare the reported loss and the exported gradients with the oracle's.
+
+        ``again`` makes the same pass once more, to tell what is not deterministic.
+        """
         __tracebackhide__ = True
-        self.verify_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss)
+        truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes
         grads = group.named_tensors("grads")
+        of_loss = partial(explain_loss, loss, expected.loss, mistakes, again)
         self.verify(
-            diagnose.compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances)
+            diagnose.compare_scalar(f"the loss {what}", loss, truth.loss, expected.loss, explain=of_loss)
+        )
+        of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again)
+        self.verify(
+            diagnose.compare_named(
+                f"gradients {what}", grads, truth.grads, expected.tolerances, explain=of_grads
+            )
         )
 
     def verify_backward(
@@ -291,8 +322,14 @@ class EngineUnderTest:
     ) -> dict[str, float]:
         """Run forward and backward; compare loss and gradients with the oracle's, and drop them. The metrics."""
         __tracebackhide__ = True
+
+        def again() -> tuple[float, dict[str, Tensor]]:
+            group.optimizer_zero_grad()
+            found = group.forward_backward(data.batch(), loss.spec(), cut)
+            return found["loss"], group.named_tensors("grads")
+
         metrics = group.forward_backward(data.batch(), loss.spec(), cut)
-        self.verify_gradients(what, group, metrics, self.gradients(model, data, loss))
+        self.verify_gradients(what, group, metrics, self.gradients(model, data, loss), again)
         group.optimizer_zero_grad()
         return metrics
 

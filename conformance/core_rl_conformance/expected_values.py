@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from core_rl.config.engine import Head
 from core_rl.engine.loading import load_engine
+from core_rl_conformance.hints.explanations import Mistakes
 from core_rl_conformance.inputs.data import Ragged
-from core_rl_conformance.inputs.losses import CheckLoss
+from core_rl_conformance.inputs.losses import CheckLoss, wrong_temperatures
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
@@ -57,6 +59,8 @@ class ExpectedOutputs:
     values: list[Tensor]
     variants: list[list[Tensor]]
     tolerance: Tolerance
+    mistakes: Callable[[], Iterator[tuple[str, Sequence[Tensor]]]] = lambda: iter(())
+    """Sentences about known mistakes, and the values that each would give; computed when asked for."""
 
     def signed_mean(self, got: Sequence[Tensor]) -> SignedMean:
         """Whether the errors of ``got`` point one way; first tokens, which are 0 by definition, left out."""
@@ -81,6 +85,7 @@ class ExpectedGradients:
     tolerances: dict[str, Tolerance]
     loss: Tolerance
     norm: Tolerance
+    mistakes: Mistakes = lambda: iter(())
 
 
 class ExpectedValues:
@@ -184,12 +189,26 @@ class _OutputRuns:
 
     truth: list[dict[str, Tensor]]
     variants: list[list[dict[str, Tensor]]]
+    temperature: float
+    at: Callable[[float], list[dict[str, Tensor]]]
+    """The oracle's outputs at another temperature."""
 
     def expected(self, name: str, dtype: torch.dtype) -> ExpectedOutputs:
         values = [outputs[name] for outputs in self.truth]
         variants = [[outputs[name] for outputs in variant] for variant in self.variants]
         limit = tolerance([_flat(variant) for variant in variants], _flat(values), dtype)
-        return ExpectedOutputs(values=values, variants=variants, tolerance=limit)
+        return ExpectedOutputs(
+            values=values, variants=variants, tolerance=limit, mistakes=partial(self._mistakes, name)
+        )
+
+    def _mistakes(self, name: str) -> Iterator[tuple[str, Sequence[Tensor]]]:
+        for sentence, wrong in wrong_temperatures(self.temperature):
+            yield sentence, [outputs[name] for outputs in self.at(wrong)]
+        if name == "entropy":
+            sentence = (
+                "the entropy is minus the log-prob of the drawn token, and not its mean over all tokens"
+            )
+            yield sentence, [-outputs["logprobs"] for outputs in self.truth]
 
 
 def _run_outputs(oracle: Oracle, plain: PlainModel, data: Ragged, temperature: float) -> _OutputRuns:
@@ -197,6 +216,8 @@ def _run_outputs(oracle: Oracle, plain: PlainModel, data: Ragged, temperature: f
     return _OutputRuns(
         truth=oracle.evaluate(sequences, temperature),
         variants=[plain.outputs(variant, sequences, temperature) for variant in VARIANTS],
+        temperature=temperature,
+        at=partial(oracle.evaluate, sequences),
     )
 
 
@@ -209,6 +230,10 @@ def _run_gradients(oracle: Oracle, plain: PlainModel, data: Ragged, loss: CheckL
         tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
         loss=scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
         norm=scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
+        mistakes=lambda: (
+            (sentence, oracle.gradients(sequences, wrong.of_sequence, wrong.temperature))
+            for sentence, wrong in loss.mistakes()
+        ),
     )
 
 

@@ -339,6 +339,34 @@ def test_scalars_show_their_ratio() -> None:
     assert problem is not None and "2 times what is expected" in problem
 
 
+def test_an_arbitrary_ratio_is_no_scale() -> None:
+    problem = compare_scalar("the norm", 1.234567, 1.0, SMALL).problem
+    assert problem is not None and "times" not in problem and "1.234567" in problem
+
+
+def test_an_explanation_replaces_hints_and_is_asked_only_about_wrong_values() -> None:
+    finding = compare_tokens(
+        "values", [0.5 * value for value in EXPECTED], EXPECTED, SMALL, explain=lambda: "a cause"
+    )
+    assert finding.problem is not None and finding.problem.endswith("\nit looks like: a cause")
+    assert "multiplied" not in finding.problem
+    named = compare_named("gradients", SETS["all zero"], NAMED, LIMITS, explain=lambda: "a cause")
+    assert named.problem is not None and "zero" not in named.problem
+    assert compare_tokens("values", EXPECTED, EXPECTED, SMALL, explain=_never).problem is None
+    assert compare_scalar("loss", 1.0, 1.0, SMALL, explain=_never).problem is None
+
+
+def _never() -> str | None:
+    raise AssertionError
+
+
+def test_a_named_cause_leaves_no_place_for_precision() -> None:
+    wide = Tolerance(baseline=0.0, floor=1.0)
+    assert "precision before logic" in compare_scalar("loss", 3.7, 1.0, wide).precision_hint
+    named = compare_scalar("loss", 3.0, 1.0, wide)
+    assert named.names_cause and named.precision_hint == ""
+
+
 @pytest.mark.parametrize(
     ("factor", "shown"),
     [

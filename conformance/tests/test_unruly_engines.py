@@ -26,6 +26,8 @@ pytest_plugins = ["pytester"]
 
 SAYS = {
     unruly.DiesInEvaluation: "*RankDied: rank 0 ended with exit code 3 during forward*",
+    unruly.CrashesInEvaluation: "*last line of the engine: *unruly.py, line *, in run",
+    unruly.RaisesInEvaluation: "*last line of the engine: *unruly.py, line *, in run: torch.nn.functional.linear(*",
     unruly.ExitsInEvaluation: "*rank 0 *",
     unruly.WrongShape: "*EngineContractError: *logprobs*",
     unruly.WrongDtype: "*EngineContractError: *float64*",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -96,9 +98,9 @@ def _verify_token_output(
 ) -> None:
     model, data = subject.model(), subject.data()
     expected = subject.outputs(model, data, name, temperature)
-    output = subject.start(model).forward(data.batch(), BUDGET, (name,), temperature)
-    what = f"{name} at temperature {temperature:g}"
-    _compare(subject, output, name, model, data, what, temperature, cut=BUDGET, plotted=plotted)
+    answer = partial(subject.start(model).forward, data.batch(), BUDGET, (name,), temperature)
+    output, what = answer(), f"{name} at temperature {temperature:g}"
+    _compare(subject, output, name, model, data, what, temperature, cut=BUDGET, plotted=plotted, again=answer)
     if name != "logits":
         verify_overall(subject, what, per_sequence(output, name, data), expected)
 
@@ -114,14 +116,16 @@ def _compare(
     *,
     cut: MicroBatchSpec = ONE_PASS,
     plotted: bool = False,
+    again: Callable[[], ModelOutput] | None = None,
 ) -> None:
-    """Judge the form of the output ``name``, and all its values."""
+    """Judge the form of the output ``name``, and all its values; ``again`` makes the same call once more."""
     __tracebackhide__ = True
     expected = subject.outputs(model, data, name, temperature)
     verify_form(subject, output, name, data)
     got = per_sequence(output, name, data)
     places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
-    subject.verify_tokens(what, got, expected, places, plotted=plotted)
+    repeat = None if again is None else lambda: per_sequence(again(), name, data)
+    subject.verify_tokens(what, got, expected, places, plotted=plotted, again=repeat)
 
 
 @check("I7.long-batch", each="layout")

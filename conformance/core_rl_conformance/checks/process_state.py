@@ -83,5 +83,6 @@ def offloading_frees_memory(subject: EngineUnderTest) -> None:
             left == 0, f"offload() leaves {left} of the {before} bytes of weights and moments on rank {rank}"
         )
         subject.require(
-            back == before, f"after onload() weights and moments have {back} bytes on rank {rank}, not {before}"
+            back == before,
+            f"after onload() weights and moments have {back} bytes on rank {rank}, not {before}",
         )

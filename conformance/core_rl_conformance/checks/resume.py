@@ -41,7 +41,7 @@ def resume_is_bitwise(subject: EngineUnderTest) -> None:
     group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
     verify_version(subject, group, 7, "after a load")
     moving.verify_state(subject, "after the load", group, saved)
-    moving.verify_steps(subject, 2, moving.train(group, subject, [2, 3]), reports)
+    moving.verify_steps(subject, 2, moving.train(group, subject, [2, 3]), reports, dropout=True)
     moving.verify_state(subject, "after resuming", group, expected)
     moving.verify_progress(subject, "after resuming", group, progress)
 

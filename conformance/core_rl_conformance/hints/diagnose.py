@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
-from core_rl_conformance.hints.tokens import Places, Tokens, show_factor
+from core_rl_conformance.hints.tokens import Places, Tokens, named_factor
 from core_rl_oracle.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
 
 __all__ = [
+    "LOOKS_LIKE",
+    "Explain",
     "Finding",
     "compare_mean_square",
     "compare_named",
@@ -26,6 +27,9 @@ __all__ = [
 
 NEAR = 3.0
 """Times the limit."""
+LOOKS_LIKE = "it looks like: "
+Explain = Callable[[], str | None]
+"""Finds out what explains a difference, where that needs more than the values; asked only about wrong ones."""
 MOST_POINTS = 100
 """A finding keeps no more of the compared values."""
 
@@ -41,11 +45,13 @@ class Finding:
     """What to tell the engine's author; None where the comparison holds."""
     points: tuple[tuple[float, float], ...] = ()
     """Some of the compared values as (got, expected)."""
+    names_cause: bool = False
+    """The problem names a likely cause, which a general hint would contradict."""
 
     @property
     def precision_hint(self) -> str:
-        """A line for an error that a logical mistake would hardly leave so small."""
-        if not 0 < self.error < NEAR * self.limit:
+        """A line for an error without a known shape that a logical mistake would hardly leave so small."""
+        if self.names_cause or not 0 < self.error < NEAR * self.limit:
             return ""
         return (
             f"\nthis is {self.error / self.limit:.1f} times the limit: think of precision before logic "
@@ -64,10 +70,11 @@ def compare_tokens(
     places: Places | None = None,
     *,
     keep_points: bool = False,
+    explain: Explain | None = None,
 ) -> Finding:
     """Compare one tensor ``[L]`` for each sequence; ``places`` tell more of the tokens, for the hints.
 
-    With ``keep_points`` the finding holds some of the values, for a plot.
+    With ``keep_points`` the finding holds some of the values, for a plot. What ``explain`` finds replaces the hints.
     """
     for index, (left, right) in enumerate(zip(got, expected, strict=True)):
         if left.shape != right.shape:
@@ -79,12 +86,19 @@ def compare_tokens(
     if tolerance.allows(error):
         return Finding(what=what, error=error, limit=tolerance.limit, points=points)
     tokens = Tokens.of(got, expected, tolerance, places)
-    lines = [
-        f"{what} differs by {error:.3e}; allowed {tolerance}",
-        _first_wrong(tokens),
-        *token_hints(tokens),
-    ]
-    return Finding(what=what, error=error, limit=tolerance.limit, problem="\n".join(lines), points=points)
+    head = [f"{what} differs by {error:.3e}; allowed {tolerance}", _first_wrong(tokens)]
+    finding = Finding(what=what, error=error, limit=tolerance.limit, points=points)
+    return _with_hints(finding, head, _explained(explain) or token_hints(tokens))
+
+
+def _explained(explain: Explain | None) -> list[str]:
+    found = None if explain is None else explain()
+    return [] if found is None else [LOOKS_LIKE + found]
+
+
+def _with_hints(finding: Finding, head: Sequence[str], hints: Sequence[str]) -> Finding:
+    known = any(hint.startswith(LOOKS_LIKE) for hint in hints)
+    return replace(finding, problem="\n".join([*head, *hints]), names_cause=known)
 
 
 def _first_wrong(tokens: Tokens) -> str:
@@ -125,10 +139,13 @@ def compare_named(
     expected: Mapping[str, Tensor],
     tolerances: Mapping[str, Tolerance],
     since: Mapping[str, Tensor] | None = None,
+    *,
+    explain: Explain | None = None,
 ) -> Finding:
     """Compare tensors by name, each with its own tolerance; reports the one that is worst in relation to it.
 
-    ``since`` are the tensors before what is checked changed them: then hints speak of the change.
+    ``since`` are the tensors before what is checked changed them: then hints speak of the change. What ``explain``
+    finds replaces the hints.
     """
     problem = _names_problem(what, got, expected)
     if problem is not None:
@@ -139,13 +156,13 @@ def compare_named(
     if not wrong:
         return Finding(what=what, error=errors[worst], limit=tolerances[worst].limit)
     named = Named(got=got, expected=expected, tolerances=tolerances, wrong=wrong)
-    lines = [
+    head = [
         f"{what}: {len(wrong)} of {len(expected)} tensors differ",
         _tensor_line("first", wrong[0], got, expected, tolerances),
         *(() if worst == wrong[0] else (_tensor_line("worst", worst, got, expected, tolerances),)),
-        *named_hints(named, since),
     ]
-    return Finding(what=what, error=errors[worst], limit=tolerances[worst].limit, problem="\n".join(lines))
+    finding = Finding(what=what, error=errors[worst], limit=tolerances[worst].limit)
+    return _with_hints(finding, head, _explained(explain) or named_hints(named, since))
 
 
 def same_named(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Finding:
@@ -189,17 +206,20 @@ def _tensor_line(
 # ------------------------------------------------------------------- scalars
 
 
-def compare_scalar(what: str, got: float, expected: float, tolerance: Tolerance) -> Finding:
-    """Compare two numbers."""
+def compare_scalar(
+    what: str, got: float, expected: float, tolerance: Tolerance, *, explain: Explain | None = None
+) -> Finding:
+    """Compare two numbers. Any two have a ratio: it is named where it is a fraction of small numbers, or its root."""
     error = largest_difference(
         torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     )
     if tolerance.allows(error):
         return Finding(what=what, error=error, limit=tolerance.limit)
-    problem = f"{what} is {got:.9g}; expected {expected:.9g}; they differ by {error:.3e}, allowed {tolerance}"
-    if expected and math.isfinite(got):
-        problem += f"\nit is {show_factor(got / expected)} times what is expected"
-    return Finding(what=what, error=error, limit=tolerance.limit, problem=problem)
+    head = f"{what} is {got:.9g}; expected {expected:.9g}; they differ by {error:.3e}, allowed {tolerance}"
+    factor = named_factor(got / expected) if expected else None
+    hints = [] if factor is None else [f"{LOOKS_LIKE}{factor} times what is expected"]
+    finding = Finding(what=what, error=error, limit=tolerance.limit)
+    return _with_hints(finding, [head], _explained(explain) or hints)
 
 
 def compare_mean_square(what: str, found: MeanSquare) -> Finding:
@@ -211,7 +231,8 @@ def compare_mean_square(what: str, found: MeanSquare) -> Finding:
             "is far off, and all of them together are; look for a step in a smaller dtype"
         )
     name = f"root mean square error of {what}"
-    return Finding(what=name, error=found.error, limit=found.tolerance.limit, problem=problem)
+    limit = found.tolerance.limit
+    return Finding(what=name, error=found.error, limit=limit, problem=problem, names_cause=True)
 
 
 def compare_signed_mean(what: str, mean: SignedMean) -> Finding:
@@ -222,4 +243,5 @@ def compare_signed_mean(what: str, mean: SignedMean) -> Finding:
             f"the mean error of {what} is {mean.mean:+.3e}, and chance explains {mean.limit:.3e}: "
             "small, but always in one direction"
         )
-    return Finding(what=f"mean error of {what}", error=abs(mean.mean), limit=mean.limit, problem=problem)
+    name = f"mean error of {what}"
+    return Finding(what=name, error=abs(mean.mean), limit=mean.limit, problem=problem, names_cause=True)

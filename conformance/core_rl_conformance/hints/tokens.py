@@ -16,7 +16,7 @@ from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_m
 from core_rl.data.partition import shard_plan
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["Places", "Tokens", "constant_factor", "show_factor"]
+__all__ = ["Places", "Tokens", "constant_factor", "named_factor", "show_factor"]
 
 LARGEST_PART = 64
 """Fractions are recognized up to this numerator and denominator."""
@@ -126,10 +126,17 @@ class Tokens:
 
 def show_factor(factor: float) -> str:
     """``factor`` as a number, and as the fraction or square root that it is near: ``0.5 (1/2)``."""
+    return named_factor(factor) or f"{factor:.6g}"
+
+
+def named_factor(factor: float) -> str | None:
+    """The same for a fraction of small numbers or its root; None for any other number, and for 1."""
     plain, square = _fraction(factor), _fraction(factor * factor)
     if plain is not None:
+        if plain == 1:
+            return None
         return f"{factor:.6g}" if plain.denominator == 1 else f"{factor:.6g} ({plain})"
-    return f"{factor:.6g} (sqrt({square}))" if square is not None and factor > 0 else f"{factor:.6g}"
+    return f"{factor:.6g} (sqrt({square}))" if square is not None and factor > 0 else None
 
 
 def _fraction(value: float) -> Fraction | None:

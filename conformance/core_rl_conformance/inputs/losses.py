@@ -6,8 +6,8 @@ Both forms are frozen dataclasses without state, so they travel to ranks, and re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -30,10 +30,22 @@ __all__ = [
     "SequenceMeanLoss",
     "TokenMeanLoss",
     "ValueLoss",
+    "wrong_temperatures",
 ]
 
 EngineResult = tuple[Tensor, Mapping[str, Metric]]
 Outputs = Mapping[str, Tensor]
+
+
+def wrong_temperatures(temperature: float) -> Iterator[tuple[str, float]]:
+    """Sentences about known mistakes with a temperature other than 1, and the one at which each computes."""
+    if temperature != 1.0:
+        yield f"the temperature {temperature:g} is left out", 1.0
+        yield (
+            f"logits are multiplied by the temperature {temperature:g}, not divided by it",
+            1.0 / temperature,
+        )
+        yield f"logits are divided by the temperature {temperature:g} twice", temperature**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +59,11 @@ class CheckLoss(ABC):
     def spec(self) -> LossSpec:
         """For an engine."""
         return LossSpec(fn=self, weight_fn=self.weight, outputs=self.outputs, temperature=self.temperature)
+
+    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
+        """Sentences about known mistakes, and the loss that an engine with each computes."""
+        for sentence, wrong in wrong_temperatures(self.temperature):
+            yield sentence, replace(self, temperature=wrong)
 
     @staticmethod
     def weight(batch: SequenceBatch) -> float:
@@ -68,6 +85,12 @@ class TokenMeanLoss(CheckLoss):
 
     entropy_coef: float = 0.25
     outputs = ("logprobs", "entropy")
+
+    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
+        yield from super().mistakes()
+        if self.entropy_coef:
+            yield "the entropy is left out, or has no gradient", replace(self, entropy_coef=0.0)
+            yield "the entropy has the other sign", replace(self, entropy_coef=-self.entropy_coef)
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         mask = batch.loss_mask

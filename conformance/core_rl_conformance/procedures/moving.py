@@ -173,29 +173,34 @@ def verify_steps(
     first: int,
     got: Sequence[Mapping[str, float]],
     expected: Sequence[Mapping[str, float]],
+    *,
+    dropout: bool = False,
 ) -> None:
     """Require that steps report what they report without the interruption, bit for bit.
 
     ``first`` is the number of the first step. What was loaded is known to be equal, so the first number that
-    differs tells what the checkpoint lacks.
+    differs tells what the checkpoint lacks; random state only where there is ``dropout``.
     """
     for number, (own, wanted) in enumerate(zip(got, expected, strict=True), first):
         for name in (*wanted, *sorted(set(own) - set(wanted))):
             if own.get(name) != wanted.get(name):
                 problem = (
                     f"the state is equal after the load, and {name!r} of step {number} is {own.get(name)!r}; "
-                    f"without the interruption it is {wanted.get(name)!r}: {_lacks(name, number == first)}"
+                    f"without the interruption it is {wanted.get(name)!r}: {_lacks(name, number == first, dropout)}"
                 )
                 raise AssertionError(subject.failure_message(problem))
 
 
-def _lacks(name: str, at_once: bool) -> str:
+def _lacks(name: str, at_once: bool, dropout: bool) -> str:
     """The likely cause of a difference between runs from the same weights and moments."""
     if name == "lr":
         return "the progress of the schedule"
+    causes = ["random state of dropout"] * dropout
     if at_once:
-        return "random state of dropout, or gradients that were there before the load"
-    return "the update between, so the step count of the bias correction, or random state"
+        causes.append("gradients that were there before the load")
+    else:
+        causes.insert(0, "the update between, so the step count of the bias correction")
+    return ", or ".join(causes)
 
 
 def verify_file(subject: EngineUnderTest, model: TinyModel, saved: Saved) -> None:

@@ -40,8 +40,11 @@ def verify_outputs(
         now = snapshot_of(subject, of, group)
     name: OutputName = "logprobs" if now.head == "lm" else "values"
     expected = subject.outputs(now, data, name)
-    got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
-    subject.verify_tokens(f"{name} {what}", got, expected, subject.places(data))
+
+    def answer() -> list[Tensor]:
+        return per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
+
+    subject.verify_tokens(f"{name} {what}", answer(), expected, subject.places(data), again=answer)
 
 
 def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data: Ragged) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def _state() -> dict[str, object]:
     return {
         **_settings(),
         "torch.get_num_threads()": torch.get_num_threads(),
-        "os.getcwd()": os.getcwd(),
+        "the working directory": Path.cwd(),
         "torch.get_rng_state()": torch.get_rng_state().numpy().tobytes(),
         "random.getstate()": random.getstate(),
         "numpy.random.get_state()": np.random.get_state()[1].tobytes(),  # type: ignore[index, union-attr]
@@ -70,14 +70,14 @@ USUAL = {
 """Settings that torch begins with."""
 
 
-def unusual_settings(engine: TrainEngine) -> list[str]:
+def unusual_settings(_engine: TrainEngine) -> list[str]:
     """Settings of this rank that torch does not begin with, and their values."""
     found = _settings()
     return [f"{name} is {found[name]}" for name, usual in USUAL.items() if found[name] != usual]
 
 
 def changed_settings(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
-    """What each public call changed of the process, and what it left; ``path`` is for a save. Collective."""
+    """Settings of the process that a public call changed, and their new values; ``path`` is for a save. Collective."""
     found = []
     for name, call in _calls(engine, path, engine.shard_data(batch), loss):
         before = _state()
@@ -199,4 +199,6 @@ def offloaded_bytes(engine: TrainEngine) -> tuple[int, int, int]:
 def _memory(engine: TrainEngine) -> dict[int, int]:
     """The address and bytes of each storage of this rank's weights and moments. No collective."""
     state = engine.backend.state()
-    return _live_storages(part.tensor for kind in ("master", *state.optimizer_kinds) for part in state.local(kind))
+    return _live_storages(
+        part.tensor for kind in ("master", *state.optimizer_kinds) for part in state.local(kind)
+    )

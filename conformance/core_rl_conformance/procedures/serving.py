@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from core_rl.errors import RolloutError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
-from core_rl_conformance.hints.diagnose import Finding, compare_tokens
+from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
@@ -34,8 +35,8 @@ __all__ = [
     "distributions",
     "expected_of",
     "installed",
-    "let_begin",
     "left_by_cut",
+    "let_begin",
     "meanwhile",
     "requests_for",
     "sequences_of",
@@ -43,7 +44,6 @@ __all__ = [
     "verify_logprobs",
     "verify_served",
     "verify_version",
-    "with_guesses",
 ]
 
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
@@ -195,11 +195,14 @@ def verify_logprobs(
     __tracebackhide__ = True
     expected = expected_of(subject, weights, found, temperature)
     got = [torch.tensor(response.logprobs) for response in found]
-    finding = compare_tokens(what, got, expected.values, expected.tolerance, keep_points=plotted)
-    if finding.problem is not None:
-        known = _known_mistakes(subject, weights, found, temperature)
-        finding = with_guesses(finding, got, {**(guesses or {}), **known}, expected.tolerance)
-    subject.verify(finding)
+
+    def all_guesses() -> Guesses:
+        return {**(guesses or {}), **_known_mistakes(subject, weights, found, temperature)}
+
+    explain = partial(_explanation, what, got, all_guesses, expected.tolerance)
+    subject.verify(
+        compare_tokens(what, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain)
+    )
 
 
 def verify_served(
@@ -239,8 +242,8 @@ def verify_by_version(
     ]
     tolerance = max((side.tolerance for side in sides.values()), key=lambda tolerance: tolerance.limit)
     got = [torch.tensor(response.logprobs) for response in found]
-    finding = compare_tokens(what, got, wanted, tolerance)
-    subject.verify(with_guesses(finding, got, guesses or {}, tolerance))
+    explain = partial(_explanation, what, got, lambda: guesses or {}, tolerance)
+    subject.verify(compare_tokens(what, got, wanted, tolerance, explain=explain))
 
 
 def verify_version(
@@ -252,16 +255,16 @@ def verify_version(
     subject.require(found == version, f"get_version() is {found} {when}; the driver set {version}")
 
 
-def with_guesses(finding: Finding, got: Sequence[Tensor], guesses: Guesses, tolerance: Tolerance) -> Finding:
-    """A failed ``finding`` about ``got``, with the sentence of each guess that explains it."""
-    if finding.problem is None:
-        return finding
-    hints = [
-        f"it looks like: {sentence}"
-        for sentence, values in guesses.items()
-        if compare_tokens(finding.what, got, values(), tolerance).problem is None
+def _explanation(
+    what: str, got: Sequence[Tensor], guesses: Callable[[], Guesses], tolerance: Tolerance
+) -> str | None:
+    """The sentences of the guesses that explain ``got``."""
+    right = [
+        sentence
+        for sentence, values in guesses().items()
+        if compare_tokens(what, got, values(), tolerance).problem is None
     ]
-    return replace(finding, problem="\n".join([finding.problem, *hints]))
+    return "; or ".join(right) or None
 
 
 def _known_mistakes(

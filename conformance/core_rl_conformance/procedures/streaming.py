@@ -75,7 +75,7 @@ def _catch(meta: WeightUpdateMeta) -> Caught:
 
 
 def _read_late(received: ReceivedWeights) -> list[Bucket]:
-    """Copies that are made after the last bucket has come: a sender that uses one's memory again has done so by then."""
+    """Copies that are made when the last bucket has come: a sender that uses memory again has done so by then."""
     return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in list(received)]
 
 

@@ -21,7 +21,7 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
 from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.plain_adamw import step_tolerances
-from core_rl_oracle.tolerance import Tolerance
+from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 __all__ = ["Shadow", "optimizer_config"]
 
@@ -57,6 +57,8 @@ class Shadow:
     _start: AdamWState = field(init=False)
     _grads: list[Mapping[str, Tensor]] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
+    _weights: list[Mapping[str, Tensor]] = field(default_factory=list)
+    """The engine's, after each step."""
 
     def __post_init__(self) -> None:
         self._start = self.state.copy()
@@ -120,6 +122,7 @@ class Shadow:
         subject.require(reported["update_successful"] == 1.0, f"the update {what} was not made: {reported}")
         self._grads.append(grads)
         self._rates.append(self.rate)
+        self._weights.append(group.named_tensors("master"))
         group.lr_scheduler_step()
         self.lr_steps += 1
 
@@ -133,4 +136,23 @@ class Shadow:
         got = {"params": weights, **{kind: group.named_tensors(kind) for kind in MOMENTS}}
         steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
         for finding in compare_steps(what, got, steps, allowed, subject.layout.dp):
+            if finding.problem is not None:
+                finding = replace(finding, problem=f"{finding.problem}{self._first_off()}")  # noqa: PLW2901
             subject.verify(finding)
+
+    def _first_off(self) -> str:
+        """A line about the first of several steps after which weights are wrong."""
+        if len(self._grads) < 2:
+            return ""
+        for count, weights in enumerate(self._weights, 1):
+            grads, rates = self._grads[:count], self._rates[:count]
+            right = Steps(config=self.config, start=self._start, grads=grads, rates=rates).state()
+            allowed = step_tolerances(self._start, right, self.config, grads, rates)["params"]
+            off = [
+                name
+                for name, value in right.params.items()
+                if not largest_difference(weights[name], value) <= allowed[name].limit
+            ]
+            if off:
+                return f"\nweights are off from step {count - 1} on (of {len(self._grads)}, from 0), {off[0]} first"
+        return f"\nweights were right after each of the {len(self._grads)} steps when they were made"

@@ -20,6 +20,7 @@ from core_rl.errors import CoreRLError, RankTimeout
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
+from core_rl_conformance.hints.crashes import last_line
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, Outcome
 from core_rl_conformance.session.matrix import Case, Selection, Target, cases
 from core_rl_conformance.session.pairs import pair_cases
@@ -217,7 +218,10 @@ class CheckItem(pytest.Item):
             case = self.case
             engine = f"engine {case.target.spec.name!r}, layout {case.setting}, model {case.family}"
             notes = "\n".join(getattr(excinfo.value, "__notes__", []))
-            return f"{case.check.identifier}: {engine}\n  {type(excinfo.value).__name__}: {excinfo.value}\n{notes}"
+            said = f"{type(excinfo.value).__name__}: {excinfo.value}"
+            place = last_line(f"{said}\n{notes}")
+            where = "" if place is None else f"  last line of the engine: {place}\n"
+            return f"{case.check.identifier}: {engine}\n{where}  {said}\n{notes}"
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:

@@ -256,10 +256,16 @@ MUTANTS = (
     ),
     Mutant(engine=EntropyOverPadding, killed_by="I7.entropy", issue="TRL #3715", says="entropy"),
     Mutant(
-        engine=IgnoresTemperature, killed_by="I8.temperature", issue="NeMo-RL #316", says=r"temperature 0\.6"
+        engine=IgnoresTemperature,
+        killed_by="I8.temperature",
+        issue="NeMo-RL #316",
+        says=r"the temperature 0\.6 is left out",
     ),
     Mutant(
-        engine=LogitsWithoutTemperature, killed_by="I7.logits", issue="TRL #4159", says=r"multiplied by 0\.6"
+        engine=LogitsWithoutTemperature,
+        killed_by="I7.logits",
+        issue="TRL #4159",
+        says=r"the temperature 0\.6 is left out",
     ),
     Mutant(engine=ValuesOverTemperature, killed_by="I7.values", issue="I8", says=r"multiplied by 1\.66667"),
     Mutant(engine=ScoresTheFirstToken, killed_by="I7.scores", issue="alignment", says="scores differs"),

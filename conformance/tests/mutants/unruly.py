@@ -28,6 +28,24 @@ class DiesInEvaluation(ReferenceBackend):
         super().run(micro_batches, step, mode)
 
 
+class CrashesInEvaluation(ReferenceBackend):
+    """A kernel ends the process."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if mode == "forward":
+            os.abort()
+        super().run(micro_batches, step, mode)
+
+
+class RaisesInEvaluation(ReferenceBackend):
+    """A library raises on the way."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if mode == "forward":
+            torch.nn.functional.linear(torch.zeros(2, 3), torch.zeros(4, 5))
+        super().run(micro_batches, step, mode)
+
+
 class ExitsInEvaluation(ReferenceBackend):
     """Somebody calls ``sys.exit`` with a success."""
 

@@ -1,0 +1,107 @@
+"""Engines whose failure has a cause that the message must name: the temperature, the entropy, chance, a late step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
+from core_rl.reference.train import ReferenceBackend
+from mutants.outputs import WithTemperature
+from mutants.zoo import Mutant
+
+
+class NoiseInOutputs(ReferenceBackend):
+    """Log-probs are a little different each time, as with memory that nobody has written."""
+
+    training_alone = False
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        found = super().outputs(micro_batch, step)
+        if self.training_alone and not torch.is_grad_enabled():
+            return found
+        logprobs = found["logprobs"]
+        noise = 1.0 + 0.1 * torch.rand(logprobs.shape)
+        return ModelOutput(**{**dict(found.items()), "logprobs": logprobs * noise})
+
+
+class NoiseInTraining(NoiseInOutputs):
+    """The same in training passes alone."""
+
+    training_alone = True
+
+
+class TrainsAtTemperatureOne(ReferenceBackend):
+    """The temperature is heeded in forward passes and forgotten in training."""
+
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        return super().sequence(ids, WithTemperature(step, 1.0) if torch.is_grad_enabled() else step)
+
+
+class EntropyIsDetached(ReferenceBackend):
+    """The entropy is right and has no gradient."""
+
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        found = super().sequence(ids, step)
+        return {name: value.detach() if name == "entropy" else value for name, value in found.items()}
+
+
+class EntropyOfTheDrawnToken(ReferenceBackend):
+    """Minus the log-prob of the drawn token is taken for the entropy, which it is on average."""
+
+    @staticmethod
+    def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        found = ReferenceBackend.language_model(ids, logits, step)
+        if "entropy" in found:
+            drawn = logits[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+            found["entropy"] = torch.nn.functional.pad(-drawn, (1, 0))
+        return found
+
+
+class RestsAtTheFourthStep(ReferenceBackend):
+    """The fourth step has a learning rate of 0."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, 0.0 if count == 4 else lr, count)
+
+
+MUTANTS = (
+    Mutant(
+        engine=NoiseInOutputs,
+        killed_by="I7.logprobs",
+        issue="memory that nobody has written",
+        says="it looks like: not deterministic: the same call",
+    ),
+    Mutant(
+        engine=NoiseInTraining,
+        killed_by="I1.gradients",
+        issue="a race in training",
+        says="it looks like: not deterministic: the same call",
+    ),
+    Mutant(
+        engine=TrainsAtTemperatureOne,
+        killed_by="I1.gradients",
+        issue="AReaL #581",
+        says=r"it looks like: the temperature 0\.8 is left out",
+    ),
+    Mutant(
+        engine=EntropyIsDetached,
+        killed_by="I1.gradients",
+        issue="an entropy bonus that trains nothing",
+        says="it looks like: the entropy is left out, or has no gradient",
+    ),
+    Mutant(
+        engine=EntropyOfTheDrawnToken,
+        killed_by="I7.entropy",
+        issue="an estimate that is taken for the entropy",
+        says="it looks like: the entropy is minus the log-prob of the drawn token",
+    ),
+    Mutant(
+        engine=RestsAtTheFourthStep,
+        killed_by="I20.adamw",
+        issue="a step that is lost",
+        says=r"weights are off from step 3 on \(of 8, from 0\)",
+    ),
+)

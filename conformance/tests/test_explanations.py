@@ -1,0 +1,81 @@
+"""Causes that a message names from more than the values: chance, a mistake of the oracle's, the line of a crash."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from core_rl_conformance.hints.crashes import last_line
+from core_rl_conformance.hints.explanations import explain_loss, explain_named, explain_tokens
+from core_rl_conformance.inputs.losses import SequenceMeanLoss, TokenMeanLoss
+from core_rl_oracle.oracle import Gradients
+from core_rl_oracle.tolerance import Tolerance
+
+SMALL = Tolerance(baseline=1e-6, floor=1e-6)
+GOT = [torch.tensor([0.0, -1.0, -2.0])]
+WRONG = Gradients(loss=2.0, weight=1.0, grads={"weight": torch.ones(3, dtype=torch.float64)})
+
+
+def _same() -> list[Tensor]:
+    return GOT
+
+
+def test_another_answer_to_the_same_call_comes_first() -> None:
+    moved = [GOT[0] + torch.tensor([0.0, 0.0, 0.1])]
+    said = explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), lambda: moved)
+    assert said is not None and said.startswith("not deterministic") and "1.0e-01" in said
+    assert explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), _same) == "a mistake"
+    assert explain_tokens(GOT, SMALL, lambda: iter([("a mistake", moved)]), None) is None
+
+
+def test_losses_and_gradients_are_explained() -> None:
+    grads, limits = {"weight": torch.ones(3)}, {"weight": SMALL}
+    assert explain_loss(2.0, SMALL, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
+    assert explain_loss(1.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (1.0, grads)) is None
+    said = explain_loss(2.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (2.5, grads))
+    assert said is not None and said.startswith("not deterministic")
+    assert explain_named(grads, limits, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
+    said = explain_named(grads, limits, lambda: iter(()), lambda: (2.0, {"weight": torch.zeros(3)}))
+    assert said is not None and said.startswith("not deterministic")
+
+
+def test_mistakes_of_a_loss_are_those_of_its_temperature_and_entropy() -> None:
+    assert [sentence for sentence, _ in SequenceMeanLoss().mistakes()] == []
+    said = " ".join(sentence for sentence, _ in TokenMeanLoss(temperature=0.8).mistakes())
+    assert "the temperature 0.8 is left out" in said and "entropy" in said
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/x/core_rl/launch/worker.py", line 62, in _answer
+    return pack_reply(fn(states[engine_id], *args))
+           ^^^^^^^^^^^^^^^^^^^
+  File "/home/me/mine/engine.py", line 7, in run
+    loss = self.model(ids)
+           ^^^^^^^^^^^^^^^
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1775, in _call_impl
+    return forward_call(*args, **kwargs)
+ValueError: no
+"""
+STACKS = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 90 in linear
+  File "/home/me/mine/engine.py", line 9 in run
+  File "/x/core_rl/engine/passes.py", line 3 in _run
+
+Thread 0x00008f (most recent call first):
+  File "/home/me/mine/other.py", line 1 in wait
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (TRACEBACK, "/home/me/mine/engine.py, line 7, in run: loss = self.model(ids)"),
+        (STACKS, "/home/me/mine/engine.py, line 9, in run"),
+        ("rank 0 ended with exit code 3", None),
+    ],
+)
+def test_the_last_line_of_the_engine_is_found(text: str, line: str | None) -> None:
+    assert last_line(text) == line
