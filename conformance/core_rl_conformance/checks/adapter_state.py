@@ -110,7 +110,7 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
 def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     """``format="adapter"`` writes what ``peft`` and servers read, float32 and nothing else; it comes back bit for bit.
 
-    The adapter is a rank-stabilised one, which the saved config says.
+    The adapter is a rank-stabilised one, which the saved config says. An engine that has trained and answered loads it.
     Why: names or a scale that only the engine knows make a server load nothing, without an error; an adapter in
     the compute dtype loses what training moved.
     Look at: ``named_tensors("adapter")``, and what a load fills.
@@ -126,7 +126,9 @@ def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     subject.verify_same("the adapter's file", load_file(path / "adapter_model.safetensors"), held)
     subject.verify_same("named_tensors('adapter')", group.named_tensors("adapter"), held)
     _verify_config(subject, path, adapter)
-    group = start(subject, adapter, seed=5)
+    group = start(subject, adapter, optimizer={"lr": 3e-3}, seed=5)
+    group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
+    outputs_of(group, subject.data())
     group.load(moving.meta(path, "adapter"))
     subject.verify_same("the adapter after a load", group.named_tensors("adapter"), held)
     subject.verify_same("outputs after a load", outputs_of(group, subject.data()), outputs)

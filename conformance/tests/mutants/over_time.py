@@ -50,6 +50,14 @@ class AnswersFromMemory(ReferenceBackend):
             self._answers.update(self._before)
 
 
+class AnswersOutliveAdapters(AnswersFromMemory):
+    """The same, and a load of an adapter alone forgets nothing."""
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        if kinds != {"adapter"}:
+            super().after_load(kinds)
+
+
 class MastersStayBehind(OwnExport):
     """A load of a model directory does not reach the float32 weights that the next step begins from."""
 
@@ -199,6 +207,12 @@ MUTANTS = (
         killed_by=USED,
         issue="vllm #44371: answers that outlive a load",
         says="logprobs after 'sharded' was loaded",
+    ),
+    Mutant(
+        engine=AnswersOutliveAdapters,
+        killed_by="I11.adapter-alone",
+        issue="vllm #44371: answers that outlive an adapter",
+        says="outputs after a load",
     ),
     Mutant(
         engine=MastersStayBehind,
