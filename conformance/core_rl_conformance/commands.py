@@ -101,7 +101,7 @@ def new_engine(
     ],
     directory: Annotated[
         Path | None,
-        typer.Option("--directory", help="Where to write it, instead of core-rl-NAME.", show_default=False),
+        typer.Option("--directory", help="Write the folder core-rl-NAME in here.", show_default=False),
     ] = None,
     class_prefix: Annotated[
         str | None,
@@ -121,7 +121,7 @@ def new_engine(
     from core_rl_conformance.skeleton.write import Skeleton, write_skeleton
 
     skeleton = Skeleton.named(name, class_prefix)
-    place = directory or Path(skeleton.distribution)
+    place = (directory or Path()) / skeleton.distribution
     for path in write_skeleton(skeleton, place):
         typer.echo(f"wrote {path}")
     typer.echo(

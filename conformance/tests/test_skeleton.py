@@ -57,8 +57,8 @@ def test_the_example_has_no_other_files() -> None:
 
 
 def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    project = tmp_path / "project"
-    assert _run("new-engine", "odd-2b", "--directory", str(project)) == 0
+    assert _run("new-engine", "odd-2b", "--directory", str(tmp_path)) == 0
+    project = tmp_path / "core-rl-odd-2b"
     printed = capsys.readouterr().out
     assert f"wrote {project / 'src' / 'core_rl_odd_2b' / 'engine.py'}" in printed
     assert "pytest --engine=odd-2b --pyargs core_rl_conformance --quick" in printed
@@ -120,11 +120,20 @@ def test_no_placeholder_is_left() -> None:
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "README.md").write_text("mine", encoding="utf-8")
+    folder = tmp_path / "core-rl-mine"
+    folder.mkdir()
+    (folder / "README.md").write_text("mine", encoding="utf-8")
     assert _run("new-engine", "mine", "--directory", str(tmp_path)) == 2
     assert "README.md exists" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "mine"
+    assert [path.name for path in folder.iterdir()] == ["README.md"]
+    assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
+
+
+def test_the_directory_gets_one_folder_inside(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("another project", encoding="utf-8")
+    assert _run("new-engine", "mine", "--directory", str(tmp_path)) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["core-rl-mine", "pyproject.toml"]
+    assert (tmp_path / "core-rl-mine" / "src" / "core_rl_mine" / "engine.py").is_file()
 
 
 def test_it_can_be_written_into_a_directory_with_other_files(tmp_path: Path) -> None:
@@ -147,6 +156,9 @@ NAMES = [
     ("../up", None, "lower-case letters"),
     ("core-rl-mine", None, "'mine'"),
     ("reference", None, "core-rl .* has one of this name"),
+    ("conformance", None, "the module core_rl_conformance is core-rl's own"),
+    ("trainer", None, "the module core_rl_trainer is core-rl's own"),
+    ("vllm", None, "the module core_rl_vllm is core-rl's own"),
     ("mine", "my engine", "'my engine' must be CapWords"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Self
@@ -31,6 +32,8 @@ FILES = {
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 CLASS_PREFIX = re.compile(r"[A-Z][A-Za-z0-9]*")
 DISTRIBUTION_PREFIX = "core-rl-"
+RESERVED = ("conformance", "oracle", "trainer", "fsdp", "megatron", "sglang", "vllm")
+"""Names whose distributions, or modules, are core-rl's own, installed or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class Skeleton:
         taken = [entry for entry in list_engines() if entry.name == self.name]
         if taken:
             yield f"{taken[0].distribution} {taken[0].version} has one of this name; choose another, or uninstall it"
+        elif self.name in RESERVED or find_spec(self.module) is not None:
+            yield f"the module {self.module} is core-rl's own, or installed already; choose another name"
         if not CLASS_PREFIX.fullmatch(self.class_prefix):
             yield f"the class prefix {self.class_prefix!r} must be CapWords, such as 'MyEngine'"
 
@@ -70,13 +75,18 @@ class Skeleton:
         """The distribution's name."""
         return DISTRIBUTION_PREFIX + self.name
 
+    @property
+    def module(self) -> str:
+        """The name of its package."""
+        return f"core_rl_{self.name.replace('-', '_')}"
+
     def files(self) -> dict[str, str]:
         """The text of each file by its path in the distribution."""
         stem = self.name.replace("-", "_")
         names = {
             "name": self.name,
             "distribution": self.distribution,
-            "module": f"core_rl_{stem}",
+            "module": self.module,
             "stem": stem,
             "prefix": self.class_prefix,
             "protocol": str(PROTOCOL_VERSION),
