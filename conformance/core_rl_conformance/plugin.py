@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,92 @@ CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 ENGINES = "core_rl_engines"
 """Where the parsed ``--engine`` options are kept; the name is ours alone."""
 HELP = "check this core-rl engine with the conformance suite; may be given several times"
+
+
+def _positive(text: str) -> int:
+    """An option that counts from 1; argparse reports the ValueError with the name of the option."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--layout",
+        {
+            "action": "append",
+            "dest": "core_rl_layouts",
+            "metavar": "LAYOUT",
+            "help": "only this layout or setting of the profile, such as dp2, dp2tp2 or dp4-hsdp; may be given several "
+            "times",
+        },
+    ),
+    (
+        "--model",
+        {
+            "action": "append",
+            "dest": "core_rl_models",
+            "metavar": "FAMILY",
+            "help": "only this tiny model, such as qwen3; may be given several times",
+        },
+    ),
+    (
+        "--check",
+        {
+            "action": "append",
+            "dest": "core_rl_checks",
+            "metavar": "NAME",
+            "help": "only checks whose names match, such as I1.* (see core-rl checks); may be given several times",
+        },
+    ),
+    ("--dtype", {"dest": "core_rl_dtype", "choices": ("float32", "bfloat16"), "help": "only this dtype"}),
+    (
+        "--device",
+        {"dest": "core_rl_device", "choices": ("cpu", "cuda"), "default": "cpu", "help": "default: cpu"},
+    ),
+    (
+        "--seed",
+        {"dest": "core_rl_seed", "type": int, "default": 0, "help": "of models and data; default: 0"},
+    ),
+    (
+        "--quick",
+        {
+            "action": "store_true",
+            "dest": "core_rl_quick",
+            "help": "one layout, of several ranks, and one model",
+        },
+    ),
+    (
+        "--sample-every",
+        {
+            "dest": "core_rl_sample_every",
+            "type": _positive,
+            "default": 1,
+            "metavar": "N",
+            "help": "each check on the second layout, on every Nth of the others, and with an Nth of the models; "
+            "--seed moves them; default: 1, all",
+        },
+    ),
+    (
+        "--call-timeout",
+        {
+            "dest": "core_rl_call_timeout",
+            "type": float,
+            "default": 120.0,
+            "metavar": "SECONDS",
+            "help": "after this a rank that does not answer hangs; default: 120",
+        },
+    ),
+    (
+        "--report",
+        {
+            "dest": "core_rl_report",
+            "metavar": "FILE.json",
+            "help": "write a report, and an HTML page next to it",
+        },
+    ),
+)
+"""The options of a session with an engine; `pytest --help` without one shows them as text."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -31,76 +118,20 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not asked and not {"-h", "--help"} & set(words):
         return
     group = parser.getgroup("core-rl conformance", "conformance of core-rl engines")
-    group.addoption("--engine", action="append", dest=ENGINES, default=[], metavar="NAME", help=HELP)
-    if asked:
-        _add_selection(group)
+    help_ = HELP if asked else "\n".join([f"{HELP}. With it:", *map(_usage, OPTIONS)])
+    group.addoption("--engine", action="append", dest=ENGINES, default=[], metavar="NAME", help=help_)
+    for name, fields in OPTIONS if asked else ():
+        group.addoption(name, **fields)
 
 
-def _add_selection(group: pytest.OptionGroup) -> None:
-    group.addoption(
-        "--layout",
-        action="append",
-        dest="core_rl_layouts",
-        metavar="LAYOUT",
-        help="only this layout or setting of the profile, such as dp2, dp2tp2 or dp4-hsdp; may be given several times",
+def _usage(option: tuple[str, dict[str, Any]]) -> str:
+    """A line of help about an option that is not added: its name may be another plugin's."""
+    name, fields = option
+    choices = fields.get("choices")
+    value = (
+        "{" + ",".join(choices) + "}" if choices else fields.get("metavar", "N" if "type" in fields else "")
     )
-    group.addoption(
-        "--model",
-        action="append",
-        dest="core_rl_models",
-        metavar="FAMILY",
-        help="only this tiny model, such as qwen3; may be given several times",
-    )
-    group.addoption(
-        "--check",
-        action="append",
-        dest="core_rl_checks",
-        metavar="NAME",
-        help="only checks whose names match, such as I1.* (see core-rl checks); may be given several times",
-    )
-    group.addoption("--dtype", dest="core_rl_dtype", choices=("float32", "bfloat16"), help="only this dtype")
-    group.addoption(
-        "--device", dest="core_rl_device", choices=("cpu", "cuda"), default="cpu", help="default: cpu"
-    )
-    group.addoption(
-        "--seed", dest="core_rl_seed", type=int, default=0, help="of models and data; default: %(default)s"
-    )
-    group.addoption(
-        "--quick",
-        action="store_true",
-        dest="core_rl_quick",
-        help="one layout, of several ranks, and one model",
-    )
-    group.addoption(
-        "--sample-every",
-        dest="core_rl_sample_every",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="each check on the second layout, on every Nth of the others, and with an Nth of the models; --seed moves "
-        "them; default: %(default)s, all",
-    )
-    group.addoption(
-        "--call-timeout",
-        dest="core_rl_call_timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="after this a rank that does not answer hangs; default: %(default)s",
-    )
-    group.addoption(
-        "--report",
-        dest="core_rl_report",
-        metavar="FILE.json",
-        help="write a report, and an HTML page next to it",
-    )
-
-
-def _positive(text: str) -> int:
-    """An option that counts from 1; argparse reports the ValueError with the name of the option."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    return f"{name}{'=' if value else ''}{value}  {fields['help']}"
 
 
 def _words(config: pytest.Config) -> Iterable[str]:

@@ -23,6 +23,7 @@ from core_rl.registry.engines import register_engine
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance import catalogue
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
+from core_rl_conformance.plugin import OPTIONS
 from core_rl_conformance.profile import Profile, Setting, Waiver
 
 __all__ = ["engine"]
@@ -94,11 +95,17 @@ def test_checks_are_no_tests_without_an_engine(pytester: pytest.Pytester, ini: s
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_help_names_the_option(pytester: pytest.Pytester) -> None:
+def test_help_names_all_options(pytester: pytest.Pytester) -> None:
+    """Without an engine as text: plain names may be those of the project's own options."""
+    pytester.makeconftest("def pytest_addoption(parser): parser.addoption('--seed', help='of mine')")
     result = run(pytester, "--help")
+    assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["*--engine=NAME*"])
-    result.stdout.no_fnmatch_line("*--layout=*")
-    result = run(pytester, "--engine=reference", "--help")
+    text = " ".join(result.stdout.str().split())
+    for name, fields in OPTIONS:
+        assert f"{name}" in text and " ".join(fields["help"].split()) in text
+    assert "--seed=SEED of mine" in text
+    result = run(pytester, "--engine=reference", "--help", "--noconftest")
     result.stdout.fnmatch_lines(["*--layout=LAYOUT*", "*--quick*"])
 
 
