@@ -11,9 +11,10 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, StatePart
 from core_rl.backend.metrics import Metric
+from core_rl.backend.protocols import SupportsOwnExport, SupportsOwnGradNorm
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import LocalSlice
-from core_rl.backend.train_backend import TrainBackend
+from core_rl.backend.tensors import LocalSlice, NamedTensors
+from core_rl.backend.train_backend import BuildContext, TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
@@ -93,6 +94,35 @@ class OffloadsItself(ReferenceBackend):
 
     def onload(self, part: StatePart) -> None:
         """Leave everything where it is."""
+
+
+class KeepsAState(ReferenceBackend):
+    """Attributes of its own, with names that come to mind."""
+
+    def build(self, context: BuildContext[TrainEngineConfig]) -> None:
+        super().build(context)
+        self._state, self._updates = "mine", -1
+
+
+class HasANormHelper(ReferenceBackend):
+    """A helper that has the name of a protocol's method by chance."""
+
+    def grad_norm(self) -> float:
+        return 0.0
+
+
+class ExportsWithoutLoading(ReferenceBackend, SupportsOwnExport):
+    """Names a protocol, and has one of its two methods."""
+
+    def export_tensors(self, kind: str) -> NamedTensors:
+        return iter(())
+
+
+class HasItsOwnNorm(ReferenceBackend, SupportsOwnGradNorm):
+    """A norm of its own, on purpose."""
+
+    def grad_norm(self) -> float:
+        return 0.0
 
 
 class Bare(TrainBackend[TrainEngineConfig]):

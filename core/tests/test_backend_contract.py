@@ -55,6 +55,17 @@ def test_slices_tile_each_tensor_once(backend: type[ReferenceBackend], says: str
             [Capability.LORA],
             r"it declares 'lora' and lacks SupportsLora \(adapter_config\(\), low_rank\(\), set_adapter\(\)\)",
         ),
+        (
+            support.HasANormHelper,
+            [],
+            r"it has grad_norm\(\), reserved for SupportsOwnGradNorm; name that protocol among the bases of HasANorm.*"
+            "or rename the method",
+        ),
+        (
+            support.ExportsWithoutLoading,
+            [],
+            r"it names SupportsOwnExport among its bases and lacks import_tensors\(\)",
+        ),
     ],
 )
 def test_declared_and_implemented_agree(backend: Any, declared: list[Capability], says: str) -> None:
@@ -65,6 +76,18 @@ def test_declared_and_implemented_agree(backend: Any, declared: list[Capability]
 @pytest.mark.parametrize("declared", [[], [Capability.OFFLOAD], [Capability.LORA, Capability.OFFLOAD]])
 def test_what_the_toolkit_brings_may_be_declared_or_not(declared: list[Capability]) -> None:
     assert load_backend(support.spec(ReferenceBackend, *declared)) is ReferenceBackend
+
+
+def test_a_protocol_without_a_capability_is_named_among_the_bases() -> None:
+    assert load_backend(support.spec(support.HasItsOwnNorm)) is support.HasItsOwnNorm
+
+
+def test_a_subclass_may_use_the_names_of_the_toolkits_private_attributes() -> None:
+    """What the toolkit keeps for itself is not overwritten by a plugin that calls something so."""
+    engine = load_engine(support.spec(support.KeepsAState), engine_support.config())
+    engine.initialize()
+    assert "model.norm.weight" in engine.tensor_shapes("params")
+    engine.destroy()
 
 
 def test_nobody_subclasses_the_engine() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from core_rl.backend.meta import StatePart
+from core_rl.backend.protocols import SupportsOwnCheckpoint, SupportsOwnExport, SupportsOwnGradNorm
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import LocalSlice, MappedSource, NamedTensors, TensorSource
 from core_rl.backend.train_backend import BuildContext
@@ -48,7 +49,7 @@ class Packed(Replicated):
         return ModelOutput(**self.packed(micro_batch, step.outputs, step.temperature, step.trained_only))
 
 
-class OwnExport(Replicated):
+class OwnExport(Replicated, SupportsOwnExport):
     """Named tensors are streamed and loaded by the backend itself."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
@@ -65,7 +66,7 @@ class OwnExport(Replicated):
         return TensorStore(plain, self.context.world, 0, half=half, lora=lora)
 
 
-class OwnNorm(Replicated):
+class OwnNorm(Replicated, SupportsOwnGradNorm):
     """The gradient norm is the backend's own, over `counted`."""
 
     def grad_norm(self) -> float:
@@ -76,7 +77,7 @@ class OwnNorm(Replicated):
         return self.state().local("grads")
 
 
-class OwnCheckpoint(Replicated):
+class OwnCheckpoint(Replicated, SupportsOwnCheckpoint):
     """Sharded checkpoints are in a format of the backend's own."""
 
     def save_sharded(self, directory: Path, with_optimizer: bool) -> None:

@@ -1,7 +1,8 @@
 """Protocols of a train backend: what is optional, and what replaces a default of the core.
 
 A backend implements a protocol by having its methods. Protocols that serve a capability are listed in
-`TRAIN_PROTOCOLS`; declared and implemented must agree, see `core_rl.engine.loading`.
+`TRAIN_PROTOCOLS`; declared and implemented must agree, see `core_rl.engine.loading`. Those of `NAMED_PROTOCOLS` serve
+none: a backend names them among its bases, so that a helper that happens to have the name of a method replaces nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.config.capability import Capability
 
 __all__ = [
+    "NAMED_PROTOCOLS",
     "TRAIN_PROTOCOLS",
     "LowRank",
     "MemoryPart",
@@ -145,3 +147,11 @@ TRAIN_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = {
     Capability.OFFLOAD: (SupportsOffload, SupportsOwnOffload),
 }
 """Capabilities that have methods: one of these protocols is implemented."""
+NAMED_PROTOCOLS: tuple[type, ...] = (
+    SupportsRngState,
+    SupportsOpaqueState,
+    SupportsOwnGradNorm,
+    SupportsOwnExport,
+    SupportsOwnCheckpoint,
+)
+"""Protocols without a capability, which a backend names among its bases."""

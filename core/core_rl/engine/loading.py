@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 from core_rl.backend.inference_backend import InferenceBackend
 from core_rl.backend.inference_protocols import INFERENCE_PROTOCOLS
-from core_rl.backend.protocols import TRAIN_PROTOCOLS
+from core_rl.backend.protocols import NAMED_PROTOCOLS, TRAIN_PROTOCOLS
 from core_rl.backend.train_backend import AnyTrainBackend, TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
@@ -52,7 +52,8 @@ def check_backend(spec: EngineSpec, backend: type[Any]) -> None:
     """Raise one `EngineContractError` where ``backend`` and the capabilities of ``spec`` differ.
 
     A declared capability that has protocols is implemented by one of them. A protocol's method that is defined outside
-    of the toolkit belongs to a declared capability; what is inherited from the toolkit need not be declared.
+    of the toolkit belongs to a declared capability; what is inherited from the toolkit need not be declared. A backend
+    with a method of a protocol without a capability names that protocol among its bases, and has all of its methods.
     """
     subject = f"engine {spec.name!r}: {backend.__module__}.{backend.__qualname__} ({MIGRATION_PAGE})"
     raise_all(EngineContractError, subject, _differences(spec, backend))
@@ -76,7 +77,27 @@ def _differences(spec: EngineSpec, backend: type[Any]) -> Iterator[str]:
         own = [name for name in _members(protocol) if _defined_outside_toolkit(backend, name)]
         if own and not spec.capabilities.intersection(capabilities):
             names = " or ".join(repr(capability.value) for capability in capabilities)
-            yield f"it has {', '.join(f'{name}()' for name in own)} of {protocol.__name__} and does not declare {names}"
+            yield f"it has {_calls(own)} of {protocol.__name__} and does not declare {names}"
+    yield from _name_collisions(backend) if spec.kind == "train" else ()
+
+
+def _name_collisions(backend: type[Any]) -> Iterator[str]:
+    """Methods with the name of one of a protocol that the backend does not name among its bases, or has in part."""
+    for protocol in NAMED_PROTOCOLS:
+        own = [name for name in _members(protocol) if _owner(backend, name) not in (None, protocol)]
+        absent = [name for name in _members(protocol) if name not in own]
+        if protocol in backend.__mro__:
+            if absent:
+                yield f"it names {protocol.__name__} among its bases and lacks {_calls(absent)}"
+        elif own:
+            yield (
+                f"it has {_calls(own)}, reserved for {protocol.__name__}; name that protocol among the bases of "
+                f"{backend.__name__} if it is meant, or rename the method"
+            )
+
+
+def _calls(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}()" for name in names)
 
 
 def _members(protocol: type) -> list[str]:
@@ -87,8 +108,12 @@ def _implements(backend: type[Any], protocol: type) -> bool:
     return all(callable(getattr(backend, name, None)) for name in _members(protocol))
 
 
+def _owner(backend: type[Any], name: str) -> type | None:
+    return next((kind for kind in backend.__mro__ if name in kind.__dict__), None)
+
+
 def _defined_outside_toolkit(backend: type[Any], name: str) -> bool:
-    owner = next((kind for kind in backend.__mro__ if name in kind.__dict__), None)
+    owner = _owner(backend, name)
     return owner is not None and not owner.__module__.startswith(TOOLKIT)
 
 

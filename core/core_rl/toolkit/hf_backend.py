@@ -35,11 +35,13 @@ class HFBackend(TrainBackend[C]):
     """Runs, steps and describes ``self.model`` and ``self.optimizer``, whose parameters may be DTensors.
 
     A subclass writes `build`, which calls `adopt`, and `outputs`. Where gradients need more than a sum over
-    data-parallel ranks, it overrides `reduce_grads`.
+    data-parallel ranks, it overrides `reduce_grads`. The attributes below are this class's; a subclass reads them.
     """
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer | None
+    owned: Mapping[str, nn.Parameter]
+    """The parameters that the optimizer has, by checkpoint name: the module's, or this rank's parts of them."""
     context: BuildContext[C]
     reduce_bytes: int = 32 * 2**20
     """`reduce_grads` adds gradients up over ranks together up to this size, in bytes."""
@@ -70,19 +72,19 @@ class HFBackend(TrainBackend[C]):
             self.owned = named
             create_moments(optimizer)
         self.optimizer = optimizer
-        self._updates = 0
-        self._state = HFShardedState(model, optimizer, self.owned, context.world)
-        written = {*self._state.shapes("params"), *self._state.shapes("buffers")}
-        self._state.carried = carried_tensors(model, context.config.model, written)
-        self._exported_config = exported_config(model, context.config.model, self._state.carried)
+        self.__updates = 0
+        self.__state = HFShardedState(model, optimizer, self.owned, context.world)
+        written = {*self.__state.shapes("params"), *self.__state.shapes("buffers")}
+        self.__state.carried = carried_tensors(model, context.config.model, written)
+        self.__exported_config = exported_config(model, context.config.model, self.__state.carried)
 
     # ------------------------------------------------------------------ state
 
     def hf_config(self) -> PretrainedConfig:
-        return self._exported_config
+        return self.__exported_config
 
     def state(self) -> HFShardedState:
-        return self._state
+        return self.__state
 
     def after_load(self, kinds: frozenset[str]) -> None:
         """Weights are computed from the master weights in each pass."""
@@ -138,10 +140,10 @@ class HFBackend(TrainBackend[C]):
                 parameter.grad = grads.get(name)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if count != self._updates + 1:
+        if count != self.__updates + 1:
             set_step_count(self.optimizer, count - 1)
         self.optimizer.step()
-        self._updates = count
+        self.__updates = count
 
     def verify(self) -> None:
         """Probe each `PackedModel` among the attributes of this backend: see `check_packing`."""
@@ -157,7 +159,9 @@ class HFBackend(TrainBackend[C]):
     def low_rank(self) -> Mapping[str, LowRank]:
         """The products of the adapter, by the checkpoint name of the weight."""
         products = low_rank_products(self.model)
-        return {written: product for held, product in products.items() for written in self._state.names(held)}
+        return {
+            written: product for held, product in products.items() for written in self.__state.names(held)
+        }
 
     def adapter_config(self) -> dict[str, Any]:
         """The ``adapter_config.json`` of ``peft``."""

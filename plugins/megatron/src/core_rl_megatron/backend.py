@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from core_rl.backend.protocols import LowRank, MemoryPart
+from core_rl.backend.protocols import LowRank, MemoryPart, SupportsRngState
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import TensorDict, TensorSource
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
@@ -37,7 +37,7 @@ from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
 __all__ = ["MegatronBackend"]
 
 
-class MegatronBackend(TrainBackend[MegatronConfig]):
+class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     """One rank of a model in Megatron's layouts."""
 
     model: StageModel
