@@ -19,7 +19,7 @@ from core_rl_conformance.procedures import serving
 GREEDY = replace(serving.PLAIN, temperature=0.0)
 LONG = replace(serving.PLAIN, max_new_tokens=40)
 REPEATED = 3
-Answers = asyncio.Future[list[LLMResponse]]
+Answers = asyncio.Task[list[LLMResponse]]
 ON_THE_WAY_S = 0.1
 """So long after the one before it an answer that was complete before the pause may arrive."""
 ATTEMPTS = 3

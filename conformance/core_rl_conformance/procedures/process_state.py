@@ -54,7 +54,7 @@ def _state() -> dict[str, object]:
         "the working directory": Path.cwd(),
         "torch.get_rng_state()": torch.get_rng_state().numpy().tobytes(),
         "random.getstate()": random.getstate(),
-        "numpy.random.get_state()": np.random.get_state()[1].tobytes(),  # type: ignore[index, union-attr]
+        "numpy.random.get_state()": np.random.get_state()[1].tobytes(),  # type: ignore[index]
     }
 
 
