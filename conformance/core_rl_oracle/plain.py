@@ -53,6 +53,9 @@ VARIANTS = (
 EXPERTS = {"eager": "eager", "sdpa": "batched_mm"}
 """The implementation of experts that goes with each attention; other models have none."""
 
+SINKS = ("granite_swa", "gpt_oss")
+"""Model types with attention sinks, which transformers computes by eager attention alone."""
+
 
 class PlainModel:
     """The model in ``directory``, in ``dtype`` on ``device``; everything it returns is on the CPU."""
@@ -126,8 +129,8 @@ class PlainModel:
 
     def _load(self, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
         config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
-        if getattr(config, "attn_logit_softcapping", None):
-            attention = "eager"  # torch's sdpa cannot cap the scores
+        if getattr(config, "attn_logit_softcapping", None) or config.model_type in SINKS:
+            attention = "eager"  # torch's sdpa cannot cap the scores, and has no sinks
         family = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
         model: PreTrainedModel = family.from_pretrained(
             self.directory,
