@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from core_rl.config.engine import ModelConfig
-from core_rl.errors import UnsupportedCapability
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.packed import PackedModel
@@ -58,8 +58,9 @@ def judge(family: str, directory: Path) -> Verdict:
         model = build_model(ModelConfig(path=str(directory)), seed=0, attn_implementation=PACKED_ATTENTION)
         packed = PackedModel(model, "lm")
         check_packing(packed, "float32")
-    except UnsupportedCapability as error:
-        return Verdict("refused", str(error).partition(";")[0])
+    except (ConfigError, UnsupportedCapability) as error:
+        reason = str(error).partition(";")[0].splitlines()[0].replace(f" {str(directory)!r}", "")
+        return Verdict("refused", reason.partition(" for this kind of AutoModel")[0])
     found = packed_logprobs(packed, SEQUENCES)
     largest = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     assert largest <= TOLERANCE, f"{family}: log-probs are off by {largest:.2g}"

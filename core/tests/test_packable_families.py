@@ -15,7 +15,7 @@ from core_rl.errors import UnsupportedCapability
     [
         ("llama4_text", "'llama4_text' has layers of the kind chunked_attention"),
         ("bloom", "'bloom' has layers that ignore .* BloomAttention"),
-        ("gptj", "attention layers that ignore transformers' attention interface"),
+        ("gptj", "'gptj' has attention layers that ignore transformers' attention interface"),
         ("bart", "'bart' has positions that BartDecoder counts over the whole pack"),
         ("xlstm", "'xlstm' has no layers that are known to mix tokens"),
         ("electra", "'electra' has a head"),

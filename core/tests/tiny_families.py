@@ -24,11 +24,11 @@ FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """The model types that `AutoModelForCausalLM` builds."""
 BY_SIZE: dict[int, str] = {
     97: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
-    64: "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length max_target_positions index_topk "
-    "max_source_positions original_max_position_embeddings rel_extent mamba_d_ssm",
+    64: "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length max_target_positions "
+    "index_topk max_source_positions original_max_position_embeddings rel_extent mamba_d_ssm",
     50: "ngram_vocab_size_base encoder_hash_byte_group_vocab",
-    48: "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim intermediate_size_mlp "
-    "dense_intermediate_size dim_ff dff d_inner feed_forward_size",
+    48: "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim "
+    "intermediate_size_mlp dense_intermediate_size dim_ff dff d_inner feed_forward_size",
     32: "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size emb_dim embedding_dim lru_width "
     "attention_hidden_size output_embedding_size input_embedding_size dim_model",
     24: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_intermediate_size "
@@ -36,20 +36,21 @@ BY_SIZE: dict[int, str] = {
     16: "mamba_d_head mamba_head_dim mamba_headdim ple_embed_dim dim_model_base router_hidden_size image_size",
     12: "q_lora_rank kv_lora_rank qk_head_dim o_lora_rank",
     8: "head_dim attention_head_dim kv_channels dim_head d_head swa_head_dim linear_head_dim v_head_dim d_kv "
-    "block_size qk_nope_head_dim index_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size "
-    "query_pre_attn_scalar laurel_rank hc_lowrank hidden_size_per_layer_input block_multiple_of index_block_size "
-    "ffn_round_up_to_multiple_of attention_head_size chunk_size mamba_chunk_size",
-    5: "sliding_window window_size sliding_window_size attention_window_size attention_chunk_size local_attention "
-    "keep_window_size",
-    4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads encoder_layers "
-    "decoder_layers decoder_attention_heads encoder_attention_heads swa_num_attention_heads linear_num_heads "
-    "rotary_dim qk_rope_head_dim num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads "
-    "max_window_layers patch_size linear_num_value_heads linear_conv_kernel_dim mamba_dt_rank time_step_rank "
-    "adapter_rank",
+    "block_size qk_nope_head_dim index_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state "
+    "ssm_state_size state_size query_pre_attn_scalar laurel_rank hc_lowrank hidden_size_per_layer_input "
+    "block_multiple_of index_block_size ffn_round_up_to_multiple_of attention_head_size chunk_size "
+    "mamba_chunk_size",
+    5: "sliding_window window_size sliding_window_size attention_window_size attention_chunk_size "
+    "local_attention keep_window_size",
+    4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
+    "encoder_layers decoder_layers decoder_attention_heads encoder_attention_heads swa_num_attention_heads "
+    "linear_num_heads rotary_dim qk_rope_head_dim num_experts num_local_experts n_routed_experts "
+    "moe_num_experts mamba_n_heads mamba_num_heads max_window_layers patch_size linear_num_value_heads "
+    "linear_conv_kernel_dim mamba_dt_rank time_step_rank adapter_rank",
     3: "moe_layer_end_index",
-    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_experts_per_tok moe_top_k moe_k moe_topk depth "
-    "top_k_experts num_experts_per_token index_n_heads linear_num_key_heads mamba_expand n_mamba_heads zero_expert_num "
-    "num_blocks split_ngram_parts make_ngram_vocab_size_divisible_by hc_sinkhorn_iters",
+    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_experts_per_tok moe_top_k moe_k moe_topk "
+    "depth top_k_experts num_experts_per_token index_n_heads linear_num_key_heads mamba_expand n_mamba_heads "
+    "zero_expert_num num_blocks split_ngram_parts make_ngram_vocab_size_divisible_by hc_sinkhorn_iters",
     1: "n_shared_experts n_group topk_group first_k_dense_replace mamba_n_groups n_groups num_dense_layers "
     "bos_token_id",
     0: "num_kv_shared_layers",

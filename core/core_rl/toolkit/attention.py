@@ -84,9 +84,9 @@ def packed_attention(
         dropout: probability of dropping an attention weight.
         sliding_window: tokens that a query sees, itself included.
         softcap: ``c * tanh(scores / c)`` (Gemma 2).
-        others: ``s_aux`` is the attention sink of each head, ``[heads]``: a score that takes its part of the softmax and
-            has no value (gpt-oss; arXiv:2309.17453). ``is_causal=False``, here or of ``module``, is refused, and so are
-            biases of scores. All others change nothing.
+        others: ``s_aux`` is the attention sink of each head, ``[heads]``: a score that takes its part of the softmax
+            and has no value (gpt-oss; arXiv:2309.17453). ``is_causal=False``, here or of ``module``, is refused, and
+            so are biases of scores. All others change nothing.
 
     Returns:
         ``[1, T, heads, D]`` and no weights.

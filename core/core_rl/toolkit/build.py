@@ -116,8 +116,9 @@ def building(model: ModelConfig) -> Iterator[None]:
         if error.args != (PACKED_ATTENTION,):
             raise
         raise UnsupportedCapability(
-            f"the model {model.path or model.config!r} has attention layers that ignore transformers' attention "
-            "interface, so a packed batch cannot be computed right; choose another model, or the engine 'reference'"
+            f"the model type {read_config(model).model_type!r} has attention layers that ignore transformers' "
+            "attention interface, so a packed batch cannot be computed right; choose another model, or the engine "
+            "'reference'"
         ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).partition("\nModel type should be one of")[0]  # some hundred names follow
