@@ -62,7 +62,7 @@ def judge(family: str, directory: Path) -> Verdict:
         reason = str(error).partition(";")[0].splitlines()[0].replace(f" {str(directory)!r}", "")
         return Verdict("refused", reason.partition(" for this kind of AutoModel")[0])
     found = packed_logprobs(packed, SEQUENCES)
-    largest = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    largest = max(float((a - b).detach().abs().max()) for a, b in zip(found, expected, strict=True))
     assert largest <= TOLERANCE, f"{family}: log-probs are off by {largest:.2g}"
     assert (off := _gradients_off(plain, expected, model, found)) <= TOLERANCE, (
         f"{family}: gradients: {off:.2g}"

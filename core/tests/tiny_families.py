@@ -128,7 +128,7 @@ def tiny_config(family: str) -> PretrainedConfig:
         part = getattr(defaults, name, None)
         if isinstance(part, PretrainedConfig):
             values[name] = _small(part) | OVERRIDES.get(part.model_type, {})
-    return kind(**(values | OVERRIDES.get(family, {})))  # type: ignore[no-any-return]
+    return kind(**(values | OVERRIDES.get(family, {})))
 
 
 def _small(defaults: PretrainedConfig) -> dict[str, Any]:
@@ -155,7 +155,8 @@ def tiny_model(family: str, attn_implementation: str = "eager") -> PreTrainedMod
                 parameter.add_(0.2 * noise)
         if head is not None:
             head.weight.mul_(3.0)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def token_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
@@ -31,6 +32,8 @@ LAYER_KINDS = frozenset(
 )
 """Kinds of layers in configs that are computed right. Others choose their keys over the whole pack
 (``indexed_attention``), or cut it into chunks that do not follow the sequences (``chunked_attention``)."""
+ATTENTION = re.compile(r"Attention|MLA$")
+"""Names of the classes of attention layers in transformers."""
 
 
 def check_layers(model: PreTrainedModel) -> None:
@@ -54,7 +57,7 @@ def check_layers(model: PreTrainedModel) -> None:
         {
             type(module).__name__
             for name, module in model.base_model.named_modules()
-            if "Attention" in type(module).__name__ and name not in stateful
+            if ATTENTION.search(type(module).__name__) and name not in stateful
         }
     )
     if not attention and not stateful:

@@ -74,7 +74,7 @@ class _Call:
         self.length = segments.bounds[-1] // ranks
         """Tokens of this rank."""
         start = self.length * rank
-        device = _first_tensor((args, kwargs)).device
+        device = next(_tensors((args, kwargs))).device
         self.plan = _plan(segments.bounds, start, start + self.length, device)
         self.arguments = _mapped(self._whole, (args, kwargs))
 
@@ -119,7 +119,8 @@ class _Call:
         return value if self.context is None else gather(value, self.context, 1, partial=True)
 
     def _rows(self, index: Tensor, value: Tensor) -> Tensor:
-        return value[0].index_select(0, index.flatten()).unflatten(0, index.shape)
+        rows: Tensor = value[0].index_select(0, index.flatten()).unflatten(0, index.shape)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,10 @@ def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _first_tensor(value: Any) -> Tensor:
-    found: list[Tensor] = []
-    _mapped(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found[0]
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in ``value``, as `_mapped` finds them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
