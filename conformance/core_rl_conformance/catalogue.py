@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Literal, TypeVar
 
 from core_rl.config.capability import Capability
+from core_rl.config.engine import DType
 from core_rl.errors import ConfigError
 from core_rl.registry.objects import declared_in, load_entry_point
 from core_rl.registry.spec import EngineKind
@@ -82,6 +83,8 @@ class Check:
     """It needs a profile with at least this many layouts."""
     families: tuple[str, ...] | None
     """The tiny models that it can use; None is all."""
+    dtype: DType | None
+    """The only dtype that it is about; None is all."""
     function: Callable[..., None]
     """The check itself; it takes a `EngineUnderTest`."""
 
@@ -137,6 +140,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
     min_cp: int = 1,
     min_layouts: int = 1,
     families: tuple[str, ...] | None = None,
+    dtype: DType | None = None,
 ) -> Callable[[Function], Function]:
     """Mark a function as the check ``identifier``; see `Check` for the rest.
 
@@ -167,6 +171,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
             min_cp=min_cp,
             min_layouts=min_layouts,
             families=families,
+            dtype=dtype,
             function=function,
         )
         setattr(function, ATTRIBUTE, found)

@@ -137,7 +137,7 @@ class ExpectedValues:
         runs = self._keep(
             of,
             ("outputs", data, temperature, dtype, device),
-            lambda: _run_outputs(self.oracle(of), self._plain(of, dtype, device), data, temperature),
+            lambda: _run_outputs(self.oracle(of), self.plain(of, dtype, device), data, temperature),
         )
         return runs.expected(name, dtype)
 
@@ -148,7 +148,7 @@ class ExpectedValues:
         return self._keep(
             of,
             ("gradients", data, loss, dtype, device),
-            lambda: _run_gradients(self.oracle(of), self._plain(of, dtype, device), data, loss),
+            lambda: _run_gradients(self.oracle(of), self.plain(of, dtype, device), data, loss),
         )
 
     def training(
@@ -161,7 +161,9 @@ class ExpectedValues:
             lambda: expected_training(self.models.directory(model), model.head, training, dtype, device),
         )
 
-    def _plain(self, of: Judged, dtype: torch.dtype, device: str) -> PlainModel:
+    def plain(self, of: Judged, dtype: torch.dtype, device: str = "cpu") -> PlainModel:
+        """The plain Hugging Face model in ``dtype``, and the adapter."""
+
         def load() -> PlainModel:
             directory, head, low_rank = self._snapshot(of)
             return PlainModel(directory, head, dtype, device, low_rank)

@@ -7,7 +7,8 @@ depend on how the layer stores its weight; its factors are parameters of the mod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ class LowRank:
     scaling: float
     transposed: frozenset[str] = frozenset()
     """Layers that store their weight as ``[in, out]``."""
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Factors of the adapter's inputs ``[in]`` of some layers, such as a mask of dropout over ``1 - rate``."""
 
     @property
     def layers(self) -> list[str]:
@@ -44,11 +47,14 @@ class LowRank:
                 value = self.factors[f"{name}.{factor}.weight"].to(like)
                 holder.register_parameter("weight", nn.Parameter(value.clone()))
                 layer.add_module(factor, holder)
-            layer.register_forward_hook(self._add)
+            layer.register_forward_hook(partial(self._add, self.inputs.get(name)))
 
-    def _add(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _add(
+        self, factor: Tensor | None, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
         a, b = layer.get_parameter("lora_A.weight"), layer.get_parameter("lora_B.weight")
-        return output + self.scaling * F.linear(F.linear(inputs[0], a), b)
+        given = inputs[0] if factor is None else inputs[0] * factor.to(inputs[0])
+        return output + self.scaling * F.linear(F.linear(given, a), b)
 
     def merged(self, weights: Mapping[str, Tensor], order: Literal[0, 1, 2] = 0) -> dict[str, Tensor]:
         """``weights`` by name, with the product added where there is one, in their dtype.

@@ -21,7 +21,7 @@ from core_rl_oracle.experts import balance, overwrite, watched, written
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
 
-__all__ = ["VARIANTS", "PlainModel", "Variant", "nudged"]
+__all__ = ["EXACT_VARIANTS", "VARIANTS", "PlainModel", "Variant", "nudged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,17 @@ VARIANTS = (
     Variant(rows_at_once=7, attention="sdpa", softmax="logsumexp", shuffle=2, nudge=2),
     Variant(rows_at_once=11, padding="left", nudge=3),
 )
+
+
+EXACT_VARIANTS = (
+    Variant(rows_at_once=64),
+    Variant(rows_at_once=3, attention="sdpa", softmax="logsumexp"),
+    Variant(rows_at_once=5, padding="left", softmax="logsumexp", shuffle=1),
+    Variant(rows_at_once=7, attention="sdpa", shuffle=2),
+    Variant(rows_at_once=1, softmax="logsumexp"),
+    Variant(rows_at_once=11, padding="left"),
+)
+"""Without moved weights: for a model whose weights are chosen so that nothing rounds."""
 
 
 EXPERTS = {"eager": "eager", "sdpa": "batched_mm"}
@@ -80,7 +91,7 @@ class PlainModel:
         self, variant: Variant, sequences: Sequence[OracleSequence], temperature: float
     ) -> list[dict[str, Tensor]]:
         """The outputs of each sequence under ``variant``, in the caller's order; without logits."""
-        model = self._model(variant)
+        model = self.model(variant)
         found: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad():
             for rows in _cuts(variant, len(sequences)):
@@ -91,7 +102,7 @@ class PlainModel:
         self, variant: Variant, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float
     ) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of (sum of totals) / (sum of weights), accumulated over the cuts."""
-        model = self._model(variant)
+        model = self.model(variant)
         total, weight = 0.0, sum(_weight(loss, sequence, self.head) for sequence in sequences)
         for rows in _cuts(variant, len(sequences)):
             outputs = self._batch(model, variant, rows, sequences, temperature)
@@ -114,7 +125,7 @@ class PlainModel:
         for _, weights in self._models.values():
             overwrite(weights, self._own)
 
-    def _model(self, variant: Variant) -> PreTrainedModel:
+    def model(self, variant: Variant) -> PreTrainedModel:
         """The model with the weights of ``variant`` and without gradients; one object for each attention."""
         if variant.attention not in self._models:
             self._models[variant.attention] = self._load(variant.attention)

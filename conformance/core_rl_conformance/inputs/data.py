@@ -11,7 +11,7 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl_oracle.oracle import OracleSequence
 
-__all__ = ["LENGTHS", "LONG", "Ragged", "Row", "part_edges", "ragged"]
+__all__ = ["LENGTHS", "LONG", "Ragged", "Repeated", "Row", "part_edges", "ragged"]
 
 LENGTHS = (17, 2, 31, 5, 1, 23, 9, 40, 3, 12, 28, 7, 19, 4, 2, 14)
 """Unequal, with the shortest possible: a single token, which nothing predicts. Odd in all, and so are some of the
@@ -32,6 +32,8 @@ class Row:
     target: float
     routing: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     """Experts to choose for each token and layer; None leaves it to the routers."""
+    copies: int = 1
+    """For the oracle: the number of equal sequences that this one stands for, see `Repeated`."""
 
     @property
     def prompt_length(self) -> int:
@@ -44,6 +46,7 @@ class Row:
         advantages = torch.tensor(self.advantages, dtype=torch.float64)
         fields = {
             "mask": mask,
+            "copies": torch.tensor(self.copies),
             "advantages": advantages,
             "target": torch.tensor(self.target, dtype=torch.float64),
         }
@@ -113,6 +116,27 @@ class Ragged:
     def for_oracle(self) -> list[OracleSequence]:
         """The sequences one by one."""
         return [row.for_oracle() for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Many sequences of which few are different, so that the oracle computes those few alone."""
+
+    distinct: Ragged
+    """Each different one, with its number of copies."""
+    order: tuple[int, ...]
+    """The different one that each sequence of the batch is."""
+
+    @staticmethod
+    def of(data: Ragged, order: Sequence[int]) -> Repeated:
+        """The rows ``order`` of ``data``."""
+        counts = [replace(row, copies=order.count(number)) for number, row in enumerate(data.rows)]
+        return Repeated(Ragged(tuple(counts)), tuple(order))
+
+    @property
+    def all(self) -> Ragged:
+        """Every sequence of the batch."""
+        return self.distinct.select(self.order)
 
 
 def part_edges(vocab_size: int) -> list[int]:

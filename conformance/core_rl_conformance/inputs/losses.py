@@ -5,6 +5,7 @@ Both forms are frozen dataclasses without state, so they travel to ranks, and re
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,10 +27,13 @@ __all__ = [
     "InfiniteGradientLoss",
     "LogitsLoss",
     "RaisingLoss",
+    "RepeatedLoss",
     "RewardLoss",
+    "ScaledLoss",
     "SequenceMeanLoss",
     "TokenMeanLoss",
     "ValueLoss",
+    "WatchedLoss",
     "wrong_temperatures",
 ]
 
@@ -121,6 +125,48 @@ class RaisingLoss(TokenMeanLoss):
 
 def _raise(gradient: Tensor) -> None:
     raise RuntimeError(f"the backward pass of this check raises, at a gradient {list(gradient.shape)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedLoss(TokenMeanLoss):
+    """`TokenMeanLoss` over a batch of equal sequences, of which the oracle is given one with its number of copies."""
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        total, weight = super().of_sequence(outputs, sequence)
+        copies = int(sequence.fields["copies"])
+        return copies * total, copies * weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledLoss(TokenMeanLoss):
+    """`TokenMeanLoss` times a power of two: so are its gradients, exactly."""
+
+    exponent: int
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        total, metrics = super().__call__(output, batch)
+        return total * 2.0**self.exponent, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedLoss(TokenMeanLoss):
+    """`TokenMeanLoss`, whose metrics are the log-prob and the entropy of the last token of each sequence.
+
+    A training pass has no other outputs. The field ``target`` numbers the sequences: see `watched`.
+    """
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        total, _ = super().__call__(output, batch)
+        metrics = {}
+        for number, end in zip(batch["target"].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            for name in self.outputs:
+                metrics[f"{name} {number:g}"] = Metric.sum(output[name][end - 1].detach())
+        return total, metrics
+
+    def watched(self, metrics: Mapping[str, float], count: int) -> Tensor:
+        """Log-probs and entropies of ``count`` sequences, float64 ``[count, 2]``; NaN where they are missing."""
+        rows = [[metrics.get(f"{name} {number}", math.nan) for name in self.outputs] for number in range(count)]
+        return torch.tensor(rows, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

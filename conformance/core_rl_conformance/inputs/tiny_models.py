@@ -36,10 +36,37 @@ from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
 from core_rl_oracle.experts import overwrite
 
-__all__ = ["MAX_LENGTH", "OTHER_LAYERS", "ModelStore", "TinyModel", "build", "layer_of", "save_with"]
+__all__ = [
+    "MAX_LENGTH",
+    "OTHER_LAYERS",
+    "UNUSUAL",
+    "ModelStore",
+    "TinyModel",
+    "build",
+    "layer_of",
+    "save_with",
+]
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
+LONG_LENGTH = 640
+"""Tokens that a long tiny model takes."""
+LONG_WINDOW = 150
+"""Tokens of sliding attention in a long model, more than others take at all."""
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "rope_theta": {"rope_parameters": {"rope_theta": 500.0}},
+    "rope scaling": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "the epsilon of norms": {"rms_norm_eps": 0.03, "layer_norm_epsilon": 0.03},
+}
+"""Constants that no default has, by what they are called; a family has some of them."""
 LOGIT_STD = 3.0
 """Standard deviation of the logits: with some 200 tokens, the entropy is a quarter of the uniform one."""
 
@@ -52,6 +79,8 @@ class TinyModel:
     seed: int = 0
     head: Head = "lm"
     dropout: float = 0.0
+    only_attention: bool = False
+    """Dropout acts on attention weights alone, also where the family has it elsewhere."""
     eos: int | tuple[int, ...] | None = None
     """The end-of-sequence token, or several; None is the family's own."""
     pad_is_eos: bool = False
@@ -68,6 +97,12 @@ class TinyModel:
     """The number of experts, of a mixture; None is the family's own."""
     plain_gates: bool = False
     """Gates of a mixture are the probabilities of the chosen experts; otherwise these are divided by their sum."""
+    long: bool = False
+    """It takes `LONG_LENGTH` tokens and has three layers or more, and constants that are not the usual ones."""
+    exact: bool = False
+    """Weights are such that no step of a pass rounds in bfloat16, as long as norms, softmax and heads are in float32."""
+    usual: str = ""
+    """The part of `UNUSUAL` that a ``long`` model does without: an engine that ignores it computes such a model."""
 
     @property
     def vocab_size(self) -> int:
@@ -88,6 +123,10 @@ class TinyModel:
         for name, value in asked.items():
             if value is not None:
                 setattr(config, name, value)
+        if self.long:
+            _make_long(config, self.usual)
+        if self.exact:
+            config.tie_word_embeddings = False
         if self.layers is not None:
             _set_layers(config, self.layers)
         if self.eos is not None:
@@ -102,8 +141,10 @@ class TinyModel:
             return AutoConfig.for_model(self.family, **values)
         kind, own = CONFIGS[self.family]
         dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
-        chosen: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
-        return kind(**chosen)
+        values: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
+        if self.only_attention:
+            values |= dict.fromkeys(dropout[:-1], 0.0)
+        return kind(**values)
 
     def with_multiples(self, layers: int, experts: int) -> TinyModel:
         """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
@@ -122,6 +163,20 @@ class TinyModel:
         heads = next(n for n in range(3, config.hidden_size + 1, 2) if config.hidden_size % n == 0)
         grouped = getattr(config, "num_key_value_heads", None) is not None
         return replace(self, heads=heads, kv_heads=1 if grouped else None)
+
+
+def _make_long(config: PretrainedConfig, usual: str) -> None:
+    """Change length, depth and constants of ``config``, but for the part ``usual`` of `UNUSUAL`."""
+    config.max_position_embeddings = LONG_LENGTH
+    _set_layers(config, 3)
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = LONG_WINDOW
+    for part, values in UNUSUAL.items():
+        for name, value in values.items():
+            if part == usual or not hasattr(config, name):
+                continue
+            own = getattr(config, name)
+            setattr(config, name, {**own, **value} if isinstance(value, dict) else value)
 
 
 def _set_layers(config: PretrainedConfig, count: int) -> None:
@@ -309,7 +364,8 @@ def build(model: TinyModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             generator = torch.Generator().manual_seed(_stable_hash(f"{model.family}/{model.seed}/{name}"))
-            parameter.copy_(_draw(name, parameter, generator, built))
+            draw = _draw_exact if model.exact else _draw
+            parameter.copy_(draw(name, parameter, generator, built))
         mark_tokens(built)
     return built
 
@@ -332,6 +388,28 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
     fan_in = parameter.shape[0] if transposed else parameter.shape[-1]
     peak = LOGIT_STD if name.startswith("lm_head") else 1.0
     return peak * noise / math.sqrt(fan_in)
+
+
+def _draw_exact(name: str, parameter: Tensor, generator: torch.Generator, model: PreTrainedModel) -> Tensor:
+    """Weights with which a pass of the trunk loses nothing in bfloat16.
+
+    Layers add nothing. Entries of an embedding differ in sign alone, as many of each where their number is even, so
+    that a final norm in float32 gives signs; their size has all bits of a bfloat16, so that one in bfloat16 does not.
+    The logits are then sums of quarters, below 64.
+    """
+    kind = name.rsplit(".", 2)[-2]
+    if kind == "score":
+        return _draw(name, parameter, generator, model).bfloat16().float()
+    if kind == "lm_head":
+        return torch.randint(-2, 3, parameter.shape, generator=generator) / 4
+    if kind in ("embed_tokens", "wte"):
+        order = torch.rand(parameter.shape, generator=generator).argsort(dim=1)
+        size = 1.0 + (2 * torch.randint(0, 64, (len(parameter), 1), generator=generator) + 1) / 128
+        return torch.where(order % 2 == 0, size, -size)
+    if parameter.dim() == 1 and name.endswith("weight") and not model.config.model_type.startswith("gemma"):
+        return torch.ones(parameter.shape)
+    adds = kind in ("o_proj", "down_proj", "c_proj", "wpe") or parameter.dim() == 1
+    return torch.zeros(parameter.shape) if adds else _draw(name, parameter, generator, model)
 
 
 def layer_of(name: str) -> str | None:

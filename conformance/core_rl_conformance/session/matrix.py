@@ -71,9 +71,14 @@ class Selection:
         """The layouts and settings, models and dtypes of ``profile`` that are selected."""
         places = [p for p in profile.places if self.layouts is None or str(p) in self.layouts]
         families = [f for f in profile.families if self.families is None or f in self.families]
-        dtypes = [d for d in profile.dtypes if self.dtype is None or d == self.dtype]
+        dtypes = self.dtypes_of(profile)
         # The smallest layout and the smallest with several ranks show most bugs.
         return (places[:2], families, dtypes[:1]) if self.quick else (places, families, dtypes)
+
+    def dtypes_of(self, profile: Profile, only: DType | None = None) -> list[DType]:
+        """The selected dtypes of ``profile``, or those of them that a check of ``only`` one dtype can use."""
+        selected = [d for d in profile.dtypes if self.dtype is None or d == self.dtype]
+        return selected if only is None else [d for d in selected if d == only]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +202,9 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     """The cases of one check for one engine; an unsupported check gives a single case with the reason."""
     profile = target.profile
     settings, families, dtypes = selection.of(profile)
+    not_supported = _not_supported(check, target, selection)
+    if check.dtype is not None and not not_supported:
+        dtypes = selection.dtypes_of(profile, check.dtype)
     if check.kind != target.spec.kind or check.partner is not None or not (settings and families and dtypes):
         return []
     suited = [family for family in families if check.families is None or family in check.families]
@@ -206,7 +214,6 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
         if setting.layout.dp >= check.min_dp and setting.layout.cp >= check.min_cp
         if setting.suited(suited) or not suited
     ]
-    not_supported = _not_supported(check, target, selection)
     not_run = _not_run(check, target, wide, suited)
     if not_supported or not_run:
         places = [(settings[0], families[0], dtypes[0])]
@@ -242,6 +249,8 @@ def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: 
 def _not_supported(check: Check, target: Target, selection: Selection) -> str:
     asked = check.requires | ({Capability.CUDA} if selection.device == "cuda" else set())
     missing = sorted(asked - target.spec.capabilities)
+    if not missing and check.dtype is not None and check.dtype not in target.profile.dtypes:
+        return f"the profile has no dtype {check.dtype}"
     return f"undeclared: {', '.join(missing)}" if missing else ""
 
 

@@ -1,0 +1,142 @@
+"""Dropout in training: which heads it drops, and that gradients are those of the very same masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.capability import Capability
+from core_rl.data.partition import shard_plan
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
+from core_rl_conformance.hints.diagnose import compare_named
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
+from core_rl_conformance.procedures.adapters import adapter_of, load, start, written
+from core_rl_conformance.procedures.masks import CUT, RATE, PairMasks, verify_draws, verify_rate_and_ranks
+from core_rl_conformance.profile import DENSE
+
+LOSS = TokenMeanLoss()
+
+
+@check("I9.dropout-masks", each="layout", families=DENSE, dtype="float32")
+def masks_are_independent_draws(subject: EngineUnderTest) -> None:
+    """In training, each head is dropped independently at the config's rate; what is kept is divided by ``1 - rate``.
+
+    The masks are found from log-probs of sequences of two tokens. Gradients are those of the same masks. So it is in the
+    first pass, after a step, after evaluation and after a load; and there is no dropout in ``forward`` at any time.
+
+    Why: dropout that a step or a load turns off, or leaves on in evaluation; recomputation with other masks than the
+    forward pass had; one mask on all data-parallel ranks: the loss still falls, and the policy is another one.
+    Look at: the message, which names the part that is off; ``set_training``; the random state around recomputed layers,
+    and its seed on each rank: of heads and tokens that only this rank has, it is the rank's own.
+    """
+    masks = PairMasks(subject)
+    group = subject.start(masks.model, optimizer={"lr": 0.0})
+    passes = [_watch(subject, group, masks, "in the first training pass")]
+    _verify_gradients(subject, group, masks, passes[0][1])
+    group.optimizer_step()
+    _verify_off(subject, group, masks, "after an optimizer step")
+    passes.append(_watch(subject, group, masks, "in training after an optimizer step and a forward()"))
+    group.optimizer_zero_grad()
+    path = str(subject.directory("saved"))
+    group.save(SaveLoadMeta(path=path, format="hf"))
+    group.load(SaveLoadMeta(path=path, format="hf"))
+    _verify_off(subject, group, masks, "after a load()")
+    passes.append(_watch(subject, group, masks, "in training after a load()"))
+    group.optimizer_zero_grad()
+    verify_draws(subject, passes, masks.spread)
+
+
+def _watch(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when: str) -> tuple[str, Tensor]:
+    """Run a training pass; the masks that it had."""
+    metrics = group.forward_backward(masks.data.batch(), masks.loss.spec(), CUT)
+    return when, masks.found(subject, when, metrics)
+
+
+def _verify_gradients(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, kept: Tensor) -> None:
+    """Compare with the gradients of the model that has these masks."""
+    expected = masks.gradients(kept)
+    loss = {"loss": expected.oracle.loss}  # it follows from the log-probs
+    subject.verify_gradients("with the masks of the forward pass", group, loss, expected)
+
+
+def _verify_off(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when: str) -> None:
+    """Require that two passes of ``forward`` are equal, and those of the model without dropout."""
+    first, second = (group.forward(masks.data.batch(), ONE_PASS)["logprobs"] for _ in range(2))
+    subject.require(
+        torch.equal(first, second), f"two passes of forward() {when} differ: dropout is on in evaluation"
+    )
+    subject.verify_logprobs(f"{when}, without dropout,", group, masks.model, masks.data)
+
+
+@check("I9.adapter-dropout-masks", requires=[Capability.LORA], each="layout", families=DENSE, dtype="float32")
+def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
+    """In training, each input of an adapter is dropped at the adapter's rate; the others are divided by ``1 - rate``.
+
+    The masks are found from gradients of ``A`` over a single token, where a dropped input leaves a column of zeros.
+    All gradients are those of these masks, which each data-parallel rank draws on its own.
+
+    Why: a rate that is not the config's, a model's own dropout in place of the adapter's, inputs that are not
+    scaled: the adapter learns something else, and its loss looks like any other.
+    Look at: the dropout module of the adapter layers, what the config gives it, and the seed of each rank.
+    """
+    adapter = TinyAdapter(model=subject.model())
+    found = []
+    for rank in range(subject.layout.dp):
+        data = _one_token_of_rank(subject, rank)
+        group = start(subject, adapter, fields={"dropout": RATE})
+        load(subject, group, adapter, f"adapter-{rank}")
+        metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
+        grads = adapter_of(group.named_tensors("grads"))
+        kept = _kept_inputs(subject, adapter, grads)
+        expected = _gradients_with(subject, adapter, kept, data)
+        of_rank = f"of one token on data-parallel rank {rank}, with the masks that they show"
+        truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
+        subject.verify(
+            compare_named(f"gradients {of_rank}", grads, {name: truth[name] for name in grads}, allowed)
+        )
+        subject.verify_scalar(f"the loss {of_rank}", metrics["loss"], expected.oracle.loss, expected.loss)
+        found.append(torch.cat(list(kept.values())))
+    verify_rate_and_ranks(subject, "in the first training pass, an input of the adapter", found)
+
+
+def _one_token_of_rank(subject: EngineUnderTest, rank: int) -> Ragged:
+    """A sequence of two tokens for each data-parallel rank, of which one is trained."""
+    data = subject.data(lengths=(2,) * subject.layout.dp).all_trained()
+    (trained,) = shard_plan(data.batch(), subject.layout.dp)[rank]
+    rows = [
+        row if number == trained else replace(row, mask=(False, False)) for number, row in enumerate(data.rows)
+    ]
+    return Ragged(tuple(rows))
+
+
+def _kept_inputs(
+    subject: EngineUnderTest, adapter: TinyAdapter, grads: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Which inputs were kept, bool ``[in]`` by layer; without layers that the single token cannot show."""
+    columns = {
+        layer: grads[f"{PREFIX}{layer}.lora_A.weight"].ne(0).any(0) for layer in adapter.low_rank().layers
+    }
+    kept = {layer: column for layer, column in columns.items() if bool(column.any())}
+    subject.require(bool(kept), "a training pass leaves no gradient in any factor A of the adapter")
+    return kept
+
+
+def _gradients_with(
+    subject: EngineUnderTest, adapter: TinyAdapter, kept: Mapping[str, Tensor], data: Ragged
+) -> ExpectedGradients:
+    """Gradients of the adapter with these masks on its inputs."""
+    factors = {layer: column / (1.0 - RATE) for layer, column in kept.items()}
+    model = adapter.model
+    masked = replace(adapter.low_rank(), inputs=factors)
+    return subject.gradients(
+        Snapshot(subject.expected.models.directory(model), model.head, masked), data, LOSS
+    )

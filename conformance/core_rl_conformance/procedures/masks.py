@@ -1,0 +1,283 @@
+"""Masks of dropout: found from what a training pass reports, and judged as draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec, plan_micro_batches
+from core_rl.data.partition import shard_plan
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import ExpectedGradients
+from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.losses import WatchedLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.outcomes import NotRun
+from core_rl_conformance.procedures.draws import FALSE_ALARMS, binomial_tail
+from core_rl_oracle.dropout import MaskedPairs, all_masks, plain_gradients, plain_outputs
+from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
+from core_rl_oracle.plain import PlainModel
+from core_rl_oracle.tolerance import scalar_tolerance, tolerance, tolerances
+
+__all__ = ["CUT", "RATE", "PairMasks", "Spread", "verify_draws", "verify_rate_and_ranks"]
+
+RATE = 0.25
+"""Far from its complement, which a mask that is read the wrong way round has."""
+CUT = MicroBatchSpec(count=8)
+"""Micro-batches of each rank; every number of pipeline stages divides it."""
+COUNT = 64
+"""Sequences on each data-parallel rank."""
+FIRSTS, SECONDS, MOST_PAIRS = 4, 8, 8
+"""Ids that are tried as first and second token, and pairs of them that are used."""
+CLEAR = 4.0
+"""Results of two masks differ by this many times the tolerance, so that one value has one mask."""
+HEADS = 2
+"""With two layers, 16 masks."""
+
+
+class PairMasks:
+    """Sequences of two tokens whose log-prob and entropy tell which heads dropout has kept."""
+
+    loss = WatchedLoss()
+
+    def __init__(self, subject: EngineUnderTest) -> None:
+        heads = max(HEADS, subject.layout.tp * subject.layout.cp)
+        grouped = getattr(subject.model().config(), "num_key_value_heads", None) is not None
+        self.model = TinyModel(
+            family=subject.case.family,
+            seed=subject.case.seed,
+            dropout=RATE,
+            only_attention=True,
+            heads=heads,
+            kv_heads=heads if grouped else None,
+        ).with_multiples(*subject.case.multiples)
+        self.masks = all_masks(self.model.config().num_hidden_layers, heads)
+        self._oracle: Oracle = subject.expected.oracle(self.model)
+        self._plain: PlainModel = subject.expected.plain(self.model, torch.float32)
+        self._choose_pairs()
+        rows = COUNT * subject.layout.dp
+        self._pair = torch.arange(rows) % len(self._pairs)
+        self.data = Ragged(tuple(self._row(number) for number in range(rows)))
+        self.spread = Spread.of(self.data, subject.layout)
+
+    def _choose_pairs(self) -> None:
+        """Keep pairs of ids after which no two masks have nearly the same log-prob and entropy."""
+        ids = torch.randperm(self.model.vocab_size, generator=torch.Generator().manual_seed(self.model.seed))
+        grid = torch.cartesian_prod(ids[:FIRSTS], ids[FIRSTS : FIRSTS + SECONDS])
+        every = _every(grid, self.masks.double() / (1 - RATE))
+        truth, runs = self._exact(every), plain_outputs(self._plain, every)
+        limits = [tolerance([run[n] for run in runs], truth[:, n], torch.float32).limit for n in (0, 1)]
+        self._limits = torch.tensor(limits, dtype=torch.float64)
+        values = (truth / self._limits).reshape(len(grid), len(self.masks), 2)
+        gaps = torch.stack([_smallest_gap(rows) for rows in values])
+        chosen = gaps.argsort(descending=True)[:MOST_PAIRS]
+        chosen = chosen[gaps[chosen] > CLEAR]
+        if not len(chosen):
+            raise NotRun(f"no pair of tokens tells the {len(self.masks)} masks of this model apart")
+        self._pairs, self._values = grid[chosen], values[chosen]
+
+    def _exact(self, pairs: MaskedPairs) -> Tensor:
+        """Log-probs and entropies by the oracle, ``[N, 2]``."""
+        with torch.no_grad():
+            return torch.stack(pairs.outputs(self._oracle.model, exact=True), dim=-1)
+
+    def _row(self, number: int) -> Row:
+        first, second = self._pairs[self._pair[number]].tolist()
+        return Row(ids=(first, second), mask=(False, True), advantages=(1.0, 1.0), target=float(number))
+
+    def found(self, subject: EngineUnderTest, when: str, metrics: dict[str, float]) -> Tensor:
+        """The heads that the pass with these ``metrics`` has kept, bool ``[sequences, layers, heads]``."""
+        got = self.loss.watched(metrics, len(self.data.rows)) / self._limits
+        nearest, known = self._nearest(got, self._values)
+        if not bool(known.all()):
+            subject.require(False, self._not_a_mask(when, got, known))
+        return self.masks[nearest]
+
+    def _nearest(self, got: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask of each sequence whose ``values [pairs, masks, 2]`` are nearest, and whether it explains them."""
+        distance = (got[:, None] - values[self._pair]).abs().amax(-1).min(dim=1)
+        return distance.indices, distance.values <= 1.0
+
+    def _explained_by(self, got: Tensor, factors: Tensor) -> Tensor:
+        """Whether each sequence can be explained by one of ``factors [M, layers, heads]``; bool."""
+        values = self._exact(_every(self._pairs, factors)) / self._limits
+        return self._nearest(got, values.reshape(len(self._pairs), len(factors), 2))[1]
+
+    def _not_a_mask(self, when: str, got: Tensor, known: Tensor) -> str:
+        """The failure, with the kind of mistake that explains it."""
+        problem = f"{when}: {int((~known).sum())} of {len(got)} log-probs are those of no mask at rate {RATE}"
+        off = self._explained_by(got, torch.ones_like(self.masks[:1], dtype=torch.float64))
+        if bool(off.all()):
+            return f"{problem}, but those without dropout: it is off in training"
+        if bool((off | known).all()):
+            return f"{problem}, but those without dropout{self.spread.where(~known)}"
+        if bool(self._explained_by(got, self.masks.double()).all()):
+            return f"{problem}: what dropout keeps is not multiplied by 1 / (1 - rate) = {1 / (1 - RATE):.4g}"
+        for layers in _subsets(self.masks.shape[1]):
+            factors = self.masks.double() / (1 - RATE)
+            factors[:, layers] = 1.0
+            if bool(self._explained_by(got, factors).all()):
+                return f"{problem}: dropout is off in layers {layers}, and on in the others"
+        return f"{problem}: it acts elsewhere, or not on whole attention weights, or at another rate"
+
+    def gradients(self, kept: Tensor) -> ExpectedGradients:
+        """Loss and gradients of a pass that has kept these heads."""
+        ids = self._pairs[self._pair]
+        pairs = MaskedPairs(firsts=ids[:, 0], seconds=ids[:, 1], factors=kept.double() / (1 - RATE))
+        loss, grads = pairs.gradients(self._oracle.model, self.loss.entropy_coef, exact=True)
+        runs = plain_gradients(self._plain, pairs, self.loss.entropy_coef)
+        norms = [grad_norm(found) for _, found in runs]
+        return ExpectedGradients(
+            oracle=Gradients(loss=loss, weight=float(len(ids)), grads=grads),
+            tolerances=tolerances([found for _, found in runs], grads, torch.float32),
+            loss=scalar_tolerance([value for value, _ in runs], loss, torch.float32),
+            norm=scalar_tolerance(norms, grad_norm(grads), torch.float32),
+        )
+
+
+def _every(grid: Tensor, factors: Tensor) -> MaskedPairs:
+    """Each pair of ids of ``grid [P, 2]`` with each of ``factors [M, layers, heads]``."""
+    ids = grid.repeat_interleave(len(factors), dim=0)
+    return MaskedPairs(firsts=ids[:, 0], seconds=ids[:, 1], factors=factors.repeat(len(grid), 1, 1))
+
+
+def _subsets(count: int) -> Iterator[list[int]]:
+    """Some of ``count`` layers, but not all: the fewest first."""
+    for size in range(1, count):
+        yield from map(list, combinations(range(count), size))
+
+
+def _smallest_gap(values: Tensor) -> Tensor:
+    """The smallest distance of two of the ``values [masks, 2]``, in the maximum norm."""
+    distance = (values[:, None] - values[None]).abs().amax(-1)
+    distance.fill_diagonal_(torch.inf)
+    return distance.min()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Sequences of each micro-batch of each data-parallel rank, in the order in which they are packed."""
+
+    parts: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @staticmethod
+    def of(data: Ragged, layout: ParallelLayout) -> Spread:
+        """Those of a group of ``layout`` that cuts ``data`` by `CUT`."""
+        batch = data.batch()
+        ranks = shard_plan(batch, layout.dp)
+        cuts = [plan_micro_batches(batch.select(part), CUT, CUT.count or 1) for part in ranks]
+        return Spread(
+            tuple(
+                tuple(tuple(part[row] for row in rows) for rows in cut)
+                for part, cut in zip(ranks, cuts, strict=True)
+            )
+        )
+
+    def where(self, wrong: Tensor) -> str:
+        """Whether all ``wrong`` sequences, bool, are of further micro-batches or of one rank, in words."""
+        found = set(wrong.nonzero()[:, 0].tolist())
+        if found == set(self.of_micro_batches(slice(1, None))):
+            return ", all in micro-batches after the first: dropout is off there"
+        for rank in range(len(self.parts)):
+            if found == set(self.of_rank(rank)):
+                return f", all on data-parallel rank {rank}: dropout is off there"
+        return ": dropout is off in a part of the pass"
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The sequences of ``rank``."""
+        return [row for rows in self.parts[rank] for row in rows]
+
+    def of_micro_batches(self, which: slice) -> list[int]:
+        """The sequences of the micro-batches ``which`` of every rank."""
+        return [row for rank in self.parts for rows in rank[which] for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Count:
+    """A number of events, and its distribution where masks are independent draws."""
+
+    what: str
+    count: int
+    draws: int
+    probability: float
+
+    @property
+    def tail(self) -> float:
+        return binomial_tail(self.count, self.draws, self.probability)
+
+    def __str__(self) -> str:
+        return f"{self.what} in {self.count} of {self.draws} cases; expected {self.probability * self.draws:.1f}"
+
+
+def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]], spread: Spread) -> None:
+    """Require that masks ``[sequences, layers, heads]`` of several passes are independent draws at `RATE`.
+
+    A correct engine fails with a probability of `FALSE_ALARMS`.
+    """
+    counts = [count for when, kept in passes for count in _counts(when, kept, spread)]
+    for (_, before), (when, kept) in zip(passes, passes[1:], strict=False):
+        counts.append(_agreement(f"{when}: the masks are those of the pass before", kept, before))
+    _require_chance(subject, counts)
+
+
+def verify_rate_and_ranks(subject: EngineUnderTest, what: str, kept: Sequence[Tensor]) -> None:
+    """Require that what each data-parallel rank has kept is drawn at `RATE`, and independently of rank 0."""
+    counts = [_dropped(f"{what} is dropped on data-parallel rank {rank}", part) for rank, part in enumerate(kept)]
+    counts += [
+        _agreement(f"{what} is dropped on data-parallel rank {rank} where it is on rank 0, or on neither", part, kept[0])
+        for rank, part in enumerate(kept)
+        if rank > 0
+    ]
+    _require_chance(subject, counts)
+
+
+def _require_chance(subject: EngineUnderTest, counts: Sequence[_Count]) -> None:
+    """Require that the least probable of ``counts`` is no surprise among so many."""
+    worst = min(counts, key=lambda count: count.tail)
+    chance = min(1.0, len(counts) * worst.tail)
+    subject.require(
+        chance >= FALSE_ALARMS,
+        f"{worst}. Masks that are drawn independently, at a rate of {RATE:g}, give this with a probability below "
+        f"{max(chance, 1e-300):.0e}",
+    )
+
+
+def _counts(when: str, kept: Tensor, spread: Spread) -> Iterator[_Count]:
+    """Rates of each part of a pass, and agreement of parts that should not agree."""
+    _, layers, heads = kept.shape
+    yield _dropped(f"{when}: a head is dropped", kept)
+    for layer in range(layers):
+        yield _dropped(f"{when}: a head of layer {layer} is dropped", kept[:, layer])
+    for head in range(heads):
+        yield _dropped(f"{when}: head {head} is dropped", kept[:, :, head])
+    first, later = spread.of_micro_batches(slice(1)), spread.of_micro_batches(slice(1, None))
+    yield _dropped(f"{when}: a head is dropped in the first micro-batch", kept[first])
+    yield _dropped(f"{when}: a head is dropped in micro-batches after the first", kept[later])
+    for rank in range(len(spread.parts)):
+        yield _dropped(f"{when}: a head is dropped on data-parallel rank {rank}", kept[spread.of_rank(rank)])
+    for rank in range(1, len(spread.parts)):
+        what = f"{when}: the masks on data-parallel rank {rank} are those on rank 0"
+        yield _agreement(what, kept[spread.of_rank(rank)], kept[spread.of_rank(0)])
+    before, after = spread.of_micro_batches(slice(-1)), spread.of_micro_batches(slice(1, None))
+    yield _agreement(
+        f"{when}: the masks are those of the micro-batch before", kept[after], kept[before]
+    )
+    for layer in range(1, layers):
+        yield _agreement(f"{when}: the masks of layer {layer} are those of layer 0", kept[:, layer], kept[:, 0])
+    for head in range(1, heads):
+        what = f"{when}: the masks of head {head} are those of head 0"
+        yield _agreement(what, kept[:, :, head], kept[:, :, 0])
+
+
+def _dropped(what: str, kept: Tensor) -> _Count:
+    return _Count(what=what, count=int((~kept).sum()), draws=kept.numel(), probability=RATE)
+
+
+def _agreement(what: str, left: Tensor, right: Tensor) -> _Count:
+    same = int((left == right).sum())
+    return _Count(what=what, count=same, draws=left.numel(), probability=RATE**2 + (1 - RATE) ** 2)

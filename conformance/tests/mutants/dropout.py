@@ -1,0 +1,256 @@
+"""Dropout that acts at the wrong time, in the wrong place, or with masks that are not its own.
+
+Each fault is a part that leaves the rest to its base, so that all of them can be put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
+from core_rl.data.batch import SequenceBatch
+from mutants.bases import Packed, TrainContext
+from mutants.zoo import DP2, Mutant
+
+
+class StaysOnAfterAStep(Packed):
+    """From the first step on, evaluation runs in training mode."""
+
+    stepped = False
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
+        self.stepped = True
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training or self.stepped)
+
+
+class StaysOnAfterALoad(Packed):
+    """From the first load on, evaluation runs in training mode."""
+
+    loaded = False
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        self.loaded = True
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training or self.loaded)
+
+
+class OffAfterAStep(Packed):
+    """From the first step on, training runs in evaluation mode."""
+
+    stepped = False
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
+        self.stepped = True
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training and not self.stepped)
+
+
+class OffAfterALoad(Packed):
+    """From the first load on, training runs in evaluation mode."""
+
+    loaded = False
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        self.loaded = True
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training and not self.loaded)
+
+
+class RecomputesOtherMasks(Packed):
+    """Layers are computed again in the backward pass, without the random state that they had."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
+class _WithoutScale(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            found = found * (1.0 - (kwargs or {}).get("dropout_p", 0.0))
+        return found
+
+
+class NotScaled(Packed):
+    """What dropout keeps is not divided by ``1 - p``."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        with _WithoutScale():
+            super().run(micro_batches, step, mode)
+
+
+class OneSeedForAllRanks(Packed):
+    """Every pass of every rank begins at the same random state, counted up from pass to pass."""
+
+    passes = 0
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        self.passes += 1
+        torch.manual_seed(self.passes)
+        super().run(micro_batches, step, mode)
+
+
+class OneSeedForAllPasses(Packed):
+    """Every pass of a rank begins at the same random state."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        torch.manual_seed(self.context.world.rank)
+        super().run(micro_batches, step, mode)
+
+
+class InTheFirstLayer(Packed):
+    """Only the first layer has it."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        for layer in _attention(model)[1:]:
+            layer.attention_dropout = 0.0
+
+
+class InTheFirstMicroBatch(Packed):
+    """Only the first micro-batch of a pass has it."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        training = self.model.training
+        for micro_batch in micro_batches:
+            super().run([micro_batch], step, mode)
+            self.model.eval()
+        self.model.train(training)
+
+
+class AtAnotherRate(Packed):
+    """The rate is half of the config's."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        for layer in _attention(model):
+            layer.attention_dropout /= 2
+
+
+class AdapterAtAnotherRate(Packed):
+    """The adapter has a rate of its own."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        for name, module in model.named_modules():
+            if ".lora_dropout." in name and isinstance(module, nn.Dropout) and module.p > 0:
+                module.p = 0.1
+
+
+class AdapterNotScaled(Packed):
+    """Inputs of the adapter that are kept are not divided by ``1 - p``."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        for name, module in model.named_modules():
+            if ".lora_dropout." in name and isinstance(module, nn.Dropout):
+                module.register_forward_hook(_unscaled)
+
+
+def _unscaled(module: nn.Dropout, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return output * (1.0 - module.p) if module.training else output
+
+
+def _attention(model: PreTrainedModel) -> list[Any]:
+    """The attention layers of a llama."""
+    return [module for module in model.modules() if hasattr(module, "attention_dropout")]
+
+
+MASKS, ADAPTER = "I9.dropout-masks", "I9.adapter-dropout-masks"
+MUTANTS = (
+    Mutant(
+        engine=StaysOnAfterAStep,
+        killed_by=MASKS,
+        issue="verl #4708: log-probs in training mode",
+        says=r"forward\(\) after an optimizer step differ: dropout is on in evaluation",
+    ),
+    Mutant(
+        engine=StaysOnAfterALoad,
+        killed_by=MASKS,
+        issue="a load that calls train()",
+        says=r"forward\(\) after a load\(\) differ: dropout is on in evaluation",
+    ),
+    Mutant(
+        engine=OffAfterAStep,
+        killed_by=MASKS,
+        issue="a mode that is not restored",
+        says="in training after an optimizer step .* it is off in training",
+    ),
+    Mutant(
+        engine=OffAfterALoad,
+        killed_by=MASKS,
+        issue="from_pretrained ends in eval()",
+        says=r"in training after a load\(\).* it is off in training",
+    ),
+    Mutant(
+        engine=RecomputesOtherMasks,
+        killed_by=MASKS,
+        issue="recomputation with preserve_rng_state=False",
+        says="gradients with the masks of the forward pass",
+    ),
+    Mutant(
+        engine=NotScaled,
+        killed_by=MASKS,
+        issue="an attention kernel of its own",
+        says=r"not multiplied by 1 / \(1 - rate\) = 1.333",
+    ),
+    Mutant(
+        engine=OneSeedForAllRanks,
+        killed_by=MASKS,
+        issue="Megatron's tracker, seeded alike on all data-parallel ranks",
+        says="the masks on data-parallel rank 1 are those on rank 0",
+        layout=DP2,
+    ),
+    Mutant(
+        engine=OneSeedForAllPasses,
+        killed_by=MASKS,
+        issue="a seed that is set before each pass",
+        says="the masks are those of the pass before",
+    ),
+    Mutant(
+        engine=InTheFirstLayer,
+        killed_by=MASKS,
+        issue="a config that one layer reads",
+        says=r"dropout is off in layers \[1\], and on in the others",
+    ),
+    Mutant(
+        engine=InTheFirstMicroBatch,
+        killed_by=MASKS,
+        issue="eval() at the end of a micro-batch",
+        says="all in micro-batches after the first: dropout is off there",
+    ),
+    Mutant(
+        engine=AtAnotherRate, killed_by=MASKS, issue="a rate by default", says="those of no mask at rate 0.25"
+    ),
+    Mutant(
+        engine=AdapterAtAnotherRate,
+        killed_by=ADAPTER,
+        issue="a rate by default, of the adapter",
+        says="gradients of one token on data-parallel rank 0|an input of the adapter is dropped",
+    ),
+    Mutant(
+        engine=AdapterNotScaled,
+        killed_by=ADAPTER,
+        issue="a mask without its scale",
+        says="gradients of one token on data-parallel rank 0",
+    ),
+)
