@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
 from core_rl_conformance.hints.token_places import PLACES as PLACES_OF_ERRORS
 from core_rl_conformance.hints.token_shapes import token_hints
@@ -139,6 +140,26 @@ def test_a_set_of_tokens_is_named_only_if_it_holds_all_wrong_ones_and_leaves_out
     for sentence, inside in named:
         assert not bool((tokens.wrong & ~inside).any()), sentence
         assert bool((~inside & ~FIRST).any()) and 2 * int(tokens.wrong.sum()) >= int((inside & ~FIRST).sum())
+
+
+ENDS: dict[str, Callable[[Places], Tensor]] = {
+    "only tokens from number 102 of a pass on": lambda places: places.order >= 102,
+    "only sequences from number 35 of a pass on": lambda places: places.number >= 35,
+    "only tokens after an id above 32,767": lambda places: (places.number % 2 == 1) & (places.order % 5 > 1),
+}
+
+
+@pytest.mark.parametrize("hint", ENDS)
+def test_sizes_at_which_a_buffer_or_an_integer_ends_are_named(hint: str) -> None:
+    ids = [[7, 8, 9, 10, 11], [7, 2**15, 9, 10, 11]] * 20
+    mask = torch.ones(5, dtype=torch.bool)
+    batch = SequenceBatch.from_sequences(ids, tokens={"loss_mask": [mask] * 40})
+    places = Places.of(batch, 40_000)
+    wrong = ENDS[hint](places) & batch.not_first
+    values = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    off = torch.where(wrong, values + 1.0 + values**2, values)
+    finding = compare_tokens("values", off.split(batch.lengths), values.split(batch.lengths), SMALL, places)
+    assert finding.problem is not None and hint in finding.problem, finding.problem
 
 
 def test_one_wrong_value_has_no_shape() -> None:

@@ -16,6 +16,8 @@ Place = tuple[str, Tensor]
 
 PERIODS = (512, 256, 128, 64, 32, 16, 8)
 """Lengths of chunks that kernels work in."""
+SMALLEST_BUFFER = 32
+"""What ends before is more likely to be of one sequence."""
 
 
 def _by_mask(tokens: Tokens) -> Iterator[Place]:
@@ -131,6 +133,23 @@ def _seen_before(marked: Tensor, tokens: Tokens) -> Tensor:
     return torch.cat(parts)
 
 
+def _by_size(tokens: Tokens) -> Iterator[Place]:
+    """From some token, sequence or id on: where a buffer or an integer ends."""
+    if tokens.places is None:
+        return
+    places = tokens.places
+    # First tokens, which are always right, belong to what follows.
+    wrong = tokens.wrong.clone()
+    wrong[:-1] |= wrong[1:] & (tokens.position[:-1] == 0)
+    for order, what in ((places.number, "sequences"), (places.order, "tokens")):
+        low = int(order[wrong].min())
+        if low >= SMALLEST_BUFFER:
+            sentence = f"only {what} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
+            yield sentence, order >= low
+    seen = _seen_before(places.ids >= 2**15, tokens)
+    yield "only tokens after an id above 32,767 in their sequence are wrong: ids in 16 bits?", seen
+
+
 def _by_rank(tokens: Tokens) -> Iterator[Place]:
     if tokens.places is None:
         return
@@ -169,6 +188,7 @@ PLACES: tuple[Callable[[Tokens], Iterator[Place]], ...] = (
     _by_position,
     _by_chunk,
     _by_shard_edge,
+    _by_size,
     _by_rank,
     _by_sequence,
     _by_neighbour,

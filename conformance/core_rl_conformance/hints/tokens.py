@@ -38,6 +38,8 @@ class Places:
     """Index of each one among the packed tokens of its micro-batch."""
     packed: Tensor
     """Number of tokens of that micro-batch."""
+    number: Tensor
+    """Index of each one's sequence among those of its micro-batch."""
     shards: tuple[int, ...] = ()
     """Numbers of ranks that the tokens of a micro-batch may be spread over: context and sequence parallelism."""
 
@@ -50,14 +52,16 @@ class Places:
     ) -> Places:
         """The places in ``batch``, as a group of ``layout`` shards it and cuts it into micro-batches."""
         layout, cut = layout or ParallelLayout(), cut or MicroBatchSpec(count=1)
-        rank, order, packed = (torch.zeros(batch.num_tokens, dtype=torch.long) for _ in range(3))
+        rank, order, packed, number = (torch.zeros(batch.num_tokens, dtype=torch.long) for _ in range(4))
         parts = shard_plan(batch, layout.dp)
         count = max(count_micro_batches(batch.select(part), cut) for part in parts if part)
-        for number, part in enumerate(parts):
-            rank[batch.token_index(part)] = number
+        for place, part in enumerate(parts):
+            rank[batch.token_index(part)] = place
             for rows in plan_micro_batches(batch.select(part), cut, count) if part else ():
                 index = batch.token_index([part[row] for row in rows])
                 order[index], packed[index] = torch.arange(len(index)), len(index)
+                lengths = torch.tensor([batch.lengths[part[row]] for row in rows], dtype=torch.long)
+                number[index] = torch.arange(len(rows)).repeat_interleave(lengths)
         return Places(
             ids=batch.input_ids,
             trained=batch.loss_mask,
@@ -65,6 +69,7 @@ class Places:
             vocab_size=vocab_size,
             order=order,
             packed=packed,
+            number=number,
             shards=_shards(layout),
         )
 

@@ -1,0 +1,227 @@
+"""Sizes and constants that tiny models do not have: long sequences, many of them, large ids, gradients of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import OutputName
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.data import Ragged, Repeated, ragged
+from core_rl_conformance.inputs.losses import RepeatedLoss, ScaledLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import UNUSUAL, TinyModel
+from core_rl_conformance.procedures.outputs import PROBE
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_conformance.profile import DENSE
+from core_rl_oracle.oracle import AdamW, Gradients
+from core_rl_oracle.tolerance import Tolerance
+
+LENGTHS = (389, 17, 2, 31, 5, 1, 23, 9, 40, 3, 64, 12)
+"""A long sequence, and others as they are elsewhere."""
+ROWS = 200
+"""Sequences on each data-parallel rank, with more than 4,096 tokens in all."""
+MANY = MicroBatchSpec(count=20)
+BEYOND_INT16 = 33_013
+"""A vocabulary with ids that 16 bits do not hold."""
+OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
+COLD, WARMER = 0.05, (0.1, 0.2, 0.25, 0.5, 1.0)
+EXPONENTS = (-40, 40)
+"""Powers of two: gradients that float16 flushes to 0, and ones that it does not hold."""
+CONFIG = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+UPDATES, DECAYED = 20, 16
+"""Updates, and the one from which the learning rate is exactly 0."""
+
+
+@check("I7.long-sequences", each="layout", families=DENSE)
+def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
+    """A sequence of 389 tokens, among 200 on each rank with more than 4,096 tokens in a pass, is computed as any other.
+
+    The model has three layers or more, and an unusual rotary base, rotary scaling and epsilon.
+
+    Why: a window, a table of positions, a buffer or a constant that is right for all tiny models fails in a real one,
+    and nothing raises: a mask of 128 positions, rotary frequencies of the default base.
+    Look at: the message: the positions, sequences or tokens of a pass from which on values are wrong, or the constant
+    of the config that is ignored.
+    """
+    model, data = _long_model(subject), _repeated(subject)
+    group = subject.start(model)
+    for name in OUTPUTS:
+        _verify_outputs(subject, group, model, data, name)
+
+
+@check("I8.low-temperature", each="layout")
+def low_temperatures_match_the_oracle(subject: EngineUnderTest) -> None:
+    """At a temperature of 0.05, log-probs and entropy are those of ``softmax(logits / 0.05)``.
+
+    Why: a clamp against division by 0 makes the importance ratio of cold samples wrong, and a softmax without its
+    maximum overflows.
+    Look at: bounds of the temperature; the subtraction of the largest logit.
+    """
+    model, data = subject.model(), subject.data()
+    group = subject.start(model)
+    for name in OUTPUTS:
+        expected = subject.outputs(model, data, name, COLD)
+        got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,), COLD), name, data)
+        what = f"{name} at temperature {COLD:g}"
+        finding = compare_tokens(what, got, expected.values, expected.tolerance, subject.places(data))
+        if finding.problem is not None:
+            finding = replace(finding, problem=finding.problem + _warmer(subject, model, data, got, name))
+        subject.verify(finding)
+
+
+def _warmer(
+    subject: EngineUnderTest, model: TinyModel, data: Ragged, got: Sequence[Tensor], name: OutputName
+) -> str:
+    """The higher temperature whose values these are."""
+    for temperature in WARMER:
+        expected = subject.outputs(model, data, name, temperature)
+        if compare_tokens(name, got, expected.values, expected.tolerance).problem is None:
+            return f"\nthe values are those of temperature {temperature:g}: is it clamped?"
+    return ""
+
+
+@check("I1.many-sequences", each="layout", families=DENSE)
+def gradients_of_many_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
+    """The gradients of 200 sequences on each rank, in one pass and in 20 micro-batches, are the oracle's.
+
+    One sequence has 389 tokens, and the model three layers or more.
+
+    Why: buffers and loops that end at 16 micro-batches or 4,096 tokens; layers that a table of a smaller model lacks.
+    Look at: the cut of the message, and the layers whose gradients differ.
+    """
+    model, data, loss = _long_model(subject), _repeated(subject), RepeatedLoss()
+    group = subject.start(model)
+    expected = subject.gradients(model, data.distinct, loss)
+    for cut, what in ((ONE_PASS, "one pass"), (MANY, "20 micro-batches")):
+        metrics = group.forward_backward(data.all.batch(), TokenMeanLoss().spec(), cut)
+        subject.verify_gradients(f"of {len(data.order)} sequences in {what}", group, metrics, expected)
+        group.optimizer_zero_grad()
+
+
+def _long_model(subject: EngineUnderTest) -> TinyModel:
+    return replace(subject.model(), long=True).with_multiples(*subject.case.multiples)
+
+
+def _repeated(subject: EngineUnderTest) -> Repeated:
+    """Two long sequences for each rank, and many short ones of which few are different."""
+    distinct = subject.data(LENGTHS, seed=9)
+    short = [1 + number % (len(LENGTHS) - 1) for number in range(ROWS - 2)]
+    return Repeated.of(distinct, [0, *short[: ROWS // 2], 0, *short[ROWS // 2 :]] * subject.layout.dp)
+
+
+def _verify_outputs(
+    subject: EngineUnderTest,
+    group: EngineGroup,
+    model: TinyModel,
+    data: Repeated,
+    name: OutputName,
+) -> None:
+    expected = subject.outputs(model, data.distinct, name)
+    output = group.forward(data.all.batch(), ONE_PASS, (name,))
+    got = per_sequence(output, name, data.all)
+    what = f"{name} of {len(got)} sequences"
+    values = [expected.values[number] for number in data.order]
+    finding = compare_tokens(what, got, values, expected.tolerance, subject.places(data.all))
+    if finding.problem is not None:
+        firsts = [got[data.order.index(number)] for number in range(len(LENGTHS))]
+        ignored = _ignored_constant(subject, model, data.distinct, firsts, name)
+        finding = replace(finding, problem=finding.problem + ignored)
+    subject.verify(finding)
+
+
+def _ignored_constant(
+    subject: EngineUnderTest,
+    model: TinyModel,
+    data: Ragged,
+    got: list[Tensor],
+    name: OutputName,
+) -> str:
+    """The part of `UNUSUAL` without which the values are right."""
+    for part in UNUSUAL:
+        usual = replace(model, usual=part)
+        if usual.config().to_dict() == model.config().to_dict():
+            continue
+        expected: ExpectedOutputs = subject.outputs(usual, data, name)
+        if compare_tokens(name, got, expected.values, expected.tolerance).problem is None:
+            return f"\nit looks like: {part} of the config is ignored; the values are those of a model with the usual one"
+    return ""
+
+
+@check("I7.large-vocabulary", each="layout", families=DENSE)
+def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
+    """With a vocabulary of more than 33,000, log-probs and gradients at ids of every size are the oracle's.
+
+    Why: ids in 16 bits, or a kernel that gives up behind a number of columns, are right for all small vocabularies.
+    Look at: the dtype of ids on their way to the embedding and to the head; indices of kernels over the vocabulary.
+    """
+    model = replace(subject.model(), vocabulary=BEYOND_INT16)
+    data = ragged(BEYOND_INT16, 1000 * subject.case.seed + 4, PROBE)
+    data = data.with_ids([7, 2**15 - 1, 2**15, 11, BEYOND_INT16 - 1, 300, 2**15 + 99, 12, 2**14])
+    group = subject.start(model)
+    subject.verify_logprobs("with a large vocabulary", group, model, data)
+    subject.verify_backward("with a large vocabulary", group, model, data, TokenMeanLoss())
+
+
+@check("I1.gradient-sizes", each="layout")
+def gradients_of_any_size_match_the_oracle(subject: EngineUnderTest) -> None:
+    """Gradients of a loss times 2^-40, and times 2^40, are the oracle's times that, and so is the reported norm.
+
+    Why: gradients that pass through float16 are 0 where they are tiny and infinite where they are large. A loss of a
+    usual size never shows it.
+    Look at: the dtype of gradients in buffers and reductions; loss scalers; clamps and ``nan_to_num``.
+    """
+    model, data = subject.model(), subject.data(PROBE)
+    expected = subject.gradients(model, data, TokenMeanLoss())
+    group = subject.start(model, optimizer={"lr": 0.0})
+    for exponent in EXPONENTS:
+        loss = ScaledLoss(exponent=exponent)
+        metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
+        of = _times(expected, 2.0**exponent)
+        subject.verify_gradients(f"of a loss times 2^{exponent}", group, metrics, of)
+        norm = group.optimizer_step()["grad_norm"]
+        subject.verify_scalar(f"the norm of a loss times 2^{exponent}", norm, of.oracle.norm, of.norm)
+
+
+def _times(expected: ExpectedGradients, factor: float) -> ExpectedGradients:
+    """The same of a loss times a power of two."""
+    truth = expected.oracle
+    return ExpectedGradients(
+        oracle=Gradients(
+            loss=truth.loss * factor,
+            weight=truth.weight,
+            grads={name: grad * factor for name, grad in truth.grads.items()},
+        ),
+        tolerances={name: _tolerance_times(value, factor) for name, value in expected.tolerances.items()},
+        loss=_tolerance_times(expected.loss, factor),
+        norm=_tolerance_times(expected.norm, factor),
+    )
+
+
+def _tolerance_times(tolerance: Tolerance, factor: float) -> Tolerance:
+    return Tolerance(baseline=tolerance.baseline * factor, floor=tolerance.floor * factor)
+
+
+@check("I20.many-updates", each="layout")
+def many_updates_are_those_of_adamw(subject: EngineUnderTest) -> None:
+    """After 20 updates, of which the last four have a learning rate of exactly 0, all is as a float64 AdamW leaves it.
+
+    Why: a rate of 0 that is taken for none at all, so that another one is used; small errors of each step that add up.
+    Look at: ``lr or ...`` and defaults of the optimizer's groups; the dtype of weights and moments.
+    """
+    group = subject.start(optimizer=optimizer_config(CONFIG, total_steps=DECAYED))
+    shadow = Shadow.of(group, CONFIG, total_steps=DECAYED)
+    loss, batches = TokenMeanLoss().spec(), [subject.data((9, 2, 6), seed).batch() for seed in range(UPDATES)]
+    shadow.train(subject, group, batches[:DECAYED], loss, ONE_PASS)
+    shadow.verify(subject, group, f"after {DECAYED} updates")
+    weights = group.named_tensors("master")
+    shadow.train(subject, group, batches[DECAYED:], loss, ONE_PASS)
+    after = group.named_tensors("master")
+    subject.verify_same(f"weights after {UPDATES - DECAYED} updates with a learning rate of 0", after, weights)
+    shadow.verify(subject, group, f"after {UPDATES} updates")

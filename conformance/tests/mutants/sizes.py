@@ -1,0 +1,277 @@
+"""Faults that begin at a size, or with a constant, that tiny models do not have.
+
+Each fault is a part that leaves the rest to its base, so that all of them can be put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import PassMode
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
+from core_rl.toolkit.hf_backend import HFBackend
+from mutants.bases import Packed, TrainContext
+from mutants.zoo import Mutant
+
+
+class _Adopts(Packed):
+    """The model is changed after it was built."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        self.change(model)
+        super().adopt(model, context, optimizer)
+
+    def change(self, model: PreTrainedModel) -> None:
+        """Bend ``model``; a part does this, and leaves the rest to the next."""
+
+
+class ClampedPositions(_Adopts):
+    """A table of 128 positions; later ones get the last."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        super().change(model)
+        model.base_model.register_forward_pre_hook(_clamp, with_kwargs=True)
+
+
+def _clamp(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # noqa: ARG001
+    return args, kwargs | {"position_ids": kwargs["position_ids"].clamp(max=127)}
+
+
+class WindowOf128(_Adopts):
+    """Every layer sees 128 tokens back, whatever the config says."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        super().change(model)
+        for module in model.modules():
+            if hasattr(module, "sliding_window"):
+                module.sliding_window = 128
+
+
+class IdsInSixteenBits(_Adopts):
+    """Ids pass through int16 on their way to the embedding."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        super().change(model)
+        model.base_model.register_forward_pre_hook(_narrow, with_kwargs=True)
+
+
+def _narrow(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    ids = kwargs["input_ids"].to(torch.int16).long()
+    return args, kwargs | {"input_ids": torch.where(ids < 0, ids + module.config.vocab_size, ids)}
+
+
+class ThetaByDefault(_Adopts):
+    """Rotary frequencies of the usual base."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        super().change(model)
+        _set_rope(model, rope_theta=10_000.0)
+
+
+class UnscaledRotary(_Adopts):
+    """The scaling of rotary frequencies is not known."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        super().change(model)
+        _set_rope(model, rope_type="default")
+
+
+def _set_rope(model: PreTrainedModel, **values: object) -> None:
+    """Give ``model`` the frequencies of a config with other ``values``; its own config stays."""
+    rotary = model.base_model.rotary_emb
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.rope_parameters = {**config.rope_parameters, **values}
+    rotary.inv_freq.copy_(type(rotary)(config).inv_freq)  # type: ignore[union-attr, operator]
+
+
+class EpsilonByDefault(_Adopts):
+    """Norms have an epsilon of 1e-6."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        super().change(model)
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 1e-6
+
+
+class TrainsTwoLayers(Packed):
+    """Layers from the third on have no gradient."""
+
+    def reduce_grads(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if ".layers.2." in name:
+                parameter.grad = None
+        super().reduce_grads()
+
+
+class ShortPass(Packed):
+    """Log-probs behind the 4,096th token of a pass are 0."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        return _only(output, torch.arange(micro_batch.num_tokens) < 4096)
+
+
+class FewSequences(Packed):
+    """Log-probs behind the 128th sequence of a pass are 0."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        end = int(micro_batch.cu_seqlens[min(128, micro_batch.num_sequences)])
+        return _only(output, torch.arange(micro_batch.num_tokens) < end)
+
+
+def _only(output: ModelOutput, known: Tensor) -> ModelOutput:
+    if output.logprobs is None:
+        return output
+    return replace(output, logprobs=torch.where(known, output.logprobs, 0.0))
+
+
+class FewMicroBatches(Packed):
+    """Micro-batches behind the 16th have no backward pass."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        super().run(micro_batches[:16], step, mode)
+        with torch.no_grad():
+            HFBackend.run(self, micro_batches[16:], step, "forward")
+
+
+@dataclass
+class _Warmer:
+    """A step whose temperature is 0.5 at least."""
+
+    step: MicroBatchStep
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.step, name)
+        return max(value, 0.5) if name == "temperature" else value
+
+    def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
+        return self.step(output, micro_batch)
+
+
+class TemperatureClamped(Packed):
+    """Temperatures below 0.5 are taken for 0.5."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        return super().outputs(micro_batch, _Warmer(step))  # type: ignore[arg-type]
+
+
+class ZeroRateIsUnset(Packed):
+    """A learning rate of 0 is taken for none, so that the config's is used."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        assert self.context.config.optimizer is not None
+        super().step(scale, lr or self.context.config.optimizer.lr, count)
+
+
+class GradientsInFloat16(Packed):
+    """Gradients have the range of float16 on their way to the sum over ranks."""
+
+    def reduce_grads(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                size = parameter.grad.abs()
+                parameter.grad[size < TINY] = 0.0
+                parameter.grad[size > torch.finfo(torch.float16).max] = torch.inf
+        super().reduce_grads()
+
+
+TINY = 2.0**-24
+"""The smallest number above 0 in float16."""
+LONG, MANY, WIDE, SIZES, UPDATES = (
+    "I7.long-sequences",
+    "I1.many-sequences",
+    "I7.large-vocabulary",
+    "I1.gradient-sizes",
+    "I20.many-updates",
+)
+MUTANTS = (
+    Mutant(
+        engine=ClampedPositions,
+        killed_by=LONG,
+        issue="a table of positions of a fixed size",
+        says="only positions from 1[23][0-9] on are wrong: position ids, a window or a maximum length",
+    ),
+    Mutant(
+        engine=WindowOf128,
+        killed_by=LONG,
+        issue="use_sliding_window is not asked for",
+        says="only positions from 1[23][0-9] on are wrong: position ids, a window or a maximum length",
+        family="qwen3",
+    ),
+    Mutant(
+        engine=IdsInSixteenBits,
+        killed_by=WIDE,
+        issue="token ids as int16",
+        says="only tokens after an id above 32,767",
+    ),
+    Mutant(
+        engine=ThetaByDefault,
+        killed_by=LONG,
+        issue="a hard-coded rotary base",
+        says="rope_theta of the config is ignored",
+    ),
+    Mutant(
+        engine=UnscaledRotary,
+        killed_by=LONG,
+        issue="rope_scaling is ignored",
+        says="rope scaling of the config is ignored",
+    ),
+    Mutant(
+        engine=EpsilonByDefault,
+        killed_by=LONG,
+        issue="a hard-coded epsilon",
+        says="the epsilon of norms of the config is ignored",
+    ),
+    Mutant(
+        engine=TrainsTwoLayers,
+        killed_by=MANY,
+        issue="a list of layers that was written for a smaller model",
+        says=r"gradients of 200 sequences[\s\S]*layers\.2\.",
+    ),
+    Mutant(
+        engine=ShortPass,
+        killed_by=LONG,
+        issue="a buffer of 4,096 tokens",
+        says="only tokens from number 409[6-9] of a pass on are wrong",
+    ),
+    Mutant(
+        engine=FewSequences,
+        killed_by=LONG,
+        issue="a buffer of 128 sequences",
+        says="only sequences from number 128 of a pass on are wrong",
+    ),
+    Mutant(
+        engine=FewMicroBatches,
+        killed_by=MANY,
+        issue="a ring of 16 micro-batches",
+        says="gradients of 200 sequences in 20 micro-batches",
+    ),
+    Mutant(
+        engine=TemperatureClamped,
+        killed_by="I8.low-temperature",
+        issue="a clamp against division by 0",
+        says=r"are those of temperature 0\.5: is it clamped",
+    ),
+    Mutant(
+        engine=ZeroRateIsUnset,
+        killed_by=UPDATES,
+        issue="lr or default",
+        says="weights after 4 updates with a learning rate of 0|after 20 updates",
+    ),
+    Mutant(
+        engine=GradientsInFloat16,
+        killed_by=SIZES,
+        issue="gradients reduced in float16",
+        says=r"gradients of a loss times 2\^-40",
+    ),
+)
