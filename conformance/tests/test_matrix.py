@@ -169,6 +169,20 @@ def test_further_dtypes_are_run_with_fewer_models() -> None:
     assert all(Capability.BFLOAT16 in case.capabilities for case in halves)
 
 
+def test_checks_of_one_dtype_run_in_it_alone_also_in_quick_sessions() -> None:
+    spec = replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.BFLOAT16})
+    target = Target(spec=spec, profile=replace(WIDE.profile, dtypes=("float32", "bfloat16")))
+    half, full = CHECKS["I20.bfloat16-steps"], CHECKS["I9.dropout-masks"]
+    for selection in (Selection(), Selection(quick=True)):
+        assert {case.dtype for case in cases(half, target, selection)} == {"bfloat16"}
+        assert {case.dtype for case in cases(full, target, selection)} == {"float32"}
+    assert cases(half, target, Selection(dtype="float32")) == []
+    (undeclared,) = cases(half, WIDE, Selection())
+    assert undeclared.not_supported == "undeclared: bfloat16"
+    (absent,) = cases(half, replace(target, profile=WIDE.profile), Selection())
+    assert absent.not_supported == "the profile has no dtype bfloat16"
+
+
 def test_an_undeclared_capability_gives_one_case_that_says_so() -> None:
     (found,) = cases(CHECKS["I2.data-parallel"], NARROW, Selection())
     assert found.not_supported == "undeclared: data_parallel"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from core_rl.config.capability import Capability
 from core_rl.machine import Machine
 from core_rl.registry.spec import EngineKind
 from core_rl_conformance.catalogue import natural_order, paragraphs_of
@@ -29,6 +30,16 @@ __all__ = [
 ]
 
 SCHEMA_VERSION: Literal["1.0"] = "1.0"
+
+
+MEANINGS = {
+    Capability.BFLOAT16.value: (
+        "to the accuracy of float32: master weights, optimizer steps, sums of gradients over micro-batches and ranks, "
+        "final norm, temperature, softmax and scalar heads; all else to 4 times the rounding error of the plain model "
+        "in bfloat16, which is up to some nats for a single log-prob"
+    )
+}
+"""What a certified capability means, where its name alone would promise more."""
 
 
 class CapabilityState(StrEnum):
@@ -89,6 +100,11 @@ class CapabilityRecord(Record):
     state: CapabilityState
     reason: str = ""
     """Why it is not certified."""
+
+    @property
+    def meaning(self) -> str:
+        """Limits of the proof, for a capability whose name promises more; empty for others."""
+        return MEANINGS.get(self.name, "")
 
 
 class EngineRecord(Record):

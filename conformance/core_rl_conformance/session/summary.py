@@ -118,7 +118,8 @@ class Summary:
         needs = needs_of(load_checks().values(), target.spec.kind)
         for capability in certify(target.spec.capabilities, own, needs):
             reason = f" ({capability.reason})" if capability.reason else ""
-            terminal.write_line(f"  {capability.name}: {capability.state}{reason}")
+            meaning = f": {capability.meaning}" if capability.meaning else ""
+            terminal.write_line(f"  {capability.name}: {capability.state}{reason}{meaning}")
 
     def _write_slowest(self, terminal: Terminal) -> None:
         slowest = sorted(self.results, key=lambda result: -result.seconds)[:SLOWEST]

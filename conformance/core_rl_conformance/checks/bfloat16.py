@@ -1,0 +1,165 @@
+"""Parts of a bfloat16 engine that are in float32, compared where bfloat16 itself rounds nothing, or always alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.capability import Capability
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import OutputName
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.outputs import PROBE
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_conformance.profile import DENSE
+from core_rl_oracle.oracle import AdamW
+from core_rl_oracle.plain import EXACT_VARIANTS
+from core_rl_oracle.tolerance import tolerance, tolerances
+
+LENGTH = 9
+DIFFERENT, COPIES = 4, 8
+"""Sequences on each data-parallel rank, each in a micro-batch of its own."""
+ORDERS = 5
+SMALL = AdamW(lr=2e-6, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+"""No single update reaches the last place of a bfloat16 weight."""
+UPDATES = 20
+
+
+@check("I20.bfloat16-upcasts", requires=[Capability.BFLOAT16], each="layout", families=DENSE, dtype="bfloat16")
+def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
+    """In bfloat16, the norm, the temperature, the softmax and a scalar head compute in float32.
+
+    The model is one whose hidden states and logits are bfloat16 numbers, so that nothing rounds where these steps are
+    in float32: log-probs, entropy and values are then those of float32.
+
+    Why: the usual tolerance of bfloat16 is some nats, and hides a temperature that divides bfloat16 logits (rms error
+    6.6e-2 at 0.3), values that are bfloat16 numbers, or a norm that squares in bfloat16.
+    Look at: what is off. At temperature 1: the final norm or the softmax. At another one alone: the division, which
+    comes after the upcast. Values alone: the scalar head, whose weight is float32.
+    """
+    data = subject.data()
+    model = replace(subject.model(), exact=True)
+    group = subject.start(model)
+    for name, temperature in (("logprobs", 1.0), ("logprobs", 0.3), ("entropy", 0.7)):
+        _verify_exact(subject, group, model, data, name, temperature)
+    if subject.spec.supports(Capability.VALUE_HEAD):
+        model = replace(model, head="value")
+        _verify_exact(subject, subject.start(model), model, data, "values", 1.0)
+
+
+def _verify_exact(
+    subject: EngineUnderTest,
+    group: EngineGroup,
+    model: TinyModel,
+    data: Ragged,
+    name: OutputName,
+    temperature: float,
+) -> None:
+    """Compare with the oracle, by the rule with the errors of the plain model in bfloat16 and a floor of float32."""
+    sequences = data.for_oracle()
+    truth = [found[name] for found in subject.expected.oracle(model).evaluate(sequences, temperature)]
+    plain = subject.expected.plain(model, torch.bfloat16, subject.case.device)
+    runs = [plain.outputs(variant, sequences, temperature) for variant in EXACT_VARIANTS]
+    allowed = tolerance(
+        [torch.cat([found[name] for found in run]) for run in runs], torch.cat(truth), torch.float32
+    )
+    got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,), temperature), name, data)
+    what = f"{name} at temperature {temperature:g} of a model that bfloat16 computes exactly"
+    subject.verify(compare_tokens(what, got, truth, allowed, subject.places(data)))
+
+
+@check("I20.bfloat16-sums", requires=[Capability.BFLOAT16], each="layout", dtype="bfloat16")
+def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
+    """In bfloat16, gradients of micro-batches are added up in float32, and so are those of data-parallel ranks.
+
+    Each sequence is a micro-batch of its own, so that its gradient rounds alike alone and among others. The gradient of
+    many is compared with the float64 sum of those of each, exported one by one.
+
+    Why: sums in bfloat16 lose whatever is below the 8th bit: with 32 micro-batches some percent of the gradient, and
+    the loss only falls a little slower.
+    Look at: the dtype of ``grad`` between micro-batches, and the dtype of the reduction (``reduce_dtype``).
+    """
+    per_rank = DIFFERENT * COPIES
+    data = subject.data(lengths=(LENGTH,) * (DIFFERENT * subject.layout.dp)).all_trained()
+    loss, group = TokenMeanLoss().spec(), subject.start()
+    total = float((LENGTH - 1) * per_rank * subject.layout.dp)
+    parts = [_gradients(group, data.select([number]), loss, total) for number in range(len(data.rows))]
+    if subject.layout.dp > 1:
+        first = list(range(subject.layout.dp))
+        got = _gradients(group, data.select(first), loss, total)
+        _verify_sum(subject, "with one micro-batch on each data-parallel rank", got, parts[: len(first)], 1)
+    got = _gradients(group, data.select([*range(len(data.rows))] * COPIES), loss, total, per_rank)
+    _verify_sum(subject, f"with {per_rank} micro-batches on each data-parallel rank", got, parts, COPIES)
+
+
+def _gradients(
+    group: EngineGroup, data: Ragged, loss: LossSpec, total_weight: float, count: int = 1
+) -> dict[str, Tensor]:
+    """The gradients of ``data``, as a part of a batch of ``total_weight``, in ``count`` micro-batches of each rank."""
+    group.forward_backward(data.batch(), loss, MicroBatchSpec(count=count), total_weight=total_weight)
+    grads = group.named_tensors("grads")
+    group.optimizer_zero_grad()
+    return grads
+
+
+def _verify_sum(
+    subject: EngineUnderTest,
+    what: str,
+    got: Mapping[str, Tensor],
+    parts: list[dict[str, Tensor]],
+    copies: int,
+) -> None:
+    """Compare with the sum of ``copies`` of each part: as float32 adds them up in several orders."""
+    terms = [part for part in parts for _ in range(copies)]
+    exact = {name: torch.stack([term[name].double() for term in terms]).sum(0) for name in got}
+    runs = []
+    for seed in range(ORDERS):
+        order = torch.randperm(len(terms), generator=torch.Generator().manual_seed(seed)).tolist()
+        runs.append({name: _added([terms[place][name] for place in order]) for name in got})
+    allowed = tolerances(runs, exact, torch.float32)
+    finding = compare_named(f"gradients {what}", got, exact, allowed)
+    if finding.problem is not None:
+        reason = "\nthey are not the sum of what each sequence gives alone: it is added up in less than float32"
+        finding = replace(finding, problem=finding.problem + reason)
+    subject.verify(finding)
+
+
+def _added(terms: list[Tensor]) -> Tensor:
+    total = terms[0].float().clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+@check("I20.bfloat16-steps", requires=[Capability.BFLOAT16], each="layout", dtype="bfloat16")
+def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
+    """In bfloat16, master weights are the float32 numbers of the files, from the start and after a load.
+
+    After 20 updates, each too small for a bfloat16 weight to change, weights and moments are those of a float64 AdamW.
+
+    Why: masters that are made of bfloat16 weights begin somewhere else, and updates that are rounded away train
+    nothing at the learning rates of post-training.
+    Look at: which tensor is made of which when the engine is built, and in ``after_load``; the dtype of moments.
+    """
+    model = subject.model()
+    truth = {name: value.float() for name, value in subject.expected.oracle(model).parameters().items()}
+    group = subject.start(optimizer=optimizer_config(SMALL))
+    subject.verify_same("master weights at the start", group.named_tensors("master"), truth)
+    shadow = Shadow.of(group, SMALL)
+    batches = [subject.data(PROBE[:3], seed).batch() for seed in range(UPDATES)]
+    shadow.train(subject, group, batches, TokenMeanLoss().spec(), ONE_PASS)
+    shadow.verify(subject, group, f"after {UPDATES} small updates")
+    given = str(subject.expected.models.directory(model))
+    group.load(SaveLoadMeta(path=given, format="hf"))
+    subject.verify_same("master weights after a load of float32 files", group.named_tensors("master"), truth)
