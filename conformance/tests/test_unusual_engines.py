@@ -1,0 +1,62 @@
+"""No false alarm: correct engines of unusual make pass, whatever the seed. And faults together fail many checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from mutants.all_at_once import EveryFault
+from mutants.bases import Packed
+from mutants.unusual import UNUSUAL
+from mutants.zoo import CAPABILITIES, C
+from plugin_support import engine, run
+
+from core_rl.config.layout import ParallelLayout
+from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.profile import Profile
+
+__all__ = ["engine"]
+
+pytest_plugins = ["pytester"]
+
+LAYOUTS = (ParallelLayout(), ParallelLayout(dp=2))
+PROFILE = Profile(layouts=LAYOUTS)
+IN_HALF = Profile(layouts=LAYOUTS, dtypes=("float32", "bfloat16"), families=("llama",))
+QUICK_SEEDS, FULL_SEEDS = range(20), range(2)
+ENOUGH = 12
+"""Checks that fail on an engine with every fault."""
+Add = Callable[..., EngineSpec]
+
+
+def session(pytester: pytest.Pytester, spec: EngineSpec, *arguments: str) -> dict[str, int]:
+    """Outcomes of a session of the whole suite."""
+    result = run(pytester, f"--engine={spec.name}", "--pyargs", "core_rl_conformance", *arguments)
+    return result.parseoutcomes()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", QUICK_SEEDS)
+@pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
+def test_correct_engines_pass_quick_sessions(
+    pytester: pytest.Pytester, engine: Add, kind: type[Packed], seed: int
+) -> None:
+    found = session(pytester, engine(kind, PROFILE, CAPABILITIES), "--quick", f"--seed={seed}")
+    assert "failed" not in found and found["passed"] > ENOUGH
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", FULL_SEEDS)
+@pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
+def test_correct_engines_pass_full_sessions(
+    pytester: pytest.Pytester, engine: Add, kind: type[Packed], seed: int
+) -> None:
+    found = session(pytester, engine(kind, PROFILE, CAPABILITIES), f"--seed={seed}")
+    assert "failed" not in found and found["passed"] > ENOUGH
+
+
+@pytest.mark.nightly
+def test_an_engine_with_every_fault_fails_many_checks_of_a_quick_session(
+    pytester: pytest.Pytester, engine: Add
+) -> None:
+    found = session(pytester, engine(EveryFault, IN_HALF, CAPABILITIES | {C.BFLOAT16}), "--quick")
+    assert found["failed"] >= ENOUGH
