@@ -38,11 +38,11 @@ class MaskedPairs:
     def shuffled(self, seed: int) -> MaskedPairs:
         """The same in another order."""
         order = torch.randperm(len(self.firsts), generator=torch.Generator().manual_seed(seed))
-        return MaskedPairs(firsts=self.firsts[order], seconds=self.seconds[order], factors=self.factors[order])
+        return MaskedPairs(
+            firsts=self.firsts[order], seconds=self.seconds[order], factors=self.factors[order]
+        )
 
-    def outputs(
-        self, model: PreTrainedModel, *, exact: bool, by_lse: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def outputs(self, model: PreTrainedModel, *, exact: bool, by_lse: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the second tokens, each ``[N]``.
 
         ``exact`` computes in float64, otherwise in the model's dtype. ``by_lse`` takes the entropy from the

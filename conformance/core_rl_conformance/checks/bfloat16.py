@@ -27,6 +27,8 @@ from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.plain import EXACT_VARIANTS
 from core_rl_oracle.tolerance import tolerance, tolerances
 
+ROTARY = ("qwen3", "llama", "qwen2")
+"""Models with rotary positions whose scores are not capped."""
 LENGTH = 9
 DIFFERENT, COPIES = 4, 8
 """Sequences on each data-parallel rank, each in a micro-batch of its own."""
@@ -36,7 +38,9 @@ SMALL = AdamW(lr=2e-6, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 UPDATES = 20
 
 
-@check("I20.bfloat16-upcasts", requires=[Capability.BFLOAT16], each="layout", families=DENSE, dtype="bfloat16")
+@check(
+    "I20.bfloat16-upcasts", requires=[Capability.BFLOAT16], each="layout", families=DENSE, dtype="bfloat16"
+)
 def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, the norm, the temperature, the softmax and a scalar head compute in float32.
 
@@ -58,6 +62,25 @@ def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
         _verify_exact(subject, subject.start(model), model, data, "values", 1.0)
 
 
+@check(
+    "I20.bfloat16-rotary", requires=[Capability.BFLOAT16], each="layout", families=ROTARY, dtype="bfloat16"
+)
+def rotary_positions_are_in_float32(subject: EngineUnderTest) -> None:
+    """In bfloat16, rotary angles are products of float32: two positions next to each other have two, also behind 256.
+
+    In the model of this check each token attends to itself, since no other has its position.
+
+    Why: bfloat16 has no odd numbers above 256. Angles that are computed in it make neighbours one position, and only
+    long sequences show it, within the usual tolerance of bfloat16 (SkyRL #1725: frequencies cast with the weights).
+    Look at: the dtype of position ids and of ``inv_freq`` where they are multiplied, and casts of buffers.
+    """
+    model = replace(subject.model(), exact=True, focused=True, long=True).with_multiples(
+        *subject.case.multiples
+    )
+    group = subject.start(model)
+    _verify_exact(subject, group, model, subject.data((389, 2, 17), seed=9), "logprobs", 1.0)
+
+
 def _verify_exact(
     subject: EngineUnderTest,
     group: EngineGroup,
@@ -75,7 +98,8 @@ def _verify_exact(
         [torch.cat([found[name] for found in run]) for run in runs], torch.cat(truth), torch.float32
     )
     got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,), temperature), name, data)
-    what = f"{name} at temperature {temperature:g} of a model that bfloat16 computes exactly"
+    kind = "hardly rounds" if model.focused else "computes exactly"
+    what = f"{name} at temperature {temperature:g} of a model that bfloat16 {kind}"
     subject.verify(compare_tokens(what, got, truth, allowed, subject.places(data)))
 
 
@@ -130,7 +154,9 @@ def _verify_sum(
     allowed = tolerances(runs, exact, torch.float32)
     finding = compare_named(f"gradients {what}", got, exact, allowed)
     if finding.problem is not None:
-        reason = "\nthey are not the sum of what each sequence gives alone: it is added up in less than float32"
+        reason = (
+            "\nthey are not the sum of what each sequence gives alone: it is added up in less than float32"
+        )
         finding = replace(finding, problem=finding.problem + reason)
     subject.verify(finding)
 

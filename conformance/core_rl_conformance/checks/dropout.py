@@ -30,8 +30,8 @@ LOSS = TokenMeanLoss()
 def masks_are_independent_draws(subject: EngineUnderTest) -> None:
     """In training, each head is dropped independently at the config's rate; what is kept is divided by ``1 - rate``.
 
-    The masks are found from log-probs of sequences of two tokens. Gradients are those of the same masks. So it is in the
-    first pass, after a step, after evaluation and after a load; and there is no dropout in ``forward`` at any time.
+    The masks are found from log-probs of sequences of two tokens. Gradients are those of the same masks. So it is in
+    the first pass, after a step, after evaluation and after a load; there is no dropout in ``forward`` at any time.
 
     Why: dropout that a step or a load turns off, or leaves on in evaluation; recomputation with other masks than the
     forward pass had; one mask on all data-parallel ranks: the loss still falls, and the policy is another one.
@@ -113,7 +113,8 @@ def _one_token_of_rank(subject: EngineUnderTest, rank: int) -> Ragged:
     data = subject.data(lengths=(2,) * subject.layout.dp).all_trained()
     (trained,) = shard_plan(data.batch(), subject.layout.dp)[rank]
     rows = [
-        row if number == trained else replace(row, mask=(False, False)) for number, row in enumerate(data.rows)
+        row if number == trained else replace(row, mask=(False, False))
+        for number, row in enumerate(data.rows)
     ]
     return Ragged(tuple(rows))
 

@@ -150,7 +150,9 @@ def _ignored_constant(
             continue
         expected: ExpectedOutputs = subject.outputs(usual, data, name)
         if compare_tokens(name, got, expected.values, expected.tolerance).problem is None:
-            return f"\nit looks like: {part} of the config is ignored; the values are those of a model with the usual one"
+            return (
+                f"\nit looks like: {part} of the config is ignored; the values are those with the usual one"
+            )
     return ""
 
 
@@ -223,5 +225,7 @@ def many_updates_are_those_of_adamw(subject: EngineUnderTest) -> None:
     weights = group.named_tensors("master")
     shadow.train(subject, group, batches[DECAYED:], loss, ONE_PASS)
     after = group.named_tensors("master")
-    subject.verify_same(f"weights after {UPDATES - DECAYED} updates with a learning rate of 0", after, weights)
+    subject.verify_same(
+        f"weights after {UPDATES - DECAYED} updates with a learning rate of 0", after, weights
+    )
     shadow.verify(subject, group, f"after {UPDATES} updates")

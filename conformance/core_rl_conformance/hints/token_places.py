@@ -144,7 +144,9 @@ def _by_size(tokens: Tokens) -> Iterator[Place]:
     for order, what in ((places.number, "sequences"), (places.order, "tokens")):
         low = int(order[wrong].min())
         if low >= SMALLEST_BUFFER:
-            sentence = f"only {what} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
+            sentence = (
+                f"only {what} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
+            )
             yield sentence, order >= low
     seen = _seen_before(places.ids >= 2**15, tokens)
     yield "only tokens after an id above 32,767 in their sequence are wrong: ids in 16 bits?", seen

@@ -165,7 +165,9 @@ class WatchedLoss(TokenMeanLoss):
 
     def watched(self, metrics: Mapping[str, float], count: int) -> Tensor:
         """Log-probs and entropies of ``count`` sequences, float64 ``[count, 2]``; NaN where they are missing."""
-        rows = [[metrics.get(f"{name} {number}", math.nan) for name in self.outputs] for number in range(count)]
+        rows = [
+            [metrics.get(f"{name} {number}", math.nan) for name in self.outputs] for number in range(count)
+        ]
         return torch.tensor(rows, dtype=torch.float64)
 
 

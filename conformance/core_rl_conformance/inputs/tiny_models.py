@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "the epsilon of norms": {"rms_norm_eps": 0.03, "layer_norm_epsilon": 0.03},
 }
 """Constants that no default has, by what they are called; a family has some of them."""
+FOCUS = 60.0
+"""Attention scores of a focused model, for each pair of rotary dimensions."""
 LOGIT_STD = 3.0
 """Standard deviation of the logits: with some 200 tokens, the entropy is a quarter of the uniform one."""
 
@@ -100,7 +102,9 @@ class TinyModel:
     long: bool = False
     """It takes `LONG_LENGTH` tokens and has three layers or more, and constants that are not the usual ones."""
     exact: bool = False
-    """Weights are such that no step of a pass rounds in bfloat16, as long as norms, softmax and heads are in float32."""
+    """No step of a pass rounds in bfloat16, as long as norms, softmax and heads are in float32."""
+    focused: bool = False
+    """Of an ``exact`` model: tokens attend to themselves alone, by rotary positions, and the first layer adds that."""
     usual: str = ""
     """The part of `UNUSUAL` that a ``long`` model does without: an engine that ignores it computes such a model."""
 
@@ -124,7 +128,7 @@ class TinyModel:
             if value is not None:
                 setattr(config, name, value)
         if self.long:
-            _make_long(config, self.usual)
+            _make_long(config, UNUSUAL.keys() if self.focused else {self.usual})
         if self.exact:
             config.tie_word_embeddings = False
         if self.layers is not None:
@@ -165,15 +169,15 @@ class TinyModel:
         return replace(self, heads=heads, kv_heads=1 if grouped else None)
 
 
-def _make_long(config: PretrainedConfig, usual: str) -> None:
-    """Change length, depth and constants of ``config``, but for the part ``usual`` of `UNUSUAL`."""
+def _make_long(config: PretrainedConfig, usual: Collection[str]) -> None:
+    """Change length, depth and constants of ``config``, but for the parts ``usual`` of `UNUSUAL`."""
     config.max_position_embeddings = LONG_LENGTH
     _set_layers(config, 3)
     if getattr(config, "sliding_window", None):
         config.sliding_window = LONG_WINDOW
     for part, values in UNUSUAL.items():
         for name, value in values.items():
-            if part == usual or not hasattr(config, name):
+            if part in usual or not hasattr(config, name):
                 continue
             own = getattr(config, name)
             setattr(config, name, {**own, **value} if isinstance(value, dict) else value)
@@ -364,7 +368,7 @@ def build(model: TinyModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             generator = torch.Generator().manual_seed(_stable_hash(f"{model.family}/{model.seed}/{name}"))
-            draw = _draw_exact if model.exact else _draw
+            draw = _draw_focused if model.focused else _draw_exact if model.exact else _draw
             parameter.copy_(draw(name, parameter, generator, built))
         mark_tokens(built)
     return built
@@ -410,6 +414,30 @@ def _draw_exact(name: str, parameter: Tensor, generator: torch.Generator, model:
         return torch.ones(parameter.shape)
     adds = kind in ("o_proj", "down_proj", "c_proj", "wpe") or parameter.dim() == 1
     return torch.zeros(parameter.shape) if adds else _draw(name, parameter, generator, model)
+
+
+def _draw_focused(name: str, parameter: Tensor, generator: torch.Generator, model: PreTrainedModel) -> Tensor:
+    """As `_draw_exact`, with queries and keys that are the same for all tokens before rotary positions turn them.
+
+    Their product is then largest at distance 0, by far: a rotation that takes two positions for one adds another
+    token's values, which is far off even where bfloat16 rounds.
+    """
+    kind = name.rsplit(".", 2)[-2]
+    exact = _draw_exact(name, parameter, generator, model)
+    size = int(
+        getattr(model.config, "head_dim", None)
+        or model.config.hidden_size // model.config.num_attention_heads
+    )
+    if kind == "embed_tokens":
+        exact[:, 0].abs_()  # the constant that queries and keys are made of
+    elif kind in ("q_norm", "k_norm"):
+        exact *= math.sqrt(FOCUS / size**0.5)
+    elif kind in ("q_proj", "k_proj") and parameter.dim() == 2:
+        first = torch.arange(len(exact)) % size < size // 2
+        exact.zero_()[first, 0] = math.sqrt(FOCUS * 2 / size**0.5)
+    elif kind in ("v_proj", "o_proj") and parameter.dim() == 2 and layer_of(name) == "model.layers.0":
+        return _draw(name, parameter, generator, model)
+    return exact
 
 
 def layer_of(name: str) -> str | None:

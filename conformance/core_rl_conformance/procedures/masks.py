@@ -211,7 +211,9 @@ class _Count:
         return binomial_tail(self.count, self.draws, self.probability)
 
     def __str__(self) -> str:
-        return f"{self.what} in {self.count} of {self.draws} cases; expected {self.probability * self.draws:.1f}"
+        return (
+            f"{self.what} in {self.count} of {self.draws} cases; expected {self.probability * self.draws:.1f}"
+        )
 
 
 def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]], spread: Spread) -> None:
@@ -227,9 +229,15 @@ def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]],
 
 def verify_rate_and_ranks(subject: EngineUnderTest, what: str, kept: Sequence[Tensor]) -> None:
     """Require that what each data-parallel rank has kept is drawn at `RATE`, and independently of rank 0."""
-    counts = [_dropped(f"{what} is dropped on data-parallel rank {rank}", part) for rank, part in enumerate(kept)]
+    counts = [
+        _dropped(f"{what} is dropped on data-parallel rank {rank}", part) for rank, part in enumerate(kept)
+    ]
     counts += [
-        _agreement(f"{what} is dropped on data-parallel rank {rank} where it is on rank 0, or on neither", part, kept[0])
+        _agreement(
+            f"{what} is dropped on data-parallel rank {rank} where it is on rank 0, or on neither",
+            part,
+            kept[0],
+        )
         for rank, part in enumerate(kept)
         if rank > 0
     ]
@@ -264,11 +272,11 @@ def _counts(when: str, kept: Tensor, spread: Spread) -> Iterator[_Count]:
         what = f"{when}: the masks on data-parallel rank {rank} are those on rank 0"
         yield _agreement(what, kept[spread.of_rank(rank)], kept[spread.of_rank(0)])
     before, after = spread.of_micro_batches(slice(-1)), spread.of_micro_batches(slice(1, None))
-    yield _agreement(
-        f"{when}: the masks are those of the micro-batch before", kept[after], kept[before]
-    )
+    yield _agreement(f"{when}: the masks are those of the micro-batch before", kept[after], kept[before])
     for layer in range(1, layers):
-        yield _agreement(f"{when}: the masks of layer {layer} are those of layer 0", kept[:, layer], kept[:, 0])
+        yield _agreement(
+            f"{when}: the masks of layer {layer} are those of layer 0", kept[:, layer], kept[:, 0]
+        )
     for head in range(1, heads):
         what = f"{when}: the masks of head {head} are those of head 0"
         yield _agreement(what, kept[:, :, head], kept[:, :, 0])

@@ -35,8 +35,8 @@ SCHEMA_VERSION: Literal["1.0"] = "1.0"
 MEANINGS = {
     Capability.BFLOAT16.value: (
         "to the accuracy of float32: master weights, optimizer steps, sums of gradients over micro-batches and ranks, "
-        "final norm, temperature, softmax and scalar heads; all else to 4 times the rounding error of the plain model "
-        "in bfloat16, which is up to some nats for a single log-prob"
+        "final norm, temperature, softmax and scalar heads; rotary positions; "
+        "all else to 4 times the rounding error of the plain model in bfloat16, up to some nats for a single log-prob"
     )
 }
 """What a certified capability means, where its name alone would promise more."""

@@ -172,7 +172,7 @@ class RotaryInHalf(HalfCopies):
 
 
 def _half_positions(
-    module: nn.Module,  # noqa: ARG001
+    module: nn.Module,
     args: tuple[Tensor, ...],
     kwargs: dict[str, Tensor],
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -204,6 +204,6 @@ MUTANTS = tuple(
         (TemperatureInHalf, UPCASTS, "verl: logits divided in bfloat16", "logprobs at temperature 0.3 of"),
         (ValuesInHalf, UPCASTS, "verl, AReaL: values in bfloat16", "values at temperature 1 of a model that"),
         (LogprobsInHalf, UPCASTS, "accelerate #3979", "logprobs at temperature 1 of a model that bfloat16"),
-        (RotaryInHalf, "I7.long-sequences", "SkyRL #1725", "logprobs of 400 sequences"),
+        (RotaryInHalf, "I20.bfloat16-rotary", "SkyRL #1725", "of a model that bfloat16 hardly rounds"),
     )
 )

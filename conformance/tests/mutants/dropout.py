@@ -166,7 +166,7 @@ class AdapterNotScaled(Packed):
                 module.register_forward_hook(_unscaled)
 
 
-def _unscaled(module: nn.Dropout, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+def _unscaled(module: nn.Dropout, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1.0 - module.p) if module.training else output
 
 

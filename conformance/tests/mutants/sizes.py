@@ -41,7 +41,7 @@ class ClampedPositions(_Adopts):
         model.base_model.register_forward_pre_hook(_clamp, with_kwargs=True)
 
 
-def _clamp(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # noqa: ARG001
+def _clamp(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return args, kwargs | {"position_ids": kwargs["position_ids"].clamp(max=127)}
 
 

@@ -34,7 +34,7 @@ class _HookedAdamW(torch.optim.Optimizer):
     """AdamW by one hook for each parameter. Its groups and its state are those of ``like``."""
 
     def __init__(self, like: torch.optim.AdamW) -> None:
-        groups = [{name: value for name, value in group.items()} for group in like.param_groups]
+        groups = [dict(group) for group in like.param_groups]
         super().__init__(groups, like.defaults)
         self.state.update(like.state)
         self._hooks = [
@@ -43,7 +43,11 @@ class _HookedAdamW(torch.optim.Optimizer):
 
     def _hook_of(self, group: dict[str, Any], parameter: nn.Parameter) -> Callable[[], None]:
         own = torch.optim.AdamW(
-            [parameter], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"], foreach=False
+            [parameter],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            foreach=False,
         )
         own.state = self.state
 
@@ -53,7 +57,7 @@ class _HookedAdamW(torch.optim.Optimizer):
 
         return hook
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for hook in self._hooks:
             hook()
 
@@ -83,7 +87,9 @@ class LogitsWhereTrained(Replicated):
         if config.head != "lm" or not step.trained_only or self.model.config.model_type == "gemma2":
             return super().routed(row, step)
         with self.routers.watch(row.tokens.get("routing")) as routings:
-            hidden = self.model.base_model(input_ids=row.input_ids[None], use_cache=False).last_hidden_state[0]
+            hidden = self.model.base_model(input_ids=row.input_ids[None], use_cache=False).last_hidden_state[
+                0
+            ]
             found = self._at(row, hidden, step)
         return {**found, **self.routers.outputs(routings, row.cu_seqlens, step.outputs)}
 
@@ -127,7 +133,8 @@ class GradientsInFloat64(Packed):
     def reduce_grads(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         totals = [
-            self.sums.get(parameter, torch.zeros_like(parameter, dtype=torch.float64)) for parameter in trained
+            self.sums.get(parameter, torch.zeros_like(parameter, dtype=torch.float64))
+            for parameter in trained
         ]
         if self.context.groups.data_parallel.size > 1:
             add_up(totals, self.context.groups.data_parallel)
