@@ -9,7 +9,6 @@ __all__ = ["EveryFault"]
 
 class EveryFault(
     dropout.StaysOnAfterAStep,
-    dropout.RecomputesOtherMasks,
     dropout.OneSeedForAllRanks,
     dropout.AdapterAtAnotherRate,
     sizes.ClampedPositions,
@@ -32,4 +31,7 @@ class EveryFault(
     bfloat16.LogprobsInHalf,
     bfloat16.RotaryInHalf,
 ):
-    """Each of them is a mutant of its own, which one check is meant for."""
+    """Each of them is a mutant of its own, which one check is meant for.
+
+    `dropout.RecomputesOtherMasks` is not here: recomputation would find float32 weights in place of their copies.
+    """
