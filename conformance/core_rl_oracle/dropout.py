@@ -1,4 +1,4 @@
-"""Dropout of attention weights with masks that are given: the only random part of a training pass, made known.
+"""Dropout of attention weights with given masks: then nothing in a training pass is random.
 
 In a sequence of two tokens the second one is predicted from the first, which attends to itself alone. So each head of
 a layer adds its value divided by ``1 - p``, or nothing: with ``n`` heads in all, ``2 ** n`` results are possible.

@@ -56,7 +56,7 @@ def masks_are_independent_draws(subject: EngineUnderTest) -> None:
 
 
 def _watch(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when: str) -> tuple[str, Tensor]:
-    """Run a training pass; the masks that it had."""
+    """Run a training pass and find its masks."""
     metrics = group.forward_backward(masks.data.batch(), masks.loss.spec(), CUT)
     return when, masks.found(subject, when, metrics)
 

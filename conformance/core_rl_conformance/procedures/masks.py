@@ -1,4 +1,4 @@
-"""Masks of dropout: found from what a training pass reports, and judged as draws."""
+"""Masks of dropout, from the metrics of a training pass, and tests of them as random draws."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Spread:
 
     @staticmethod
     def of(data: Ragged, layout: ParallelLayout) -> Spread:
-        """Those of a group of ``layout`` that cuts ``data`` by `CUT`."""
+        """The spread of ``data`` in a group of ``layout`` that cuts it by `CUT`."""
         batch = data.batch()
         ranks = shard_plan(batch, layout.dp)
         cuts = [plan_micro_batches(batch.select(part), CUT, CUT.count or 1) for part in ranks]

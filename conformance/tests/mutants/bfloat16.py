@@ -29,7 +29,7 @@ class HalfCopies(Packed):
 
     @property
     def half(self) -> bool:
-        """Whether it computes in bfloat16; in float32 no fault does anything."""
+        """True in bfloat16; in float32 no fault does anything."""
         return self.context.config.dtype == "bfloat16"
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:

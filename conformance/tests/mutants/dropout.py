@@ -91,7 +91,7 @@ class _WithoutScale(TorchFunctionMode):
 
 
 class NotScaled(Packed):
-    """What dropout keeps is not divided by ``1 - p``."""
+    """Attention weights that dropout keeps are not divided by ``1 - p``."""
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         with _WithoutScale():
