@@ -64,7 +64,7 @@ class MaskedPairs:
         logprobs, entropy = self.outputs(model, exact=exact)
         with _precise(exact):
             loss = -(logprobs + entropy_coef * entropy).mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         grads = {
             own: part.clone()
             for name, value in model.named_parameters()

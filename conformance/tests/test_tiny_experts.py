@@ -41,7 +41,7 @@ def test_no_rounding_changes_a_choice(tmp_path: Path, seed: int) -> None:
     ids = [list(row.ids) for part in data for row in part.rows]
     with float64_only():
         truth = _choices(Oracle(directory).model, ids)
-    half = _choices(PlainModel(directory, "lm", torch.bfloat16)._model(VARIANTS[0]), ids)
+    half = _choices(PlainModel(directory, "lm", torch.bfloat16).model(VARIANTS[0]), ids)
     assert len(truth) == 2
     for exact, rounded in zip(truth, half, strict=True):
         best = exact.logits.sort(-1, descending=True).values

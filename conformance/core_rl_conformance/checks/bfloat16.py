@@ -27,6 +27,7 @@ from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.plain import EXACT_VARIANTS
 from core_rl_oracle.tolerance import tolerance, tolerances
 
+RUNS: tuple[tuple[OutputName, float], ...] = (("logprobs", 1.0), ("logprobs", 0.3), ("entropy", 0.7))
 ROTARY = ("qwen3", "llama", "qwen2")
 """Models with rotary positions whose scores are not capped."""
 LENGTH = 9
@@ -55,7 +56,7 @@ def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     data = subject.data()
     model = replace(subject.model(), exact=True)
     group = subject.start(model)
-    for name, temperature in (("logprobs", 1.0), ("logprobs", 0.3), ("entropy", 0.7)):
+    for name, temperature in RUNS:
         _verify_exact(subject, group, model, data, name, temperature)
     if subject.spec.supports(Capability.VALUE_HEAD):
         model = replace(model, head="value")

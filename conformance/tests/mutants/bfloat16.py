@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from core_rl.toolkit import heads
+from core_rl.toolkit.token_logprobs import HeadMap
 from mutants.bases import Packed
 from mutants.zoo import DP2, Mutant
 
@@ -123,31 +124,27 @@ class TemperatureInHalf(HalfCopies):
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         if not self.half:
             return super().outputs(micro_batch, step)
-        before = heads.HeadMap.apply_
-        try:
-            heads.HeadMap.apply_ = _divided_in_half  # type: ignore[method-assign]
+        with patch.object(HeadMap, "apply_", _divided_in_half):
             return super().outputs(micro_batch, step)
-        finally:
-            heads.HeadMap.apply_ = before  # type: ignore[method-assign]
 
 
-def _divided_in_half(head: heads.HeadMap, logits: Tensor) -> Tensor:
+def _divided_in_half(head: HeadMap, logits: Tensor) -> Tensor:
     return logits.copy_(logits.bfloat16() / head.temperature)
 
 
 class ValuesInHalf(HalfCopies):
-    """The scalar head multiplies in bfloat16; what comes out is shown in float32, and scaled a little."""
+    """The scalar head multiplies in bfloat16, and its result is shown in float32."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         score = getattr(self.model, "score", None)
         if not isinstance(score, nn.Linear) or not self.half:
             return super().outputs(micro_batch, step)
-        before = score.forward
-        try:
-            score.forward = lambda states: F.linear(states.bfloat16(), score.weight.bfloat16()).float()
+        with patch.object(score, "forward", lambda states: _scored_in_half(score, states)):
             return super().outputs(micro_batch, step)
-        finally:
-            score.forward = before
+
+
+def _scored_in_half(score: nn.Linear, states: Tensor) -> Tensor:
+    return F.linear(states.bfloat16(), score.weight.bfloat16()).float()
 
 
 class LogprobsInHalf(HalfCopies):

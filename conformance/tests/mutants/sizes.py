@@ -5,7 +5,7 @@ Each fault is a part that leaves the rest to its base, so that all of them can b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +50,8 @@ class WindowOf128(_Adopts):
 
     def change(self, model: PreTrainedModel) -> None:
         super().change(model)
-        for module in model.modules():
+        layers: Iterable[Any] = model.modules()
+        for module in layers:
             if hasattr(module, "sliding_window"):
                 module.sliding_window = 128
 
@@ -86,10 +87,10 @@ class UnscaledRotary(_Adopts):
 
 def _set_rope(model: PreTrainedModel, **values: object) -> None:
     """Give ``model`` the frequencies of a config with other ``values``; its own config stays."""
-    rotary = model.base_model.rotary_emb
+    rotary: Any = model.base_model.rotary_emb
     config = type(model.config).from_dict(model.config.to_dict())
     config.rope_parameters = {**config.rope_parameters, **values}
-    rotary.inv_freq.copy_(type(rotary)(config).inv_freq)  # type: ignore[union-attr, operator]
+    rotary.inv_freq.copy_(type(rotary)(config).inv_freq)
 
 
 class EpsilonByDefault(_Adopts):
@@ -97,7 +98,8 @@ class EpsilonByDefault(_Adopts):
 
     def change(self, model: PreTrainedModel) -> None:
         super().change(model)
-        for module in model.modules():
+        layers: Iterable[Any] = model.modules()
+        for module in layers:
             if hasattr(module, "variance_epsilon"):
                 module.variance_epsilon = 1e-6
 
@@ -162,7 +164,7 @@ class TemperatureClamped(Packed):
     """Temperatures below 0.5 are taken for 0.5."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        return super().outputs(micro_batch, _Warmer(step))  # type: ignore[arg-type]
+        return super().outputs(micro_batch, _Warmer(step))
 
 
 class ZeroRateIsUnset(Packed):
