@@ -145,10 +145,10 @@ class TinyModel:
             return AutoConfig.for_model(self.family, **values)
         kind, own = CONFIGS[self.family]
         dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
-        values: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
+        chosen: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
         if self.only_attention:
-            values |= dict.fromkeys(dropout[:-1], 0.0)
-        return kind(**values)
+            chosen |= dict.fromkeys(dropout[:-1], 0.0)
+        return kind(**chosen)
 
     def with_multiples(self, layers: int, experts: int) -> TinyModel:
         """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
