@@ -27,6 +27,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.state.gather import BUCKET_BYTES
 from core_rl_fsdp.config import FSDPConfig
+from core_rl_fsdp.engine import FSDPBackend
 
 RANKS = 4
 MODEL: dict[str, Any] = {
@@ -84,6 +85,11 @@ def write_small_files(engine: TrainEngine) -> None:
     tensor_files.MAX_FILE_BYTES = FILE_BYTES
 
 
+def leave_out_the_probe(engine: TrainEngine) -> None:
+    """Let loading be measured alone: the probe of a packed model is a forward pass, which gathers weights."""
+    FSDPBackend.verify = lambda self: None  # type: ignore[method-assign]
+
+
 def config(path: Path) -> FSDPConfig:
     return FSDPConfig(
         model=ModelConfig(path=str(path)), optimizer=None, layout=ParallelLayout(dp=RANKS), device="cpu"
@@ -97,6 +103,7 @@ def test_loading_and_exporting_hold_a_part_of_the_model(
 
     The buckets are the tensors that arrive, and gloo's copy of them.
     """
+    group.run(leave_out_the_probe)
     with peaks_of(group.pids) as loading:
         group.initialize(config=config(directory))
     assert max(loading.growth) < (1 / RANKS + SLACK) * full, [growth / full for growth in loading.growth]
