@@ -17,8 +17,10 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend
+from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from toy_cp.shard import ATTENTION, TokenShard, register_attention
 
 __all__ = ["ContextParallelBackend"]
@@ -47,6 +49,8 @@ class ContextParallelBackend(HFBackend[TrainEngineConfig]):
     def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         register_attention()
         model = build_model(context.config.model, seed=context.seed, attn_implementation=ATTENTION)
+        if model.config.model_type in OTHER_LAYERS:
+            raise UnsupportedCapability(f"{model.config.model_type}: this engine knows plain attention alone")
         nn.Module.to(model, context.device)
         # Dropout differs from rank to rank: they hold different tokens.
         torch.manual_seed(context.seed + context.world.rank)

@@ -22,9 +22,11 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend
+from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 
 __all__ = ["PipelineBackend", "Way"]
 
@@ -71,6 +73,8 @@ class PipelineBackend(HFBackend[TrainEngineConfig]):
     def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         register_packed_attention()
         model = build_model(context.config.model, seed=context.seed, attn_implementation=PACKED_ATTENTION)
+        if model.config.model_type in OTHER_LAYERS:
+            raise UnsupportedCapability(f"{model.config.model_type}: this engine knows plain attention alone")
         nn.Module.to(model, context.device)
         torch.manual_seed(context.seed + context.world.rank)
         self.adopt(model, context)

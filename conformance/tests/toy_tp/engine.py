@@ -28,10 +28,11 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.errors import LayoutError
+from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend
+from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from toy_tp.collectives import add_up, enter, split_tokens
 from toy_tp.vocabulary import Vocabulary
 
@@ -102,6 +103,8 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
         register_packed_attention()
         self.context = context
         model = build_model(context.config.model, seed=self.seed(), attn_implementation=PACKED_ATTENTION)
+        if model.config.model_type in OTHER_LAYERS:
+            raise UnsupportedCapability(f"{model.config.model_type}: this engine knows plain attention alone")
         self.check_heads(model)
         self.connect(model)
         self._shard(model)
