@@ -344,19 +344,22 @@ def test_verify_needs_digests(store: ModelStore, serve: Serve) -> None:
 def test_answers_during_updates_carry_the_version_that_drew_them(store: ModelStore, serve: Serve) -> None:
     paths = [store.directory(TinyModel(family="llama", seed=seed)) for seed in range(3)]
     engine = serve(paths[0])
-    requests = requests_for(engine, SAMPLINGS["plain"])
+
+    def ask() -> list[asyncio.Future[LLMResponse]]:
+        requests = requests_for(engine, SAMPLINGS["plain"])  # anew, as each has a rid of its own
+        return [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
 
     async def scene() -> list[LLMResponse]:
         rounds = []
         for version in (1, 2):
-            asked = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+            asked = ask()
             await asyncio.sleep(0.002)
             done = asyncio.wrap_future(
                 engine.update_weights(WeightUpdateMeta(path=str(paths[version]), version=version))
             )
-            asked += [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+            asked += ask()
             await done
-            asked += [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+            asked += ask()
             rounds += await asyncio.gather(*asked)
         return rounds
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,6 +36,9 @@ class Meshes:
     _engines: int = field(default=0, init=False)
     """Engines of this process that use them."""
     _made: list[DeviceMesh] = field(default_factory=list, init=False)
+    _unique: str = field(default_factory=lambda: uuid4().hex, init=False)
+    """A part of the names of dimensions. DTensor caches meshes, and takes an equal but older one, whose groups may be
+    destroyed, for a new one; names count in the comparison."""
 
     @staticmethod
     def join(world: Comm, layout: ParallelLayout, replicas: int) -> Meshes:
@@ -74,19 +78,20 @@ class Meshes:
 
     @cached_property
     def weights(self) -> DeviceMesh:
-        """The mesh over which weights are spread, with the dimensions ``replicate``, ``shard`` and ``tensor``."""
+        """The mesh over which weights are spread: its dimensions replicate, shard, and are tensor parallel."""
         shard = self.layout.dp // self.replicas * self.layout.cp
         return self._mesh({REPLICATE: self.replicas, SHARD: shard, TENSOR: self.layout.tp})
 
     @property
     def data(self) -> DeviceMesh:
         """Mesh over which FSDP shards; two dimensions for hybrid sharding."""
-        return self.weights[REPLICATE, SHARD] if self.replicas > 1 else self.weights[SHARD]
+        names = (REPLICATE, SHARD) if self.replicas > 1 else (SHARD,)
+        return self.weights[tuple(map(self._name, names))]
 
     @property
     def tensor(self) -> DeviceMesh:
         """The tensor parallel ranks."""
-        return self.weights[TENSOR]
+        return self.weights[self._name(TENSOR)]
 
     @cached_property
     def groups(self) -> RankGroups:
@@ -111,13 +116,16 @@ class Meshes:
 
     def _mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
         """A mesh without the dimensions of one rank, each of which would cost a group; FSDP always needs ``shard``."""
-        used = {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
+        used = {self._name(name): size for name, size in sizes.items() if size > 1 or name == SHARD}
         mesh = init_device_mesh(self.world.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
         self._made.append(mesh)
         return mesh
 
     def _world(self, mesh: DeviceMesh, name: str) -> Comm:
         """The ranks along one dimension; a lone rank needs no group."""
-        if name not in (mesh.mesh_dim_names or ()):
+        if self._name(name) not in (mesh.mesh_dim_names or ()):
             return Comm(device=self.world.device)
-        return Comm(mesh.get_group(name), self.world.device)
+        return Comm(mesh.get_group(self._name(name)), self.world.device)
+
+    def _name(self, dimension: str) -> str:
+        return f"{dimension}_{self._unique}"
