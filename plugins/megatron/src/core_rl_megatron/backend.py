@@ -189,8 +189,11 @@ def _planned(
     """The Hugging Face model, without memory if its files allow it; its checkpoint tensors, and their values."""
     config = context.config.model
     _check_router_aux(context.config)
-    unloaded = build_on_meta(config, seed=context.seed, attn_implementation="sdpa")
-    model = unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="sdpa")
+    # It computes nothing, and every model has this attention: those that Megatron lacks are refused by name, below.
+    unloaded = build_on_meta(config, seed=context.seed, attn_implementation="eager")
+    model = (
+        unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="eager")
+    )
     context.check_model(model.config)
     tensors = CheckpointTensors.of(model, config)
     if unloaded is not None:
