@@ -174,17 +174,25 @@ def test_nothing_is_left_of_a_launch_that_was_broken_off(root: Path) -> None:
     assert not processes(group)
 
 
-def test_an_unreadable_model_is_reported_with_the_servers_log(tmp_path: Path, root: Path) -> None:
-    model = Path(tiny_model(root))
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text((model / "config.json").read_text())
-    engine = build(str(broken))
-    with pytest.raises(RolloutError, match=r"(?s)SGLang server 127.0.0.1:\d+ .*the end of its log:.*"):
+def test_a_server_that_ends_at_its_start_is_reported_with_its_log(root: Path) -> None:
+    engine = build(tiny_model(root), extra_args=("--no-such-option",))
+    with pytest.raises(
+        RolloutError, match=r"(?s)SGLang server 127.0.0.1:\d+ .*the end of its log:.*no-such-option"
+    ):
         engine.launch_server()
     group = pid_of(engine)
     engine.destroy()
     assert not processes(group)
+
+
+def test_a_model_without_weights_is_refused_before_a_server_starts(tmp_path: Path, root: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((Path(tiny_model(root)) / "config.json").read_text())
+    engine = build(str(broken))
+    with pytest.raises(ConfigError, match="there are no weights in it"):
+        engine.launch_server()
+    engine.destroy()
 
 
 def test_a_port_in_use_raises(root: Path) -> None:
