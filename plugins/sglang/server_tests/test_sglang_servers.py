@@ -143,7 +143,10 @@ def test_a_trainer_that_dies_in_an_update_changes_nothing(
     with pytest.raises(WeightsError):
         arrival.result(60)
     assert engine.get_version() == before
-    torch.testing.assert_close(engine.score(BATCH), served, atol=1e-6, rtol=0)
+    # A few units in the last place: the server batches sequences as they arrive, and sums are then rounded otherwise.
+    torch.testing.assert_close(
+        engine.score(BATCH), served, atol=1e-6, rtol=8 * torch.finfo(torch.float32).eps
+    )
 
 
 def test_the_key_is_asked_for(engine: InferenceEngine, root: Path) -> None:
