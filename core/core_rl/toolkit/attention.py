@@ -172,7 +172,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
     lengths = [end - start for start, end in pairwise(call.bounds)]
     segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_segment(q, k, v, call) for q, k, v in segments], dim=2).transpose(1, 2).contiguous()
+    return torch.cat([_segment(q, k, v, call).transpose(1, 2) for q, k, v in segments], dim=1)
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
@@ -234,9 +234,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     starts = torch.tensor(call.bounds, dtype=torch.int32, device=query.device)
-    width = value.shape[
-        -1
-    ]  # with latent attention smaller than that of queries and keys; the kernel wants them equal
+    # With latent attention, values are narrower than queries and keys; the kernel wants them equal.
+    width = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - width))
     out = varlen_attn(
         query[0].transpose(0, 1).contiguous(),

@@ -64,9 +64,8 @@ def check_layers(model: PreTrainedModel) -> None:
         raise _refused(
             model, f"no layers that are known to mix tokens, only {sorted(model._no_split_modules or ())}"
         )
-    if (
-        attention and not type(model)._can_set_attn_implementation()
-    ):  # transformers' own test, of the model's code
+    # transformers' own test, of the model's code.
+    if attention and not type(model)._can_set_attn_implementation():
         raise _refused(model, f"layers that ignore transformers' attention interface: {', '.join(attention)}")
     if attention and "position_ids" not in signature(type(model.get_decoder()).forward).parameters:
         raise _refused(
