@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from published_models import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_70B, QWEN3_235B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.checkpoint.tensor_files import MAX_FILE_BYTES
@@ -22,34 +23,6 @@ from core_rl.toolkit.dtensor import LocalPart
 from core_rl.toolkit.footprint import footprint_of
 from core_rl.toolkit.lora import adapter_shapes
 
-LLAMA_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-QWEN3_235B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-DEEPSEEK_V3: dict[str, Any] = {"model_type": "deepseek_v3"}
-"""The defaults of transformers are this model's."""
-GPT_OSS_120B: dict[str, Any] = {"model_type": "gpt_oss"}
-"""The same."""
 HEADER_LIMIT = 100_000_000
 """The longest header that safetensors reads, in bytes."""
 RANKS = 24

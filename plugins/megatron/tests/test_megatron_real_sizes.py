@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from published_models import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_70B, QWEN3_235B
 from transformers import AutoConfig
 
 from core_rl.config.engine import ModelConfig
@@ -13,30 +14,6 @@ from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.translation import transformer_config
 
-LLAMA_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-QWEN3_235B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
 TP8_PP8 = {"tp": 8, "pp": 8, "sequence_parallel": True}
 TP4_PP2 = {"tp": 4, "pp": 2, "sequence_parallel": True}
 EP32 = {"dp": 32, "ep": 32}
@@ -48,8 +25,8 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], type[Exception] | None, str]] 
     (QWEN3_235B, TP8_PP8, LayoutError, "tp=8 does not divide num_key_value_heads=4"),
     (QWEN3_235B, TP4_PP2, None, ""),
     (QWEN3_235B, EP32, None, ""),
-    ({"model_type": "deepseek_v3"}, EP32, UnsupportedCapability, f"{NO_MAPPING} 'deepseek_v3'"),
-    ({"model_type": "gpt_oss"}, EP32, UnsupportedCapability, f"{NO_MAPPING} 'gpt_oss'"),
+    (DEEPSEEK_V3, EP32, UnsupportedCapability, f"{NO_MAPPING} 'deepseek_v3'"),
+    (GPT_OSS_120B, EP32, UnsupportedCapability, f"{NO_MAPPING} 'gpt_oss'"),
     ({"model_type": "qwen3_vl"}, TP4_PP2, UnsupportedCapability, f"{NO_MAPPING} 'qwen3_vl'"),
 ]
 
