@@ -11,7 +11,7 @@ import pytest
 
 from core_rl.errors import ConfigError
 from core_rl_trainer.loop.best_model import BestModel
-from core_rl_trainer.recipe.recipe import KeepBest
+from core_rl_trainer.recipe.sections import KeepBest
 
 
 def keep(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.recipe.recipe import KeepBest
+from core_rl_trainer.recipe.sections import KeepBest
 
 __all__ = ["BestModel"]
 

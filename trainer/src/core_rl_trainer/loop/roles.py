@@ -23,7 +23,8 @@ from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.spec import EngineKind, EngineSpec
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.loop.prepared import Placement
-from core_rl_trainer.recipe.recipe import PlacementSection, Recipe
+from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.recipe.sections import PlacementSection
 
 __all__ = ["Plan", "Roles", "open_roles", "plan_roles", "plan_trained"]
 

@@ -4,180 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from core_rl.backend.meta import SyncMethod
 from core_rl.config.base import Config, parse_config
-from core_rl.config.engine import DType, LoraConfig, OptimizerConfig
+from core_rl.config.engine import DType, OptimizerConfig
 from core_rl.config.hub import local_model_path
-from core_rl.config.layout import ParallelLayout
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.config.secret import literal_secrets
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
+from core_rl_trainer.recipe.data import DataSection
+from core_rl_trainer.recipe.rollout import RolloutSection
+from core_rl_trainer.recipe.sections import (
+    CriticSection,
+    KeepBest,
+    ModelSection,
+    PlacementSection,
+    RewardModelSection,
+    WandbSection,
+)
 
-__all__ = [
-    "CriticSection",
-    "DataSection",
-    "KeepBest",
-    "ModelSection",
-    "PlacementSection",
-    "Recipe",
-    "RewardModelSection",
-    "RolloutSection",
-    "WandbSection",
-    "load_recipe",
-]
+__all__ = ["Recipe", "load_recipe"]
 
 RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
 """The hint for a path that does not exist."""
-Device = Annotated[int, Field(ge=0)]
-"""The number of a device of this machine."""
-
-
-class ModelSection(Config):
-    """The model that is trained."""
-
-    path: str
-    """A directory in Hugging Face format with its tokenizer, or a Hub id ``organization/name[@revision]``."""
-    lora: LoraConfig | None = None
-    """Train an adapter instead of the weights; the reference is then the same model with its adapter off."""
-
-
-class RolloutSection(Config):
-    """The generation of completions."""
-
-    engine: str = "reference-rollout"
-    """The inference engine."""
-    prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts of one training step."""
-    group_size: int = Field(default=8, ge=1)
-    """Completions of each prompt; GRPO compares their rewards with each other."""
-    max_new_tokens: int = Field(default=64, ge=1)
-    """The most tokens of one completion."""
-    temperature: float = Field(default=1.0, gt=0.0)
-    """Of the sampling, and of the log-probs that the train engine computes."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Draw from the smallest set of tokens with this probability; 1 keeps all."""
-    top_k: int | None = Field(default=None, ge=1)
-    """Draw from this many of the most likely tokens; null keeps all."""
-    timeout_s: float = Field(default=600.0, gt=0.0)
-    """The time limit of the completions of one batch of prompts, in seconds."""
-    sync: SyncMethod = "disk"
-    """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory (``tensor``), or
-    over a process group with the ranks of its servers (``distributed``). ``lora`` sends the adapter of ``model.lora``
-    alone; the others send weights with an adapter merged into them."""
-    max_head_offpolicyness: int = Field(default=0, ge=0)
-    """0 trains synchronously: completions come from the newest weights. Above 0 it trains asynchronously: the next
-    completions are generated meanwhile, from weights that are at most this many versions older."""
-    max_concurrent_rollouts: int = Field(default=256, ge=1)
-    """Prompts that are completed at one time."""
-    should_accept: str | None = None
-    """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions. False replaces
-    them by those of another prompt. ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without
-    a signal, as DAPO (arXiv:2503.14476) does."""
-    reward_timeout_s: float | None = Field(default=None, gt=0.0)
-    """The time limit of the reward of one completion, in seconds; null for none."""
-    reward_processes: int = Field(default=0, ge=0)
-    """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
-    0 computes them in threads, where it is only given up."""
-    environment: str | None = None
-    """``module:function`` or ``file.py:function``, called with the tokenizer for each episode: makes the
-    `Environment` that replies to the model between its turns, such as a `ToolEnvironment`. Null: one turn."""
-    max_turns: int = Field(default=4, ge=1)
-    """With an environment: the most completions of one episode."""
-    step_timeout_s: float | None = Field(default=None, gt=0.0)
-    """With an environment: the time limit of one of its replies, in seconds; null for none."""
-
-    @model_validator(mode="after")
-    def _killed_when(self) -> Self:
-        if self.reward_processes and self.reward_timeout_s is None:
-            raise ValueError("reward_processes needs reward_timeout_s: after how long a process is killed")
-        return self
-
-
-class CriticSection(Config):
-    """The critic of PPO: an engine of the same kind as the actor's, with a value head."""
-
-    path: str | None = None
-    """The directory that it starts from, by default the actor's; a value head that is missing there is drawn."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the interface ``ppo_critic``."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """Its own optimizer."""
-    layout: ParallelLayout | None = None
-    """Its own parallel degrees, by default the actor's."""
-
-
-class RewardModelSection(Config):
-    """A reward model whose scores are added to the rewards: an engine of the same kind as the actor's."""
-
-    path: str
-    """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""
-    weight: float = 1.0
-    """What scores are multiplied with."""
-    layout: ParallelLayout | None = None
-    """Its own parallel degrees, by default the actor's."""
-
-
-class PlacementSection(Config):
-    """The device numbers of each role's ranks, in rank order; by default every role begins at device 0."""
-
-    actor: tuple[Device, ...] | None = None
-    """Devices of the actor."""
-    critic: tuple[Device, ...] | None = None
-    """Devices of the critic."""
-    reference: tuple[Device, ...] | None = None
-    """Devices of the reference."""
-    reward: tuple[Device, ...] | None = None
-    """Devices of the reward model."""
-
-
-class DataSection(Config):
-    """The data: JSONL files, or datasets that ``datasets.save_to_disk`` wrote.
-
-    Examples for rollouts have a ``prompt`` (a text, or chat messages) and whatever the reward function reads; those for
-    ``sft`` an ``answer`` besides, or ``messages`` alone; those for ``reward_model`` and ``dpo`` the completions
-    ``chosen`` and ``rejected``.
-    """
-
-    train: str
-    """Examples to train on."""
-    eval: str
-    """Examples for evaluation."""
-    batch_size: int = Field(default=16, ge=1)
-    """Examples of one training step where nothing is rolled out."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """The treatment of examples that are longer than the model's context, counting ``rollout.max_new_tokens`` where
-    there are rollouts: an error that names them, or a warning that counts them."""
-
-
-class KeepBest(Config):
-    """The rule for the best evaluation."""
-
-    metric: str = Field(pattern="^eval_")
-    """A metric of evaluations, such as ``eval_reward`` or ``eval_loss``."""
-    mode: Literal["max", "min"]
-    """Whether more of it is better, or less."""
-
-
-class WandbSection(Config):
-    """A run in Weights & Biases (``pip install wandb``), with the same values as ``metrics.jsonl``."""
-
-    project: str = "core-rl"
-    """The project there."""
-    entity: str | None = None
-    """Its owner; null for the default one."""
-    name: str | None = None
-    """The run's name there; null for that of ``output_dir``."""
-    group: str | None = None
-    """Runs that belong together."""
-    tags: tuple[str, ...] = ()
-    """Words to find it by."""
-    mode: Literal["online", "offline"] = "online"
-    """``offline`` writes to ``output_dir/wandb``, for ``wandb sync``."""
 
 
 class Recipe(Config):

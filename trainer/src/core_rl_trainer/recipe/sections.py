@@ -1,0 +1,95 @@
+"""The smaller sections of a recipe: models, devices, what is kept and shown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from core_rl.config.base import Config
+from core_rl.config.engine import LoraConfig, OptimizerConfig
+from core_rl.config.layout import ParallelLayout
+
+__all__ = [
+    "CriticSection",
+    "KeepBest",
+    "ModelSection",
+    "PlacementSection",
+    "RewardModelSection",
+    "WandbSection",
+]
+
+Device = Annotated[int, Field(ge=0)]
+"""The number of a device of this machine."""
+
+
+class ModelSection(Config):
+    """The model that is trained."""
+
+    path: str
+    """A directory in Hugging Face format with its tokenizer, or a Hub id ``organization/name[@revision]``."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the weights; the reference is then the same model with its adapter off."""
+
+
+class CriticSection(Config):
+    """The critic of PPO: an engine of the same kind as the actor's, with a value head."""
+
+    path: str | None = None
+    """The directory that it starts from, by default the actor's; a value head that is missing there is drawn."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the interface ``ppo_critic``."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Its own optimizer."""
+    layout: ParallelLayout | None = None
+    """Its own parallel degrees, by default the actor's."""
+
+
+class RewardModelSection(Config):
+    """A reward model whose scores are added to the rewards: an engine of the same kind as the actor's."""
+
+    path: str
+    """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""
+    weight: float = 1.0
+    """What scores are multiplied with."""
+    layout: ParallelLayout | None = None
+    """Its own parallel degrees, by default the actor's."""
+
+
+class PlacementSection(Config):
+    """The device numbers of each role's ranks, in rank order; by default every role begins at device 0."""
+
+    actor: tuple[Device, ...] | None = None
+    """Devices of the actor."""
+    critic: tuple[Device, ...] | None = None
+    """Devices of the critic."""
+    reference: tuple[Device, ...] | None = None
+    """Devices of the reference."""
+    reward: tuple[Device, ...] | None = None
+    """Devices of the reward model."""
+
+
+class KeepBest(Config):
+    """The rule for the best evaluation."""
+
+    metric: str = Field(pattern="^eval_")
+    """A metric of evaluations, such as ``eval_reward`` or ``eval_loss``."""
+    mode: Literal["max", "min"]
+    """Whether more of it is better, or less."""
+
+
+class WandbSection(Config):
+    """A run in Weights & Biases (``pip install wandb``), with the same values as ``metrics.jsonl``."""
+
+    project: str = "core-rl"
+    """The project there."""
+    entity: str | None = None
+    """Its owner; null for the default one."""
+    name: str | None = None
+    """The run's name there; null for that of ``output_dir``."""
+    group: str | None = None
+    """Runs that belong together."""
+    tags: tuple[str, ...] = ()
+    """Words to find it by."""
+    mode: Literal["online", "offline"] = "online"
+    """``offline`` writes to ``output_dir/wandb``, for ``wandb sync``."""
