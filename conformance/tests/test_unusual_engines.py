@@ -22,7 +22,7 @@ pytest_plugins = ["pytester"]
 LAYOUTS = (ParallelLayout(), ParallelLayout(dp=2))
 PROFILE = Profile(layouts=LAYOUTS)
 IN_HALF = Profile(layouts=LAYOUTS, dtypes=("float32", "bfloat16"), families=("llama",))
-QUICK_SEEDS, FULL_SEEDS = range(20), range(2)
+SESSIONS = [("--quick", f"--seed={seed}") for seed in range(20)] + [(f"--seed={seed}",) for seed in range(2)]
 ENOUGH = 12
 """Checks that fail on an engine with every fault."""
 Add = Callable[..., EngineSpec]
@@ -35,22 +35,12 @@ def session(pytester: pytest.Pytester, spec: EngineSpec, *arguments: str) -> dic
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", QUICK_SEEDS)
+@pytest.mark.parametrize("arguments", SESSIONS, ids=" ".join)
 @pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
-def test_correct_engines_pass_quick_sessions(
-    pytester: pytest.Pytester, engine: Add, kind: type[Packed], seed: int
+def test_correct_engines_raise_no_alarm(
+    pytester: pytest.Pytester, engine: Add, kind: type[Packed], arguments: tuple[str, ...]
 ) -> None:
-    found = session(pytester, engine(kind, PROFILE, CAPABILITIES), "--quick", f"--seed={seed}")
-    assert "failed" not in found and found["passed"] > ENOUGH
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", FULL_SEEDS)
-@pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
-def test_correct_engines_pass_full_sessions(
-    pytester: pytest.Pytester, engine: Add, kind: type[Packed], seed: int
-) -> None:
-    found = session(pytester, engine(kind, PROFILE, CAPABILITIES), f"--seed={seed}")
+    found = session(pytester, engine(kind, PROFILE, CAPABILITIES), *arguments)
     assert "failed" not in found and found["passed"] > ENOUGH
 
 

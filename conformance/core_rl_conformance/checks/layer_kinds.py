@@ -13,7 +13,7 @@ from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, TinyModel
 from core_rl_conformance.procedures.outputs import verify_form
 
 
-@check("I6.layer-kinds", provisional=True, each="layout")
+@check("I6.layer-kinds", each="layout")
 def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
     """A hybrid of Gated DeltaNet, latent attention and attention sinks: each is the oracle's, or refused.
 

@@ -26,7 +26,7 @@ def _few_tokens(subject: EngineUnderTest) -> SequenceBatch:
     return subject.data((3,) * subject.layout.dp).all_trained().batch()
 
 
-@check("contract.global-state", each="layout", provisional=True)
+@check("contract.global-state", each="layout")
 def calls_leave_global_state(subject: EngineUnderTest) -> None:
     """No public call changes global settings of the process: dtype, device, modes, random states, threads, directory.
 
@@ -45,7 +45,7 @@ def calls_leave_global_state(subject: EngineUnderTest) -> None:
         subject.require(not found, f"on rank {rank}: {'; '.join(found)}")
 
 
-@check("contract.flat-memory", each="layout", provisional=True)
+@check("contract.flat-memory", each="layout")
 def memory_does_not_grow(subject: EngineUnderTest) -> None:
     """Over 50 training steps, and 50 forward passes, no live tensors are added on any rank.
 
@@ -66,7 +66,7 @@ def memory_does_not_grow(subject: EngineUnderTest) -> None:
             )
 
 
-@check("contract.offloaded-memory", requires=[Capability.OFFLOAD], each="layout", provisional=True)
+@check("contract.offloaded-memory", requires=[Capability.OFFLOAD], each="layout")
 def offloading_frees_memory(subject: EngineUnderTest) -> None:
     """``offload()`` frees the memory of weights and moments on each rank, and ``onload()`` brings as much back.
 

@@ -19,7 +19,7 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 SEED = 13
 
 
-@check("I3.seeded-draws", each="layout", provisional=True)
+@check("I3.seeded-draws", each="layout")
 def new_weights_are_drawn_from_the_seed(subject: EngineUnderTest) -> None:
     """Weights from a config, a new value head and a new adapter are what ``build_model`` draws from the same seed.
 

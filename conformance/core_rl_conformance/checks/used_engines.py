@@ -18,7 +18,7 @@ LENGTHS, OTHER_LENGTHS = (3, 9, 5, 7), (9, 3, 7, 5)
 """As many sequences and tokens, cut at other places."""
 
 
-@check("I13.hidden-caches", each="layout", provisional=True)
+@check("I13.hidden-caches", each="layout")
 def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
     """Outputs and gradients are those of the batch at hand after others of the same size, tokens or boundaries.
 
@@ -47,7 +47,7 @@ def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
         subject.verify_backward(what, group, model, data, LOSS)
 
 
-@check("I11.load-after-use", each="layout", provisional=True)
+@check("I11.load-after-use", each="layout")
 def used_engines_load_every_format(subject: EngineUnderTest) -> None:
     """An engine that has answered and trained loads each format, and answers by what it loaded.
 
