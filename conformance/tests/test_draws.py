@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.procedures.draws import (
     FALSE_ALARMS,
     binomial_tail,
     most_surprising,
     most_surprising_bet,
 )
+from core_rl_conformance.procedures.masks import RATE, verify_rate_and_ranks
 
 DRAWS = 256
 
@@ -108,3 +111,25 @@ def test_a_penalty_on_repetition_is_seen(seed: int) -> None:
     surprise = most_surprising_bet(*answers(seed, 3.0))
     assert surprise.what == "a token that the answer has already"
     assert surprise.tail < FALSE_ALARMS
+
+
+class Judge:
+    """What a check requires, without an engine."""
+
+    def require(self, holds: bool, message: str) -> None:
+        assert holds, message
+
+
+def masks(seed: int, *layers: str) -> dict[str, torch.Tensor]:
+    """Which of 80 inputs of each layer a rank keeps."""
+    generator = torch.Generator().manual_seed(seed)
+    return {layer: torch.rand(80, generator=generator) >= RATE for layer in layers}
+
+
+def test_ranks_may_show_masks_of_different_layers() -> None:
+    judge = cast("EngineUnderTest", Judge())
+    verify_rate_and_ranks(judge, "an input", [masks(0, "q", "v", "up"), masks(1, "v", "up")])
+    with pytest.raises(AssertionError, match="on data-parallel rank 1 where it is on rank 0"):
+        verify_rate_and_ranks(judge, "an input", [masks(0, "q", "v", "up"), masks(0, "q", "v")])
+    with pytest.raises(AssertionError, match="shows no layer that the one of rank 0 shows"):
+        verify_rate_and_ranks(judge, "an input", [masks(0, "q"), masks(1, "v")])

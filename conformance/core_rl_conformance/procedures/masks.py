@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -227,20 +227,21 @@ def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]],
     _require_chance(subject, counts)
 
 
-def verify_rate_and_ranks(subject: EngineUnderTest, what: str, kept: Sequence[Tensor]) -> None:
-    """Require that what each data-parallel rank has kept is drawn at `RATE`, and independently of rank 0."""
+def verify_rate_and_ranks(subject: EngineUnderTest, what: str, kept: Sequence[Mapping[str, Tensor]]) -> None:
+    """Require that what each data-parallel rank has kept, by layer, is drawn at `RATE`, independently of rank 0.
+
+    A rank may show other layers than rank 0 does: those that both show are compared.
+    """
     counts = [
-        _dropped(f"{what} is dropped on data-parallel rank {rank}", part) for rank, part in enumerate(kept)
-    ]
-    counts += [
-        _agreement(
-            f"{what} is dropped on data-parallel rank {rank} where it is on rank 0, or on neither",
-            part,
-            kept[0],
-        )
+        _dropped(f"{what} is dropped on data-parallel rank {rank}", torch.cat(list(part.values())))
         for rank, part in enumerate(kept)
-        if rank > 0
     ]
+    for rank, part in enumerate(kept[1:], 1):
+        both = [layer for layer in part if layer in kept[0]]
+        subject.require(bool(both), f"the token of rank {rank} shows no layer that the one of rank 0 shows")
+        left, right = (torch.cat([masks[layer] for layer in both]) for masks in (part, kept[0]))
+        which = f"{what} is dropped on data-parallel rank {rank} where it is on rank 0, or on neither"
+        counts.append(_agreement(which, left, right))
     _require_chance(subject, counts)
 
 
