@@ -40,7 +40,7 @@ def test_a_decay_needs_an_end() -> None:
         schedule_length(config, None)
     assert schedule_length(config, 7) == 7
     late = OptimizerConfig(schedule=ScheduleConfig(type="linear", warmup_steps=5, total_steps=5))
-    with pytest.raises(ConfigError, match="is not after warmup_steps = 5"):
+    with pytest.raises(ConfigError, match="warmup_steps = 5, and the schedule ends after"):
         schedule_length(late, None)
 
 

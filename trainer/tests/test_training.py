@@ -135,7 +135,7 @@ def test_a_run_leaves_metrics_a_picture_and_a_model(unbroken: Path, start: Path)
     assert all(names <= row.keys() for row in rows[1:])
     assert all(row["update_successful"] == 1 and row["updates"] == 2 for row in rows[1:])
     assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4]
-    assert (unbroken / "reward.svg").read_text().startswith("<svg")
+    assert (unbroken / "curve.svg").read_text().startswith("<svg")
     assert any((unbroken / "tensorboard").iterdir())
     page = (unbroken / "index.html").read_text()
     assert ">complete<" in page and "Mismatch" in page and "&lt;s&gt;3+1=" in page

@@ -24,18 +24,33 @@ class Config(BaseModel):
 
     # pydantic's own messages would show the values of secrets.
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
     )
 
 
 def parse_config(kind: type[ConfigT], values: Mapping[str, Any], where: str = "config") -> ConfigT:
     """Build ``kind`` from plain values, or raise one `ConfigError` that lists every wrong field."""
     try:
-        return kind.model_validate(dict(values))
+        parsed = kind.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_problem(kind, detail) for detail in error.errors()]
-    raise_all(ConfigError, where, problems)
-    raise AssertionError("a validation error without details")
+        raise_all(ConfigError, where, [_problem(kind, detail) for detail in error.errors()])
+        raise AssertionError("a validation error without details") from error
+    raise_all(ConfigError, where, list(_numbers_by_truth(values, parsed)))
+    return parsed
+
+
+def _numbers_by_truth(values: Mapping[str, Any], parsed: Config, prefix: str = "") -> Iterator[str]:
+    """A sentence for each true or false that became 1 or 0, as pydantic has it."""
+    for name in (known for known in type(parsed).model_fields if known in values):
+        value, found = values[name], getattr(parsed, name)
+        if isinstance(value, Mapping) and isinstance(found, Config):
+            yield from _numbers_by_truth(value, found, f"{prefix}{name}.")
+        elif isinstance(value, bool) and isinstance(found, int | float) and not isinstance(found, bool):
+            yield f"field '{prefix}{name}' = {value}: it is a number, neither true nor false"
 
 
 def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:

@@ -103,7 +103,8 @@ def schedule_length(config: OptimizerConfig, total_train_steps: int | None) -> i
         )
     if total <= schedule.warmup_steps:
         raise ConfigError(
-            f"schedule.total_steps = {total} is not after warmup_steps = {schedule.warmup_steps}; raise the former"
+            f"optimizer.schedule.warmup_steps = {schedule.warmup_steps}, and the schedule ends after {total} steps: "
+            "none is left for the decay; lower it, or train for more steps"
         )
     return total
 

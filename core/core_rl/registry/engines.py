@@ -226,7 +226,10 @@ def _not_found(name: str, entries: list[EngineEntry]) -> EngineNotFound:
         hint = "" if close[0] in known else f' Install it: pip install "core-rl[{close[0]}]"'
         lines.append(f"Did you mean {close[0]!r}?{hint}")
     else:
-        lines.append(f"If a plugin provides it, install that one, by custom: pip install core-rl-{name}")
+        offered = ", ".join(f'"core-rl[{extra}]"' for extra in installable)
+        lines.append(
+            f"Install the distribution that declares it under the entry point 'rl_engines'. core-rl's own: {offered}"
+        )
     lines += [f"Unreadable: {entry.error}" for entry in entries if entry.error is not None]
     return EngineNotFound("\n".join(lines))
 

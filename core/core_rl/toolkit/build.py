@@ -44,7 +44,8 @@ __all__ = [
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The transformers config that ``model`` names, with one label for a value or reward head.
 
-    Raises `ConfigError` for a missing directory or a config that transformers refuses.
+    Raises `ConfigError` for a missing directory, a config that transformers refuses, and an encoder with the head of
+    a language model.
     """
     config: PretrainedConfig
     try:
@@ -62,6 +63,11 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         ) from error
     if model.head != "lm":
         config.num_labels = 1
+    elif getattr(config, "is_decoder", True) is False:  # only configs that can be either have the field
+        raise ConfigError(
+            f"the model {model.path or model.config!r} of type {config.model_type!r} is an encoder: each token "
+            "sees those after it, so that log-probs of the next token mean nothing; take a causal language model"
+        )
     return config
 
 
@@ -87,7 +93,7 @@ def build_model(
         model_files(model)
     family = model_family(model)
     built: PreTrainedModel
-    with torch.random.fork_rng(devices=[]), _no_progress_bars(), building(model):
+    with torch.random.fork_rng(devices=[]), _quiet(), building(model):
         torch.manual_seed(seed)
         if model.path is None:
             built = family.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
@@ -171,13 +177,18 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for every load, on every rank, into the caller's terminal."""
-    shown = hf_logging.is_progress_bar_enabled()
+def _quiet() -> Iterator[None]:
+    """Keep transformers from writing bars and a report of every load, on every rank, to the caller's terminal.
+
+    What is wrong in the report is an error of ours.
+    """
+    shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hf_logging.set_verbosity(verbosity)
         if shown:
             hf_logging.enable_progress_bar()
 

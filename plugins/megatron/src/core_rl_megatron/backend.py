@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import core_rl_megatron.fallbacks  # noqa: F401
+
+# isort: split
+
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

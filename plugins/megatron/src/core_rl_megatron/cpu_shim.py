@@ -63,6 +63,9 @@ def install(device: torch.device) -> None:
             module.__dict__["torch"] = _torch_on_cpu()
     _replace_random_state()
     _replace_splits()
+    # It would advise an environment variable of CUDA, once on each rank.
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
 
 
 def building() -> AbstractContextManager[object]:

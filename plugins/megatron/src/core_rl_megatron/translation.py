@@ -123,6 +123,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
+        cuda_graph_scope=[],  # the default is deprecated, and warns of itself
         **family,
         **RECOMPUTE[options.recompute],
         **(_experts(model) if getattr(model, "num_experts", None) else {}),

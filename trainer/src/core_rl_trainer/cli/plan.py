@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
@@ -59,19 +60,24 @@ def _run(plan: RunPlan) -> Table:
 
 
 def _roles(roles: Sequence[RolePlan]) -> Table:
-    table = _table(
-        "role", "engine", "layout", "dtype", "device", "devices", "weights", "trained", "layers", "vocabulary"
-    )
-    for role in roles:
-        model = role.model
-        numbers = (
-            model.parameters,
-            model.trained if role.memory.moments else 0,
-            model.layers,
-            model.vocabulary,
-        )
-        own = (role.engine, role.layout, role.dtype, role.device, _numbers(role.devices))
-        table.add_row(f"[bold]{role.role}[/]", *own, *(f"{number:,}" for number in numbers))
+    """A column for each role: a row for each would be cut at the width of a terminal."""
+    rows: dict[str, Callable[[RolePlan], str]] = {
+        "engine": lambda role: role.engine,
+        "layout": lambda role: role.layout,
+        "dtype": lambda role: role.dtype,
+        "device": lambda role: f"{role.device} {_numbers(role.devices)}".strip(),
+        "weights": lambda role: f"{role.model.parameters:,}",
+        "trained": lambda role: f"{role.model.trained if role.memory.moments else 0:,}",
+        "layers": lambda role: f"{role.model.layers:,}",
+        "vocabulary": lambda role: f"{role.model.vocabulary:,}",
+    }
+    return _by_role("role", roles, rows)
+
+
+def _by_role(heading: str, roles: Sequence[RolePlan], rows: Mapping[str, Callable[[RolePlan], str]]) -> Table:
+    table = _table(heading, *(role.role for role in roles))
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/]", *(escape(value(role)) for role in roles))
     return table
 
 
@@ -94,14 +100,14 @@ def _numbers(devices: Sequence[int]) -> str:
 
 
 def _memory(roles: Sequence[RolePlan]) -> Table:
-    table = _table("memory of a rank", *MEMORY)
-    for role in roles:
-        if role.ranks:
-            values = [_size(getattr(role.memory, name)) for name in MEMORY]
-        else:
-            values = [_size(role.memory.weights), *["" for _ in MEMORY[1:-1]], "and its cache"]
-        table.add_row(f"[bold]{role.role}[/]", *values)
-    return table
+    return _by_role("memory of a rank", roles, {name: partial(_part, name) for name in MEMORY})
+
+
+def _part(name: str, role: RolePlan) -> str:
+    """This part of the role's memory; an inference engine has weights and plans its cache itself."""
+    if role.ranks or name == "weights":
+        return _size(getattr(role.memory, name))
+    return "and its cache" if name == "total" else ""
 
 
 def _ranks(role: RolePlan) -> Table:

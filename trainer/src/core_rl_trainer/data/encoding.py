@@ -142,7 +142,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path!r}: its tokenizer cannot be loaded: {error}") from error
+    _check_vocabulary(path, tokenizer)
     return tokenizer
+
+
+def _check_vocabulary(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer with ids that the model has no embeddings for."""
+    from core_rl.toolkit.build import read_config
+
+    size = read_config(ModelConfig(path=path)).get_text_config().vocab_size
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= size:
+        raise ConfigError(
+            f"model.path = {path!r}: its tokenizer has ids up to {highest:,}, and the model embeddings for {size:,}; "
+            "save the model with the tokenizer that it was trained with, or resize its embeddings"
+        )
 
 
 def context_length(path: str) -> int | None:

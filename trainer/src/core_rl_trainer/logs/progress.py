@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ HELD_OUT = {
 
 
 class TrainingProgress(Progress):
-    """Shows reward and KL, or the loss, tokens per second and the time that is left."""
+    """Shows reward and a KL, or the loss, tokens per second and the time that is left."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         super().__init__(
@@ -57,8 +56,8 @@ def _headline(metrics: Mapping[str, float]) -> str:
     if "reward" not in metrics:
         accuracy = f"  accuracy {metrics['accuracy']:.3f}" if "accuracy" in metrics else ""
         return f"loss {metrics['loss']:.4f}{accuracy}"
-    kl = metrics.get("kl_k3", metrics.get("approx_kl", math.nan))
-    return f"reward {metrics['reward']:.3f}  KL {kl:.4f}"
+    shown = next((name for name in ("kl_k3", "approx_kl") if name in metrics), None)
+    return f"reward {metrics['reward']:.3f}" + (f"  {shown} {metrics[shown]:.4f}" if shown else "")
 
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:

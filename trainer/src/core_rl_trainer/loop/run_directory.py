@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -19,7 +19,7 @@ from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["RunDirectory", "differing_fields", "open_run_directory"]
 
-RECIPE, RESULT, PAGE, PICTURE, LOCK = "recipe.yaml", "result.json", "index.html", "reward.svg", ".lock"
+RECIPE, RESULT, PAGE, PICTURE, LOCK = "recipe.yaml", "result.json", "index.html", "curve.svg", ".lock"
 OWNED = (
     RECIPE,
     RESULT,
@@ -45,12 +45,11 @@ CHANGEABLE = ("call_timeout_s",)
 def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     """``recipe.output_dir``, for this process and this recipe alone.
 
-    Raises `ConfigError` when another process is at work there, and one that names the differing fields
-    when another recipe's run is there.
+    Raises `ConfigError` where nothing can be written, when another process is at work there, and one that names the
+    differing fields when another recipe's run is there.
     """
     path = recipe.directory
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / LOCK).open("w") as lock:
+    with _lock_file(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
         except BlockingIOError as error:
@@ -58,6 +57,17 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
                 f"another process is at work in {path}; wait for its end, or set output_dir"
             ) from error
         yield RunDirectory(recipe)
+
+
+def _lock_file(path: Path) -> TextIO:
+    """The open lock file in ``path``, which is made where it is missing."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return (path / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir = {str(path)!r}: {error.strerror} ({error.filename}); name a directory that can be written"
+        ) from error
 
 
 class RunDirectory:

@@ -1,0 +1,87 @@
+"""Models, directories and values that a run cannot take: refused before anything starts, in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+from transformers import BertConfig
+
+from core_rl.errors import ConfigError
+from core_rl_trainer.loop.run import dry_run
+from core_rl_trainer.loop.run_directory import open_run_directory
+from core_rl_trainer.recipe.recipe import load_recipe
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return support.make_start(tmp_path_factory.mktemp("start"))
+
+
+def encoder(config: dict[str, Any]) -> None:
+    config.clear()
+    small = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config.update(small.to_dict())
+
+
+def few_embeddings(config: dict[str, Any]) -> None:
+    config["vocab_size"] = 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (encoder, "of type 'bert' is an encoder: each token sees those after it"),
+        (few_embeddings, r"its tokenizer has ids up to \d+, and the model embeddings for 5"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_models_without_log_probs_of_all_tokens(
+    start: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    message: str,
+    algorithm: str,
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in (start / "model").iterdir():
+        (model / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    change(config)
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(config))
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
+    values["model"] = {"path": str(model)}
+    with pytest.raises(ConfigError, match=message):
+        dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=true", "field 'steps' = True: it is a number, neither true nor false"),
+        ("optimizer.schedule.warmup_steps=false", "field 'optimizer.schedule.warmup_steps' = False: "),
+        ("optimizer.lr=.nan", "field 'optimizer.lr' = nan: Input should be a finite number"),
+    ],
+)
+def test_values_that_are_no_numbers(start: Path, tmp_path: Path, override: str, message: str) -> None:
+    recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(recipe, [override])
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_an_output_directory_that_cannot_be_one(start: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    values = support.recipe_values(start, tmp_path / name)
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    with (
+        pytest.raises(ConfigError, match=r"output_dir = '.*': (File exists|Not a directory)"),
+        open_run_directory(recipe),
+    ):
+        pass
