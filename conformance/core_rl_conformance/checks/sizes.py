@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import OutputName
-from core_rl.launch.group import EngineGroup
+from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs
@@ -23,15 +23,17 @@ from core_rl_conformance.profile import DENSE
 from core_rl_oracle.oracle import AdamW, Gradients
 from core_rl_oracle.tolerance import Tolerance
 
-LENGTHS = (389, 17, 2, 31, 5, 1, 23, 9, 40, 3, 64, 12)
+LENGTHS = (523, 17, 2, 31, 5, 1, 23, 9, 40, 3, 64, 12)
 """A long sequence, and others as they are elsewhere."""
-ROWS = 200
-"""Sequences on each data-parallel rank, with more than 4,096 tokens in all."""
-TRAINED_ROWS = 140
-"""The same in training: more than 128."""
+ROWS = 260
+"""Sequences on each data-parallel rank: more than 8 bits count, with more than 4,096 tokens in all."""
+TRAINED_ROWS = 190
+"""The same in training, with more than 4,096 tokens too."""
 MANY = MicroBatchSpec(count=20)
-BEYOND_INT16 = 33_013
-"""A vocabulary with ids that 16 bits do not hold."""
+BEYOND_16_BITS = 65_543
+"""A vocabulary with ids that 16 bits do not hold, with a sign or without."""
+FEW = (13, 2, 19, 5)
+"""Lengths of sequences for a vocabulary of that size."""
 OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
 COLD, WARMER = 0.05, (0.1, 0.2, 0.25, 0.5, 1.0)
 EXPONENTS = (-40, 40)
@@ -43,7 +45,7 @@ UPDATES, DECAYED = 20, 16
 
 @check("I7.long-sequences", each="layout", families=DENSE)
 def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
-    """A sequence of 389 tokens, among 200 on each rank with more than 4,096 tokens in a pass, is computed as any other.
+    """A sequence of 523 tokens, among 260 on each rank with more than 4,096 tokens in a pass, is computed as any other.
 
     The model has three layers or more, and an unusual rotary base, rotary scaling and epsilon.
 
@@ -54,13 +56,14 @@ def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = _long_model(subject), _repeated(subject, ROWS)
     group = subject.start(model)
+    output = group.forward(data.all.batch(), ONE_PASS, OUTPUTS)
     for name in OUTPUTS:
-        _verify_outputs(subject, group, model, data, name)
+        _verify_outputs(subject, output, model, data, name)
 
 
 @check("I8.low-temperature", each="layout")
 def low_temperatures_match_the_oracle(subject: EngineUnderTest) -> None:
-    """At a temperature of 0.05, log-probs and entropy are those of ``softmax(logits / 0.05)``.
+    """At a temperature of 0.05, log-probs and entropy are those of ``softmax(logits / 0.05)``; so are gradients.
 
     Why: a clamp against division by 0 makes the importance ratio of cold samples wrong, and a softmax without its
     maximum overflows.
@@ -68,14 +71,19 @@ def low_temperatures_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     group = subject.start(model)
+    output = group.forward(data.batch(), ONE_PASS, OUTPUTS, COLD)
     for name in OUTPUTS:
         expected = subject.outputs(model, data, name, COLD)
-        got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,), COLD), name, data)
+        got = per_sequence(output, name, data)
         what = f"{name} at temperature {COLD:g}"
         finding = compare_tokens(what, got, expected.values, expected.tolerance, subject.places(data))
         if finding.problem is not None:
             finding = replace(finding, problem=finding.problem + _warmer(subject, model, data, got, name))
         subject.verify(finding)
+    short = subject.data(PROBE)
+    subject.verify_backward(
+        f"in training at temperature {COLD:g}", group, model, short, TokenMeanLoss(temperature=COLD)
+    )
 
 
 def _warmer(
@@ -91,18 +99,22 @@ def _warmer(
 
 @check("I1.many-sequences", each="layout", families=DENSE)
 def gradients_of_many_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
-    """The gradients of 140 sequences on each rank, in 20 micro-batches, are the oracle's.
+    """The gradients of 190 sequences on each rank, in 20 micro-batches and in one pass, are the oracle's.
 
-    Some sequences have 389 tokens, and the model has three layers or more.
+    The one pass has more than 4,096 tokens, and some sequences have 523. The model has three layers or more.
 
-    Why: buffers and loops that end at 16 micro-batches or 128 sequences; layers that a table of a smaller model lacks.
-    Look at: the micro-batches from the 17th on, and the layers whose gradients differ.
+    Why: buffers and loops that end at 16 micro-batches, 128 sequences or 4,096 tokens; layers that a table of a smaller
+    model lacks.
+    Look at: the micro-batches from the 17th on, and the layers whose gradients differ. If only one micro-batch is
+    wrong: buffers and kernels with a number of tokens in them.
     """
     model, data, loss = _long_model(subject), _repeated(subject, TRAINED_ROWS), RepeatedLoss()
     group = subject.start(model)
     expected = subject.gradients(model, data.distinct, loss)
-    metrics = group.forward_backward(data.all.batch(), TokenMeanLoss().spec(), MANY)
-    subject.verify_gradients(f"of {len(data.order)} sequences in 20 micro-batches", group, metrics, expected)
+    for cut, where in ((MANY, "20 micro-batches"), (ONE_PASS, "one pass")):
+        metrics = group.forward_backward(data.all.batch(), TokenMeanLoss().spec(), cut)
+        subject.verify_gradients(f"of {len(data.order)} sequences in {where}", group, metrics, expected)
+        group.optimizer_zero_grad()
 
 
 def _long_model(subject: EngineUnderTest) -> TinyModel:
@@ -118,13 +130,12 @@ def _repeated(subject: EngineUnderTest, rows: int) -> Repeated:
 
 def _verify_outputs(
     subject: EngineUnderTest,
-    group: EngineGroup,
+    output: ModelOutput,
     model: TinyModel,
     data: Repeated,
     name: OutputName,
 ) -> None:
     expected = subject.outputs(model, data.distinct, name)
-    output = group.forward(data.all.batch(), ONE_PASS, (name,))
     got = per_sequence(output, name, data.all)
     what = f"{name} of {len(got)} sequences"
     values = [expected.values[number] for number in data.order]
@@ -158,18 +169,28 @@ def _ignored_constant(
 
 @check("I7.large-vocabulary", each="layout", families=DENSE)
 def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
-    """With a vocabulary of more than 33,000, log-probs and entropy at ids of every size are the oracle's.
+    """With a vocabulary of more than 65,536, log-probs and entropy at ids of every size are the oracle's.
+
+    The mean log-prob of a training pass is, too.
 
     Why: ids in 16 bits, or a kernel that gives up behind a number of columns, are right for all small vocabularies.
-    Look at: the dtype of ids on their way to the embedding and to the head; indices of kernels over the vocabulary.
+    Look at: the dtype of ids on their way to the embedding and to the head, also in training; indices of kernels over
+    the vocabulary.
     """
-    model = replace(subject.model(), vocabulary=BEYOND_INT16)
-    data = ragged(BEYOND_INT16, 1000 * subject.case.seed + 4, PROBE)
-    data = data.with_ids([7, 2**15 - 1, 2**15, 11, BEYOND_INT16 - 1, 300, 2**15 + 99, 12, 2**14])
-    output = subject.start(model).forward(data.batch(), ONE_PASS, OUTPUTS)
+    model = replace(subject.model(), vocabulary=BEYOND_16_BITS)
+    data = ragged(BEYOND_16_BITS, 1000 * subject.case.seed + 4, FEW).all_trained()
+    data = data.with_ids([7, 2**15 - 1, 2**15, 11, BEYOND_16_BITS - 1, 300, 2**15 + 99, 12, 2**14, 2**16 + 1])
+    group = subject.start(model)
+    output = group.forward(data.batch(), ONE_PASS, OUTPUTS)
     for name in OUTPUTS:
         got, expected = per_sequence(output, name, data), subject.outputs(model, data, name)
         subject.verify_tokens(f"{name} with a large vocabulary", got, expected, subject.places(data))
+    # Not the gradients: those of the oracle take longer than all else here.
+    trained = group.forward_backward(data.batch(), TokenMeanLoss().spec(), ONE_PASS)["mean_logprob"]
+    truth = subject.outputs(model, data, "logprobs")
+    mean = float(torch.cat([values[1:] for values in truth.values]).mean())
+    what = "the mean log-prob of a training pass with a large vocabulary"
+    subject.verify_scalar(what, trained, mean, truth.tolerance)
 
 
 @check("I1.gradient-sizes", each="layout")

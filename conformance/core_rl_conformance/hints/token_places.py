@@ -148,8 +148,9 @@ def _by_size(tokens: Tokens) -> Iterator[Place]:
                 f"only {what} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
             )
             yield sentence, order >= low
-    seen = _seen_before(places.ids >= 2**15, tokens)
-    yield "only tokens after an id above 32,767 in their sequence are wrong: ids in 16 bits?", seen
+    for most in (2**16 - 1, 2**15 - 1):
+        seen = _seen_before(places.ids > most, tokens)
+        yield f"only tokens after an id above {most:,} in their sequence are wrong: ids in 16 bits?", seen
 
 
 def _by_rank(tokens: Tokens) -> Iterator[Place]:

@@ -238,7 +238,7 @@ MUTANTS = (
         engine=TrainsTwoLayers,
         killed_by=MANY,
         issue="a list of layers that was written for a smaller model",
-        says=r"gradients of 140 sequences[\s\S]*layers\.2\.",
+        says=r"gradients of 190 sequences[\s\S]*layers\.2\.",
     ),
     Mutant(
         engine=ShortPass,
@@ -256,7 +256,7 @@ MUTANTS = (
         engine=FewMicroBatches,
         killed_by=MANY,
         issue="a ring of 16 micro-batches",
-        says="gradients of 140 sequences in 20 micro-batches",
+        says="gradients of 190 sequences in 20 micro-batches",
     ),
     Mutant(
         engine=TemperatureClamped,

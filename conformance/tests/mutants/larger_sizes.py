@@ -1,0 +1,106 @@
+"""Faults that begin at larger sizes than those of `sizes`, or in training alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
+from mutants.bases import Packed, TrainContext
+from mutants.outputs import WithTemperature
+from mutants.sizes import LONG, MANY, WIDE
+from mutants.zoo import Mutant
+
+
+class UnsignedIds(Packed):
+    """Ids pass through uint16 on their way to the embedding."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        model.base_model.register_forward_pre_hook(_unsigned, with_kwargs=True)
+
+
+def _unsigned(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | {"input_ids": kwargs["input_ids"] & 0xFFFF}
+
+
+class SequencesInOneByte(Packed):
+    """Log-probs behind the 256th sequence of a pass are 0."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        if output.logprobs is None:
+            return output
+        end = int(micro_batch.cu_seqlens[min(256, micro_batch.num_sequences)])
+        known = torch.arange(micro_batch.num_tokens) < end
+        return replace(output, logprobs=torch.where(known, output.logprobs, 0.0))
+
+
+class TrainsSmallIds(Packed):
+    """In training, ids pass through int16."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        if step.trained_only:
+            ids = micro_batch.input_ids.to(torch.int16).long() % self.model.config.vocab_size
+            micro_batch = replace(micro_batch, input_ids=ids)
+        return super().outputs(micro_batch, step)
+
+
+class TrainsWarm(Packed):
+    """In training, temperatures below 0.5 are taken for 0.5."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        if step.trained_only:
+            step = WithTemperature(step, max(step.temperature, 0.5))
+        return super().outputs(micro_batch, step)
+
+
+class TrainsShortPasses(Packed):
+    """In training, log-probs behind the 4,096th token of a pass have no graph."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        if output.logprobs is None:
+            return output
+        known = torch.arange(micro_batch.num_tokens) < 4096
+        return replace(output, logprobs=torch.where(known, output.logprobs, output.logprobs.detach()))
+
+
+MUTANTS = (
+    Mutant(
+        engine=UnsignedIds,
+        killed_by=WIDE,
+        issue="a file of token ids as uint16",
+        says="only tokens after an id above 65,535",
+    ),
+    Mutant(
+        engine=SequencesInOneByte,
+        killed_by=LONG,
+        issue="numbers of segments as uint8",
+        says="only sequences from number 256 of a pass on are wrong",
+    ),
+    Mutant(
+        engine=TrainsSmallIds,
+        killed_by=WIDE,
+        issue="labels as int16",
+        says="the mean log-prob of a training pass with a large vocabulary is",
+    ),
+    Mutant(
+        engine=TrainsWarm,
+        killed_by="I8.low-temperature",
+        issue="a clamp in a fused loss",
+        says=r"the loss in training at temperature 0\.05 is",
+    ),
+    Mutant(
+        engine=TrainsShortPasses,
+        killed_by=MANY,
+        issue="a buffer of a fused loss",
+        says="gradients of 190 sequences in one pass",
+    ),
+)
