@@ -25,7 +25,7 @@ from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
 from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.plain import EXACT_VARIANTS
-from core_rl_oracle.tolerance import tolerance, tolerances
+from core_rl_oracle.tolerance import scalar_tolerance, tolerance, tolerances
 
 RUNS: tuple[tuple[OutputName, float], ...] = (("logprobs", 1.0), ("logprobs", 0.3), ("entropy", 0.7))
 ROTARY = ("qwen3", "llama", "qwen2")
@@ -46,7 +46,7 @@ def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, the norm, the temperature, the softmax and a scalar head compute in float32.
 
     The model is one whose hidden states and logits are bfloat16 numbers, so that nothing rounds where these steps are
-    in float32: log-probs, entropy and values are then those of float32.
+    in float32: log-probs, entropy and values are then those of float32, and the loss of a training pass.
 
     Why: the usual tolerance of bfloat16 is some nats, and hides a temperature that divides bfloat16 logits (rms error
     6.6e-2 at 0.3), values that are bfloat16 numbers, or a norm that squares in bfloat16.
@@ -58,6 +58,7 @@ def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     group = subject.start(model)
     for name, temperature in RUNS:
         _verify_exact(subject, group, model, data, name, temperature)
+    _verify_trained(subject, group, model, subject.data(PROBE), TokenMeanLoss(temperature=0.3))
     if subject.spec.supports(Capability.VALUE_HEAD):
         model = replace(model, head="value")
         _verify_exact(subject, subject.start(model), model, data, "values", 1.0)
@@ -102,6 +103,22 @@ def _verify_exact(
     kind = "hardly rounds" if model.focused else "computes exactly"
     what = f"{name} at temperature {temperature:g} of a model that bfloat16 {kind}"
     subject.verify(compare_tokens(what, got, truth, allowed, subject.places(data)))
+
+
+def _verify_trained(
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, data: Ragged, loss: TokenMeanLoss
+) -> None:
+    """Compare the loss of a training pass by the same rule."""
+    sequences = data.for_oracle()
+    truth = subject.expected.oracle(model).gradients(sequences, loss.of_sequence, loss.temperature).loss
+    plain = subject.expected.plain(model, torch.bfloat16, subject.case.device)
+    runs = [
+        plain.gradients(variant, sequences, loss.of_sequence, loss.temperature)[0]
+        for variant in EXACT_VARIANTS
+    ]
+    got = group.forward_backward(data.batch(), loss.spec(), ONE_PASS)["loss"]
+    what = f"the loss of a training pass at temperature {loss.temperature:g} of a model that bfloat16 computes exactly"
+    subject.verify_scalar(what, got, truth, scalar_tolerance(runs, truth, torch.float32))
 
 
 @check("I20.bfloat16-sums", requires=[Capability.BFLOAT16], each="layout", dtype="bfloat16")

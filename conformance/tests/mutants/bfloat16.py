@@ -158,6 +158,17 @@ class LogprobsInHalf(HalfCopies):
         return replace(output, logprobs=output.logprobs + (rounded - output.logprobs).detach())
 
 
+class TrainsInHalf(LogprobsInHalf):
+    """The same in training passes alone."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        return (
+            super().outputs(micro_batch, step)
+            if step.trained_only
+            else HalfCopies.outputs(self, micro_batch, step)
+        )
+
+
 class RotaryInHalf(HalfCopies):
     """Positions and rotary frequencies are bfloat16 numbers."""
 
@@ -201,6 +212,12 @@ MUTANTS = tuple(
         (TemperatureInHalf, UPCASTS, "verl: logits divided in bfloat16", "logprobs at temperature 0.3 of"),
         (ValuesInHalf, UPCASTS, "verl, AReaL: values in bfloat16", "values at temperature 1 of a model that"),
         (LogprobsInHalf, UPCASTS, "accelerate #3979", "logprobs at temperature 1 of a model that bfloat16"),
+        (
+            TrainsInHalf,
+            UPCASTS,
+            "a fused loss",
+            "the loss of a training pass at temperature 0.3 of a model that",
+        ),
         (RotaryInHalf, "I20.bfloat16-rotary", "SkyRL #1725", "of a model that bfloat16 hardly rounds"),
     )
 )
