@@ -9,6 +9,7 @@ from functools import partial
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_tokens
@@ -53,9 +54,10 @@ def temperature_scales_the_logits(subject: EngineUnderTest) -> None:
     ratio wrong (NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557).
     Look at: where logits become log-probs; divide by ``step.temperature`` before the softmax.
     """
+    group = subject.start(subject.model())
     for temperature in (0.6, 1.7):
-        _verify_token_output(subject, "logprobs", temperature)
-        _verify_token_output(subject, "entropy", temperature)
+        _verify_token_output(subject, "logprobs", temperature, group=group)
+        _verify_token_output(subject, "entropy", temperature, group=group)
 
 
 @check("I7.logits", requires=[Capability.LOGITS], each="layout")
@@ -94,11 +96,17 @@ def logits_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
 
 
 def _verify_token_output(
-    subject: EngineUnderTest, name: OutputName, temperature: float, *, plotted: bool = False
+    subject: EngineUnderTest,
+    name: OutputName,
+    temperature: float,
+    *,
+    plotted: bool = False,
+    group: EngineGroup | None = None,
 ) -> None:
     model, data = subject.model(), subject.data()
+    group = group or subject.start(model)
     expected = subject.outputs(model, data, name, temperature)
-    answer = partial(subject.start(model).forward, data.batch(), BUDGET, (name,), temperature)
+    answer = partial(group.forward, data.batch(), BUDGET, (name,), temperature)
     output, what = answer(), f"{name} at temperature {temperature:g}"
     _compare(subject, output, name, model, data, what, temperature, cut=BUDGET, plotted=plotted, again=answer)
     if name != "logits":
@@ -178,6 +186,8 @@ def neighbours_change_nothing(subject: EngineUnderTest) -> None:
 def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     """``forward`` and ``eval_batch`` run without dropout, also inside ``train_mode()``, which they restore.
 
+    So does a model with a value head.
+
     Why: log-probs of a model in training mode are noise, and a mode that is not restored turns
     dropout off for the rest of the training (verl #4708).
     Look at: ``TrainBackend.set_training``, and whether the module hands ``self.training`` to its attention.
@@ -186,7 +196,7 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     expected = subject.outputs(replace(model, dropout=0.0), data, "logprobs")
     loss = TokenMeanLoss()
     truth = subject.gradients(replace(model, dropout=0.0), data, loss)
-    group = subject.start(model)
+    group = subject.start(model, optimizer={"lr": 0.0})
     losses = group.run(train_mode_losses, data.batch(), loss.spec(), ONE_PASS)[0]
     for when, pair in (("before a forward()", losses[:2]), ("after a forward()", losses[2:])):
         subject.require(
@@ -194,7 +204,6 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
             f"two training passes {when} inside train_mode() have the same loss: dropout is off in training",
         )
     group.train_batch(data.batch(), loss.spec(), ONE_PASS)
-    group = subject.start(model)
     batch = data.batch()
     for what, output in (
         ("by forward()", group.forward(batch, BUDGET)),
@@ -206,3 +215,9 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     evaluated = group.eval_batch(data.batch(), loss.spec(), ONE_PASS)["loss"]
     what = "the loss of eval_batch(), without dropout,"
     subject.verify_scalar(what, evaluated, truth.oracle.loss, truth.loss)
+    if subject.spec.supports(Capability.VALUE_HEAD):
+        critic = subject.model(dropout=0.5, head="value")
+        got = per_sequence(subject.start(critic).forward(batch, ONE_PASS, ("values",)), "values", data)
+        subject.verify_tokens(
+            "values by forward()", got, subject.outputs(replace(critic, dropout=0.0), data, "values")
+        )

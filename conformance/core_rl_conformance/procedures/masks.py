@@ -222,8 +222,8 @@ def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]],
     A correct engine fails with a probability of `FALSE_ALARMS`.
     """
     counts = [count for when, kept in passes for count in _counts(when, kept, spread)]
-    for (_, before), (when, kept) in zip(passes, passes[1:], strict=False):
-        counts.append(_agreement(f"{when}: the masks are those of the pass before", kept, before))
+    for (first, before), (when, kept) in combinations(passes, 2):
+        counts.append(_agreement(f"{when}: the masks are again those {first}", kept, before))
     _require_chance(subject, counts)
 
 

@@ -117,6 +117,29 @@ class OneSeedForAllPasses(Packed):
         super().run(micro_batches, step, mode)
 
 
+class FirstMasksAfterALoad(Packed):
+    """The first pass, and the first one after each load, begin at the random state of the seed."""
+
+    fresh = True
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        if self.fresh and mode != "forward":
+            torch.manual_seed(self.context.world.rank)
+            self.fresh = False
+        super().run(micro_batches, step, mode)
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        self.fresh = True
+
+
+class CriticStaysInTraining(Packed):
+    """A model with a scalar head is always in training mode."""
+
+    def set_training(self, training: bool) -> None:
+        super().set_training(training or self.context.config.model.head != "lm")
+
+
 class InTheFirstLayer(Packed):
     """Only the first layer has it."""
 
@@ -224,7 +247,19 @@ MUTANTS = (
         engine=OneSeedForAllPasses,
         killed_by=MASKS,
         issue="a seed that is set before each pass",
-        says="the masks are those of the pass before",
+        says="the masks are again those in the first training pass",
+    ),
+    Mutant(
+        engine=FirstMasksAfterALoad,
+        killed_by=MASKS,
+        issue="a seed that a load sets again",
+        says=r"in training after a load\(\): the masks are again those in the first training pass",
+    ),
+    Mutant(
+        engine=CriticStaysInTraining,
+        killed_by="I9.dropout-off",
+        issue="a critic that is never in evaluation",
+        says=r"values by forward\(\)",
     ),
     Mutant(
         engine=InTheFirstLayer,
