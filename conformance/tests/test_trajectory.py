@@ -10,7 +10,7 @@ import torch
 
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.procedures.end_to_end import CONFIG, LOSS, STEPS
+from core_rl_conformance.procedures.end_to_end import BATCHES, CONFIG, LOSS
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
 from core_rl_oracle.oracle import AdamWState, Oracle
@@ -18,10 +18,10 @@ from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 
 MODEL = TinyModel(family="gpt2")
 TRAINING = Training(
-    data=tuple(ragged(MODEL.vocab_size, seed, PROBE) for seed in range(STEPS)),
+    data=tuple(ragged(MODEL.vocab_size, seed, PROBE) for seed in BATCHES),
     loss=LOSS,
     config=CONFIG,
-    total_steps=STEPS + 2,
+    total_steps=len(BATCHES) + 2,
 )
 
 
@@ -41,7 +41,7 @@ def test_steps_are_made_one_after_the_other(directory: Path, expected: ExpectedT
     for step, data in enumerate(TRAINING.data[:2]):
         found = oracle.gradients(data.for_oracle(), LOSS.of_sequence, LOSS.temperature)
         assert (found.loss, found.norm) == (expected.truth.losses[step], expected.truth.norms[step])
-        CONFIG.step(state, found.grads, CONFIG.linear_lr(step, STEPS + 2))
+        CONFIG.step(state, found.grads, CONFIG.linear_lr(step, len(BATCHES) + 2))
         oracle.set_parameters(state.params)
 
 

@@ -20,6 +20,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.moving import elsewhere
+from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
 from core_rl_oracle.experts import written
@@ -166,12 +167,14 @@ def _identical(left: Tensor, right: Tensor) -> bool:
 def engine_loads_an_export(subject: EngineUnderTest) -> None:
     """``load(format="hf")`` sets every parameter, on every rank, and the next outputs are those of the new weights.
 
+    So are the next gradients: a tied embedding still has the sum of both.
+
     Why: a reload that forgets master weights, the tie, or a gathered copy computes with a mixture (vllm #44371).
     Look at: ``TrainBackend.after_load``, and copies of the weights that are gathered or cached.
     """
     model = subject.model()
     source = elsewhere(model)
-    data = subject.data()
+    data = subject.data(PROBE)
     group = subject.start(model)
     group.forward(data.batch(), ONE_PASS)
     group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
@@ -179,3 +182,4 @@ def engine_loads_an_export(subject: EngineUnderTest) -> None:
     expected = {name: value.float() for name, value in values.items()}
     subject.verify_same("parameters after a load", group.named_tensors("master"), expected)
     subject.verify_logprobs("after a load", group, source, data)
+    subject.verify_backward("after a load", group, source, data, LOSS)

@@ -30,7 +30,7 @@ def _few_tokens(subject: EngineUnderTest) -> SequenceBatch:
 def calls_leave_global_state(subject: EngineUnderTest) -> None:
     """No public call changes global settings of the process: dtype, device, modes, random states, threads, directory.
 
-    After ``initialize()``, dtype, device and modes are those that torch begins with.
+    Nor does a pass that raises. After ``initialize()``, dtype, device and modes are those that torch begins with.
 
     Why: a default dtype of bfloat16 that a build leaves behind halves the precision of whatever is computed next in the
     process, another engine's included; a seed that a load sets makes all draws around it the same.
@@ -47,7 +47,7 @@ def calls_leave_global_state(subject: EngineUnderTest) -> None:
 
 @check("contract.flat-memory", each="layout")
 def memory_does_not_grow(subject: EngineUnderTest) -> None:
-    """Over 50 training steps, and 50 forward passes, no live tensors are added on any rank.
+    """Over 50 training steps, and 50 forward passes, each on other tokens, no live tensors are added on any rank.
 
     On several ranks, over 20 of each.
 

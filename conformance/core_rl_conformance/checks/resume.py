@@ -17,6 +17,9 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.serving import verify_version
 
+CHANGED = replace(moving.OPTIMIZER, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.3)
+"""The optimizer of an engine that goes on from the checkpoint of another run."""
+
 
 @check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
 def resume_is_bitwise(subject: EngineUnderTest) -> None:
@@ -104,9 +107,12 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
 def resume_on_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.
 
+    These have the betas, epsilon and decay of the engine's own config, which are not those of the checkpoint.
+
     Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
-    (AReaL #1470).
-    Look at: offsets of shards in the full tensor, and uneven shards of sizes that divide by nothing.
+    (AReaL #1470); ``load_state_dict`` of an optimizer, which brings back the settings of the run before.
+    Look at: offsets of shards in the full tensor, and uneven shards of sizes that divide by nothing. If only the steps
+    are wrong: the optimizer's groups after a load.
     """
     model = subject.model()
     other = subject.case.other_setting
@@ -115,12 +121,12 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     moving.train(group, subject, [0, 1])
     group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
     expected, progress = moving.state(group), group.progress
-    group = moving.start(subject, moving.elsewhere(model), layout=other)
+    group = moving.start(subject, moving.elsewhere(model), layout=other, config=CHANGED)
     group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
     what = f"loaded on {other}"
     moving.verify_state(subject, what, group, expected)
     moving.verify_progress(subject, what, group, progress)
-    moving.verify_next_steps(subject, group, model, what)
+    moving.verify_next_steps(subject, group, model, what, CHANGED)
 
 
 @check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")

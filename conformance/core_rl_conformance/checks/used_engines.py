@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from core_rl.backend.meta import CheckpointFormat
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
@@ -16,6 +19,8 @@ LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
 LENGTHS, OTHER_LENGTHS = (3, 9, 5, 7), (9, 3, 7, 5)
 """As many sequences and tokens, cut at other places."""
+EQUAL = (6, 6, 6, 6)
+"""Sequences of each data-parallel rank, each in a micro-batch of its own."""
 
 
 @check("I13.hidden-caches", each="layout")
@@ -23,16 +28,18 @@ def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
     """Outputs and gradients are those of the batch at hand after others of the same size, tokens or boundaries.
 
     In turn: the same tokens cut elsewhere, other tokens, another temperature, other masks; and the first ones again.
+    Training passes too. Of micro-batches of one size, each has its own log-probs.
 
     Why: masks, positions and hidden states that are cached by the number of tokens, or by the tokens alone, are those
-    of the batch before.
+    of the batch before; an output in a buffer for each size is overwritten by the next one.
     Look at: the keys of caches; everything that a value depends on must be in them: ids, ``cu_seqlens``,
-    ``loss_mask``, temperature, and the weights.
+    ``loss_mask``, temperature, and the weights. Outputs are tensors of their own.
     """
     model, first = subject.model(), subject.data(LENGTHS)
+    elsewhere = first.cut_at(OTHER_LENGTHS)
     turns = {
         "of a first batch": (first, 1.0),
-        "of the same tokens, cut elsewhere": (first.cut_at(OTHER_LENGTHS), 1.0),
+        "of the same tokens, cut elsewhere": (elsewhere, 1.0),
         "of other tokens, cut as the first": (subject.data(LENGTHS, seed=1), 1.0),
         "of the first batch again": (first, 1.0),
         "of the first batch at another temperature": (first, 0.7),
@@ -43,8 +50,14 @@ def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
         expected = subject.outputs(model, data, "logprobs", temperature)
         got = list(output["logprobs"].split(data.lengths))
         subject.verify_tokens(f"log-probs {what}", got, expected, subject.places(data))
-    for what, data in (("of the first batch", first), ("of it with all tokens trained", first.all_trained())):
+    for what, data in (
+        ("of the first batch", first),
+        ("of the same tokens, cut elsewhere,", elsewhere),
+        ("of the first batch with all tokens trained", first.all_trained()),
+    ):
         subject.verify_backward(what, group, model, data, LOSS)
+    equal = subject.data(EQUAL * subject.layout.dp)
+    subject.verify_logprobs("of micro-batches of one size", group, model, equal, MicroBatchSpec(count=4))
 
 
 @check("I11.load-after-use", each="layout")
@@ -66,6 +79,8 @@ def used_engines_load_every_format(subject: EngineUnderTest) -> None:
         group.save(moving.meta(subject.directory(form), form))
     saved, progress = moving.state(group), group.progress
     group = moving.start(subject, model)
+    batch = subject.data(PROBE).batch()
+    exact: Tensor | None = None
     for form in forms:
         _use(subject, group)
         own, own_progress = moving.state(group), group.progress
@@ -78,8 +93,15 @@ def used_engines_load_every_format(subject: EngineUnderTest) -> None:
         else:
             moving.verify_state(subject, what, group, saved)
             moving.verify_progress(subject, what, group, progress)
-        verify_outputs(subject, group, model, what)
+        if exact is None:
+            verify_outputs(subject, group, model, what)
         if form != "hf":  # I11.resume and I11.portable-round-trip show their next steps
+            answer = group.forward(batch, ONE_PASS)["logprobs"]
+            same = exact is None or torch.equal(answer, exact)
+            subject.require(
+                same, f"logprobs {what} are others than after {forms[1]!r}, with the same weights"
+            )
+            exact = answer
             continue
         shadow = Shadow.of(group, moving.OPTIMIZER, moving.TOTAL_STEPS)
         shadow.train(subject, group, [subject.data(seed=2).batch()], LOSS.spec(), TWO)

@@ -21,7 +21,8 @@ __all__ = ["Trained", "expected_training", "train_end_to_end", "training_of", "v
 
 LOSS = TokenMeanLoss(temperature=0.8)
 CUT = MicroBatchSpec(max_tokens=48)
-STEPS = 4
+BATCHES = (0, 1, 0, 2)
+"""The batch of each step; one comes again, as in a second epoch."""
 CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_norm=0.5)
 """With a large epsilon, and clipping in every step."""
 
@@ -37,10 +38,10 @@ class Trained:
 def training_of(subject: EngineUnderTest) -> Training:
     """One step on each of several batches, with clipping and a learning rate that falls."""
     return Training(
-        data=tuple(subject.data(PROBE, seed) for seed in range(STEPS)),
+        data=tuple(subject.data(PROBE, seed) for seed in BATCHES),
         loss=LOSS,
         config=CONFIG,
-        total_steps=STEPS + 2,
+        total_steps=len(BATCHES) + 2,
     )
 
 

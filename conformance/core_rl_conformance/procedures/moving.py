@@ -81,9 +81,10 @@ def start(
     spec: EngineSpec | None = None,
     frozen: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
+    config: AdamW = OPTIMIZER,
 ) -> EngineGroup:
     """The engine with an optimizer whose learning rate falls, and with ``changes`` of its config."""
-    optimizer = optimizer_config(OPTIMIZER, TOTAL_STEPS)
+    optimizer = optimizer_config(config, TOTAL_STEPS)
     return subject.start(model, layout=layout, spec=spec, optimizer=optimizer, frozen=frozen, changes=changes)
 
 
@@ -233,7 +234,9 @@ def verify_goes_on(
     verify_next_steps(subject, group, model, what)
 
 
-def verify_next_steps(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
+def verify_next_steps(
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str, config: AdamW = OPTIMIZER
+) -> None:
     """Train from the loaded state, and compare with a float64 AdamW that starts from it."""
     negative = [name for name, value in group.named_tensors("exp_avg_sq").items() if bool((value < 0).any())]
     subject.require(
@@ -241,7 +244,7 @@ def verify_next_steps(subject: EngineUnderTest, group: EngineGroup, model: TinyM
         f"second moments are negative, {what}: {', '.join(negative[:6])}; exp_avg_sq is a mean of squares: does "
         "the engine export exp_avg under its name?",
     )
-    shadow = Shadow.of(group, OPTIMIZER, TOTAL_STEPS)
+    shadow = Shadow.of(group, config, TOTAL_STEPS)
     shadow.train(
         subject, group, [subject.data(seed=seed).batch() for seed in (2, 3)], LOSSES[model.head].spec(), TWO
     )

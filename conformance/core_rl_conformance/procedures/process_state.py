@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,16 @@ from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
+from core_rl.errors import CoreRLError
+from core_rl_conformance.inputs.losses import RaisingLoss
 
 __all__ = ["Growth", "changed_settings", "grown", "offloaded_bytes", "unusual_settings"]
 
 ONE_PASS = MicroBatchSpec(count=1)
 WARM_UP = 3
 """Steps, and passes, after which caches are filled and moments exist."""
+IDS = 128
+"""Every tiny model has more ids of tokens."""
 
 
 # ---------------------------------------------------------- global settings
@@ -43,6 +48,11 @@ def _settings() -> dict[str, object]:
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled(),
+        "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled(),
+        "torch.backends.cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "gc.isenabled()": gc.isenabled(),
     }
 
 
@@ -114,6 +124,13 @@ def _calls(
     if engine.spec.supports(Capability.OFFLOAD):
         yield "offload()", engine.offload
         yield "onload()", engine.onload
+    # The last call, since an engine of several ranks has failed then.
+    yield "forward_backward() that raised", partial(_raise_in_a_pass, engine, batch)
+
+
+def _raise_in_a_pass(engine: TrainEngine, batch: SequenceBatch) -> None:
+    with suppress(CoreRLError, RuntimeError):
+        engine.forward_backward(batch, RaisingLoss().spec(), ONE_PASS)
 
 
 def _enter(mode: AbstractContextManager[None]) -> None:
@@ -136,10 +153,10 @@ class Growth:
 
 def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int) -> list[Growth]:
     """The growth over ``count`` training steps, and over as many forward passes, after some of both. Collective."""
-    own = engine.shard_data(batch)
+    batches = _endless(engine.shard_data(batch))
     calls: dict[str, Callable[[], object]] = {
-        "train_batch()": lambda: engine.train_batch(own, loss, ONE_PASS),
-        "forward()": lambda: engine.forward(own, ONE_PASS),
+        "train_batch()": lambda: engine.train_batch(next(batches), loss, ONE_PASS),
+        "forward()": lambda: engine.forward(next(batches), ONE_PASS),
     }
     found = []
     with _earlier_objects_ignored():
@@ -153,6 +170,12 @@ def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int)
             after = _live(engine.device)
             found.append(Growth(what=name, tensors=after[0] - before[0], size=after[1] - before[1]))
     return found
+
+
+def _endless(batch: SequenceBatch) -> Iterator[SequenceBatch]:
+    """Batches of the size of ``batch``, each of other tokens: something may be kept for each different one."""
+    for number in count():
+        yield replace(batch, input_ids=(batch.input_ids + number) % IDS)
 
 
 @contextmanager

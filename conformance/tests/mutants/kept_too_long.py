@@ -1,0 +1,166 @@
+"""Engines that keep something of an earlier pass, batch or run, and use it where only some sessions look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.tensors import TensorSource
+from core_rl.backend.train_backend import PassMode
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
+from mutants.bases import OwnCheckpoint, OwnExport, Packed, TrainContext
+from mutants.over_time import MEMORY, SETTINGS
+from mutants.zoo import DP2, Mutant
+
+
+class OneBufferForEachSize(Packed):
+    """Log-probs of forward passes lie in a buffer for each number of tokens, which the next one overwrites."""
+
+    def build(self, context: TrainContext) -> None:
+        self._buffers: dict[int, Tensor] = {}
+        super().build(context)
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        found = super().outputs(micro_batch, step)
+        if torch.is_grad_enabled() or found.logprobs is None:
+            return found
+        buffer = self._buffers.setdefault(micro_batch.num_tokens, torch.empty_like(found.logprobs))
+        return replace(found, logprobs=buffer.copy_(found.logprobs))
+
+
+class KeepsAMaskForEachBatch(Packed):
+    """Something is kept for each different batch, without a bound."""
+
+    def build(self, context: TrainContext) -> None:
+        self._masks: dict[bytes, Tensor] = {}
+        super().build(context)
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        key = micro_batch.input_ids.numpy().tobytes()
+        self._masks.setdefault(key, torch.ones(micro_batch.num_tokens))
+        return super().outputs(micro_batch, step)
+
+
+class EmbedsOnce(Packed):
+    """In training, embeddings of a batch that was trained before are those of the weights that it had then."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        self._embedded: dict[str, Tensor] = {}
+        model.get_input_embeddings().register_forward_hook(self._remember)
+
+    def _remember(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return output
+        first = self._embedded.setdefault(repr(args[0].tolist()), output.detach().clone())
+        return output + (first - output).detach()
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        self._embedded.clear()
+
+
+class UntiesAtALoad(OwnExport):
+    """A load of a model directory gives the tied head a tensor of its own, which is not trained."""
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        super().import_tensors(kind, source)
+        head = self.model.get_output_embeddings()
+        if kind == "params" and isinstance(head, nn.Linear):
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+class OptionsComeBack(OwnCheckpoint):
+    """A checkpoint brings the betas and the decay of its own run, as the state of a torch optimizer does."""
+
+    names = ("betas", "eps", "weight_decay")
+
+    def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        super().save_sharded(directory, with_optimizer)
+        if self.context.world.rank == 0 and self.optimizer is not None:
+            found = [{name: group[name] for name in self.names} for group in self.optimizer.param_groups]
+            (directory / "own" / "groups.json").write_text(json.dumps(found))
+
+    def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
+        super().load_sharded(directory, with_optimizer)
+        if with_optimizer and self.optimizer is not None:
+            saved = json.loads((directory / "own" / "groups.json").read_text())
+            for group, values in zip(self.optimizer.param_groups, saved, strict=True):
+                group.update(values)
+
+
+class ChoosesAKernel(Packed):
+    """A training pass turns a kernel of attention off for the whole process."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        super().run(micro_batches, step, mode)
+        if mode != "forward":
+            torch.backends.cuda.enable_flash_sdp(False)
+
+
+class LeavesADtypeAfterAFailure(Packed):
+    """The default dtype is restored after a pass, unless it raises."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        try:
+            super().run(micro_batches, step, mode)
+        except BaseException:
+            torch.set_default_dtype(torch.float64)
+            raise
+
+
+MUTANTS = (
+    Mutant(
+        engine=OneBufferForEachSize,
+        killed_by="I13.hidden-caches",
+        issue="CUDA graphs with static outputs",
+        says="log-probs of micro-batches of one size",
+    ),
+    Mutant(
+        engine=KeepsAMaskForEachBatch,
+        killed_by=MEMORY,
+        issue="a cache by batch without a bound",
+        says=r"50 calls of train_batch\(\) left (4\d|5\d) more tensors",
+    ),
+    Mutant(
+        engine=EmbedsOnce,
+        killed_by="I1.training",
+        issue="activations of a first epoch in a second one",
+        says="of step 2",
+    ),
+    Mutant(
+        engine=UntiesAtALoad,
+        killed_by="I10.import",
+        issue="load_state_dict(assign=True)",
+        says="gradients after a load",
+        family="qwen3",
+    ),
+    Mutant(
+        engine=OptionsComeBack,
+        killed_by="I11.other-layout",
+        issue="Optimizer.load_state_dict",
+        says="two steps after it was loaded on dp1",
+        layout=DP2,
+    ),
+    Mutant(
+        engine=ChoosesAKernel,
+        killed_by=SETTINGS,
+        issue="a kernel that is chosen for good",
+        says=r"train_batch\(\) left torch.backends.cuda.flash_sdp_enabled\(\) = False",
+    ),
+    Mutant(
+        engine=LeavesADtypeAfterAFailure,
+        killed_by=SETTINGS,
+        issue="a setting that is restored without a finally",
+        says=r"forward_backward\(\) that raised left torch.get_default_dtype\(\) = torch.float64",
+    ),
+)
