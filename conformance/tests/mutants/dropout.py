@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from mutants.bases import Packed, TrainContext
+from mutants.bases import Packed, Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
 
@@ -133,7 +133,7 @@ class FirstMasksAfterALoad(Packed):
         self.fresh = True
 
 
-class CriticStaysInTraining(Packed):
+class CriticStaysInTraining(Replicated):
     """A model with a scalar head is always in training mode."""
 
     def set_training(self, training: bool) -> None:
