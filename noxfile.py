@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.reuse_venv = "yes"
@@ -246,14 +247,21 @@ def nightly(session: nox.Session) -> None:
     commit = str(session.run("git", "rev-parse", "HEAD", external=True, silent=True)).strip()
     dirty = bool(session.run("git", "status", "--porcelain", external=True, silent=True))
     passed = json.loads(NIGHTLY_RECORD.read_text()) if NIGHTLY_RECORD.exists() else {}
+    failed: list[str] = []
     for part in session.posargs or NIGHTLY:
         if passed.get(part, {}).get("commit") == commit and not dirty:
             session.log(f"{part} passed on {commit[:10]} with seed {passed[part]['seed']}")
             continue
         seed, started = secrets.randbelow(2**20), time.monotonic()
         session.log(f"{part}: seed {seed}")
-        _nightly_part(session, part, seed)
+        try:
+            _nightly_part(session, part, seed)
+        except CommandFailed:
+            failed.append(f"{part} (seed {seed})")
+            continue
         if not dirty:
             minutes = round((time.monotonic() - started) / 60, 1)
             passed[part] = {"commit": commit, "seed": seed, "minutes": minutes}
             NIGHTLY_RECORD.write_text(json.dumps(passed, indent=2) + "\n")
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 
 from torch import Tensor
 
@@ -153,8 +154,9 @@ def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     bos, eos = model.config().bos_token_id, model.config().eos_token_id
-    plain = [row.ids for row in subject.data().select(serving.FEW).rows]
-    prompts = {
+    drawn = [row.ids for row in subject.data().select(serving.FEW).rows]
+    plain = [tuple(dropwhile(lambda token: token == bos, ids)) or (eos,) for ids in drawn]
+    prompts: dict[str, list[tuple[int, ...]]] = {
         "without BOS": plain,
         "with BOS": [(bos, *ids) for ids in plain],
         "with BOS twice": [(bos, bos, *ids) for ids in plain],

@@ -34,6 +34,7 @@ BEYOND_16_BITS = 65_543
 """A vocabulary with ids that 16 bits do not hold, with a sign or without."""
 FEW = (13, 2, 19, 5)
 """Lengths of sequences for a vocabulary of that size."""
+SMALL_IDS = (5, 21, 300, 7, 2**15 - 1)
 OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
 COLD, WARMER = 0.05, (0.1, 0.2, 0.25, 0.5, 1.0)
 EXPONENTS = (-40, 40)
@@ -179,7 +180,8 @@ def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model = replace(subject.model(), vocabulary=BEYOND_16_BITS)
     data = ragged(BEYOND_16_BITS, 1000 * subject.case.seed + 4, FEW).all_trained()
-    data = data.with_ids([7, 2**15 - 1, 2**15, 11, BEYOND_16_BITS - 1, 300, 2**15 + 99, 12, 2**14, 2**16 + 1])
+    # The first ones are small, so that what follows a large one can be told from what does not.
+    data = data.with_ids([*SMALL_IDS, 2**15, 11, BEYOND_16_BITS - 1, 300, 2**15 + 99, 12, 2**14, 2**16 + 1])
     group = subject.start(model)
     output = group.forward(data.batch(), ONE_PASS, OUTPUTS)
     for name in OUTPUTS:

@@ -25,7 +25,7 @@ from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import add_adapter
-from core_rl.toolkit.model_files import model_files, require_text_model
+from core_rl.toolkit.model_files import model_files, require_causal, require_text_model
 
 __all__ = [
     "ExpertsKernel",
@@ -44,8 +44,7 @@ __all__ = [
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The transformers config that ``model`` names, with one label for a value or reward head.
 
-    Raises `ConfigError` for a missing directory, a config that transformers refuses, and an encoder with the head of
-    a language model.
+    Raises `ConfigError` for a missing directory or a config that transformers refuses.
     """
     config: PretrainedConfig
     try:
@@ -63,11 +62,6 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         ) from error
     if model.head != "lm":
         config.num_labels = 1
-    elif getattr(config, "is_decoder", True) is False:  # only configs that can be either have the field
-        raise ConfigError(
-            f"the model {model.path or model.config!r} of type {config.model_type!r} is an encoder: each token "
-            "sees those after it, so that log-probs of the next token mean nothing; take a causal language model"
-        )
     return config
 
 
@@ -106,6 +100,7 @@ def build_model(
                 local_files_only=True,
                 output_loading_info=True,
             )
+            require_causal(built, model)  # its files may well lack the head
             _check_loading(model, report)
     return finished(built, model, seed=seed, experts=experts)
 
@@ -141,6 +136,7 @@ def finished(
 ) -> PreTrainedModel:
     """A model that has just been made, with what ``model`` says beyond its weights, in evaluation mode."""
     require_text_model(built)
+    require_causal(built, model)
     use_experts_kernel(built, experts)
     freeze(built, model.frozen)
     if model.lora is not None:

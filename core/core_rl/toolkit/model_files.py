@@ -31,6 +31,7 @@ __all__ = [
     "exported_shapes",
     "model_files",
     "name_as_in_files",
+    "require_causal",
     "require_text_model",
 ]
 
@@ -61,6 +62,17 @@ def require_text_model(built: PreTrainedModel) -> None:
         raise UnsupportedCapability(
             f"{type(built).__name__} is more than a text model, and only text is trained here; set model.path to a "
             "checkpoint of its text model alone"
+        )
+
+
+def require_causal(built: PreTrainedModel, model: ModelConfig) -> None:
+    """Raise `ConfigError` for an encoder with the head of a language model."""
+    # A decoder has self-attention that is causal, and may have cross-attention that is not.
+    causal = {module.is_causal for module in built.modules() if hasattr(module, "is_causal")}
+    if model.head == "lm" and causal == {False} and not getattr(built.config, "is_decoder", False):
+        raise ConfigError(
+            f"the model {model.path or model.config!r} of type {built.config.model_type!r} is an encoder: each token "
+            "sees those after it, so that log-probs of the next token mean nothing; take a causal language model"
         )
 
 
