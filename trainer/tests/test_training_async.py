@@ -29,7 +29,7 @@ from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe
-from core_rl_trainer.data.datasets import NUMBER
+from core_rl_trainer.data.batches import NUMBER
 from core_rl_trainer.loop.loop import TrainingLoop, interrupted
 from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.rewards.functions import rewards_differ
@@ -280,7 +280,7 @@ def test_prompts_without_room_for_an_answer_are_named_or_left_out(
 ) -> None:
     rows = [{"prompt": "1+" * n + "1=", "answer": 1} for n in (1, 12, 14, 1, 1, 1, 1, 1)]
     support.write_jsonl(tmp_path / "long.jsonl", rows)
-    message = r"long.jsonl: 1 of 8 prompts are longer than the 28 tokens .*: prompt 3 \(31 tokens\)\. Shorten"
+    message = r"long.jsonl: 1 of 8 prompts are longer than the 28 tokens .*: line 3 \(31 tokens\)\. Shorten"
     with pytest.raises(BatchError, match=message):
         run(recipe, f"data.train={tmp_path}/long.jsonl")
     run(recipe, f"data.train={tmp_path}/long.jsonl", "data.too_long=drop", "steps=2")

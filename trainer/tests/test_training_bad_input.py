@@ -103,12 +103,12 @@ LONG = {"prompt": "1+" * 20 + "=", "answer": 20}
         (
             (CHAT,),
             "train",
-            "rows.jsonl: example 1: .*no chat template, and the data has chat messages; add a chat_template",
+            "rows.jsonl: line 1: .*no chat template, and the data has chat messages; add a chat_template",
         ),
         (
             (LONG,),
             "eval",
-            r"rows.jsonl: 1 of 1 prompts are longer than the 28 tokens .*prompt 1 \(42 tokens\)",
+            r"rows.jsonl: 1 of 1 prompts are longer than the 28 tokens .*line 1 \(42 tokens\)",
         ),
         (({"question": "1+1="},), "eval", "rows.jsonl: line 1 needs a text 'prompt'"),
         ((), "train", "rows.jsonl has no prompts"),
@@ -123,9 +123,7 @@ def test_bad_data_is_named_before_anything_starts(
     values["data"] |= {which: _rows(tmp_path, *rows)}
     if algorithm == "sft":
         message = (
-            message.replace("1 prompts", "1 examples")
-            .replace("prompt 1 \\(42", "example 1 \\(45")
-            .replace("28", "32")
+            message.replace("prompts", "examples").replace("line 1 \\(42", "line 1 \\(45").replace("28", "32")
         )
     with pytest.raises((BatchError, ConfigError), match=message):
         run(tmp_path, values)

@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.datasets import (
-    NumberedBatches,
-    PromptDataset,
-    ShuffledOrder,
-    encode_prompt,
-    prompt_loader,
-    read_jsonl,
-)
+from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
+from core_rl_trainer.data.datasets import ExampleDataset
+from core_rl_trainer.data.encoding import encode_prompt
+from core_rl_trainer.data.kinds import PROMPTS
+from core_rl_trainer.data.order import ShuffledOrder
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +26,10 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, tokenizer: Any) -> PromptDataset:
+def dataset(tmp_path: Path, tokenizer: Any) -> ExampleDataset:
     rows = [{"prompt": f"{n}=", "answer": n} for n in range(10)]
     support.write_jsonl(tmp_path / "data.jsonl", rows)
-    return PromptDataset(tmp_path / "data.jsonl", tokenizer)
+    return support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -46,29 +43,32 @@ def dataset(tmp_path: Path, tokenizer: Any) -> PromptDataset:
         (b'{"prompt": "\xff"}', "line 2 is not UTF-8"),
     ],
 )
-def test_a_damaged_line_is_named_with_its_file(tmp_path: Path, line: bytes, message: str) -> None:
+def test_a_damaged_line_is_named_with_its_file(
+    tmp_path: Path, tokenizer: Any, line: bytes, message: str
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "1="}\n' + line + b'\n\n{"prompt": "2="}\n')
     with pytest.raises(BatchError, match=f"data.jsonl: {message}"):
-        read_jsonl(path)
+        support.read_dataset(PROMPTS, path, tokenizer)
 
 
-def test_all_damaged_lines_are_listed(tmp_path: Path) -> None:
+def test_all_damaged_lines_are_listed(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("{\n" * 14)
     with pytest.raises(BatchError, match=r"(?s)line 1 .*line 10 .*and 4 more"):
-        read_jsonl(path)
+        support.read_dataset(PROMPTS, path, tokenizer)
 
 
-def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "data.jsonl").write_text("\n\n")
     with pytest.raises(BatchError, match="has no prompts"):
-        read_jsonl(tmp_path / "data.jsonl")
+        support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
 
 
-def test_empty_lines_are_no_damage(tmp_path: Path) -> None:
+def test_empty_lines_are_no_damage(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "data.jsonl").write_text('\n{"prompt": "1=", "answer": 1}\n\n')
-    assert read_jsonl(tmp_path / "data.jsonl") == [{"prompt": "1=", "answer": 1}]
+    dataset = support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
+    assert len(dataset) == 1 and dataset[0]["answer"] == 1
 
 
 @pytest.mark.parametrize("prompt", ["1+2=", "<s>1+2=", "<s><s>1+2=", "1+2=</s>"])
@@ -85,7 +85,7 @@ def test_a_tokenizer_without_bos_adds_none() -> None:
     assert tokenizer.decode(encode_prompt(tokenizer, "1+2=")) == "1+2="
 
 
-def test_samples_keep_what_their_line_says(dataset: PromptDataset) -> None:
+def test_samples_keep_what_their_line_says(dataset: ExampleDataset) -> None:
     assert dataset[3]["answer"] == 3
     assert dataset[3]["prompt_ids"][0] == support.BOS
     assert len(dataset) == 10
@@ -94,7 +94,8 @@ def test_samples_keep_what_their_line_says(dataset: PromptDataset) -> None:
 def test_fields_of_a_row_are_never_replaced(tmp_path: Path, tokenizer: Any) -> None:
     row = {"prompt": "1=", "index": "gsm-7", "number": 40}
     support.write_jsonl(tmp_path / "data.jsonl", [row, row])
-    batches = NumberedBatches(prompt_loader(PromptDataset(tmp_path / "data.jsonl", tokenizer), 2, seed=0))
+    dataset = support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
+    batches = NumberedBatches(prompt_loader(dataset, 2, seed=0))
     for sample in next(batches):
         assert {name: sample[name] for name in row} == row
 
@@ -119,7 +120,7 @@ def test_each_pass_has_every_sample_once_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 2, 3, 7])
-def test_the_loader_goes_on_where_it_was(dataset: PromptDataset, drawn: int) -> None:
+def test_the_loader_goes_on_where_it_was(dataset: ExampleDataset, drawn: int) -> None:
     loader = prompt_loader(dataset, batch_size=4, seed=1)
     batches = iter(loader)
     for _ in range(drawn):
@@ -132,7 +133,7 @@ def test_the_loader_goes_on_where_it_was(dataset: PromptDataset, drawn: int) -> 
         assert next(restored) == next(batches)
 
 
-def test_the_loader_never_drops_a_sample(dataset: PromptDataset) -> None:
+def test_the_loader_never_drops_a_sample(dataset: ExampleDataset) -> None:
     batches = iter(prompt_loader(dataset, batch_size=4, seed=1))
     seen = Counter(sample["answer"] for _ in range(5) for sample in next(batches))
     assert seen == dict.fromkeys(range(10), 2)

@@ -10,15 +10,10 @@ import training_support as support
 from transformers import GPT2Config, LlamaConfig, LlavaConfig
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.datasets import (
-    DemonstrationDataset,
-    PreferenceDataset,
-    PromptDataset,
-    demonstration_batch,
-    preference_batch,
-)
+from core_rl_trainer.data.batches import demonstration_batch, preference_batch
 from core_rl_trainer.data.encoding import context_length, encode_chat, encode_completion, encode_prompt
-from core_rl_trainer.data.examples import check_demonstration, check_preference, read_examples
+from core_rl_trainer.data.examples import check_demonstration, check_preference
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS
 
 BOS, EOS = support.BOS, support.EOS
 TEMPLATE = (
@@ -100,8 +95,8 @@ def test_a_row_that_the_template_does_not_take_is_named(tmp_path: Path, template
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = template
     support.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": 3}, {"messages": CHAT}])
-    with pytest.raises(BatchError, match=rf"rows.jsonl: example 2: the chat template .*{message}"):
-        DemonstrationDataset(tmp_path / "rows.jsonl", tokenizer)
+    with pytest.raises(BatchError, match=rf"rows.jsonl: line 2: the chat template .*{message}"):
+        support.read_dataset(DEMONSTRATIONS, tmp_path / "rows.jsonl", tokenizer)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
@@ -114,7 +109,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 def test_a_missing_template_is_named(tokenizer: Any, tmp_path: Path) -> None:
     support.write_jsonl(tmp_path / "data.jsonl", [{"prompt": CHAT[:1]}])
     with pytest.raises(ConfigError, match="no chat template, and the data has chat messages; add a"):
-        PromptDataset(tmp_path / "data.jsonl", tokenizer)
+        support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
 
 
 def test_a_tokenizer_without_an_end_is_named() -> None:
@@ -148,25 +143,25 @@ def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> 
         ({"chosen": "1", "rejected": "2"}, "needs a text 'prompt'"),
     ],
 )
-def test_a_damaged_pair_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_damaged_pair_is_named(row: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any) -> None:
     good = {"prompt": "1=", "chosen": "1", "rejected": "2"}
     assert check_preference(good) is None
     support.write_jsonl(tmp_path / "pairs.jsonl", [good, row])
     with pytest.raises(BatchError, match=f"pairs.jsonl: line 2 {message}"):
-        read_examples(tmp_path / "pairs.jsonl", check_preference)
+        support.read_dataset(PREFERENCES, tmp_path / "pairs.jsonl", tokenizer)
 
 
 def test_batches_of_samples(tokenizer: Any, tmp_path: Path) -> None:
     support.write_jsonl(
         tmp_path / "a.jsonl", [{"prompt": "1=", "answer": 1}, {"prompt": "12=", "answer": "34"}]
     )
-    dataset = DemonstrationDataset(tmp_path / "a.jsonl", tokenizer)
+    dataset = support.read_dataset(DEMONSTRATIONS, tmp_path / "a.jsonl", tokenizer)
     batch = demonstration_batch([dataset[0], dataset[1]])
     assert batch.lengths == [5, 7]
     assert batch.loss_mask.tolist() == [*[False] * 3, True, True, *[False] * 4, True, True, True]
     pair = {"prompt": "1=", "chosen": "1", "rejected": "22"}
     support.write_jsonl(tmp_path / "b.jsonl", [pair, pair])
-    pairs = PreferenceDataset(tmp_path / "b.jsonl", tokenizer)
+    pairs = support.read_dataset(PREFERENCES, tmp_path / "b.jsonl", tokenizer)
     batch = preference_batch([pairs[0], pairs[1]])
     assert batch.lengths == [5, 6, 5, 6]
     assert batch["chosen"].tolist() == [True, False, True, False]

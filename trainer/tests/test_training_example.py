@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl_trainer import load_recipe, run_recipe
-from core_rl_trainer.data.datasets import encode_prompt, read_jsonl
+from core_rl_trainer.data.encoding import encode_prompt
+from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.text import TextReward, integer_match
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
@@ -153,7 +154,7 @@ def test_prepare_writes_what_the_recipe_reads_and_only_once(example: ModuleType,
     ]
     recipe = load_recipe(support.recipe_of("grpo"), overrides)
     assert recipe.output_dir == "runs/arithmetic/fsdp-seed0"
-    assert len(read_jsonl(Path(recipe.data.eval))) == settings.held_out
+    assert len(open_source(recipe.data.eval[0])) == settings.held_out
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
     model = AutoModelForCausalLM.from_pretrained(recipe.model.path)
     assert model.config.vocab_size == len(tokenizer) == 15

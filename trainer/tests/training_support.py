@@ -17,6 +17,11 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from core_rl_trainer.data.datasets import ExampleDataset
+from core_rl_trainer.data.kinds import ExampleKind
+from core_rl_trainer.data.sources import open_source
+from core_rl_trainer.recipe.data import DataSource
+
 CHARACTERS = "0123456789+="
 BOS, EOS = 1, 2
 
@@ -41,6 +46,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
+
+
+def read_dataset(
+    kind: ExampleKind, path: Path, tokenizer: Any, limit: int | None = None, drop: bool = False
+) -> ExampleDataset:
+    """The encoded examples of a file."""
+    return ExampleDataset(kind, open_source(DataSource(path=str(path))), tokenizer, limit, drop)
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.run_plan import RolePlan, RunPlan
 
 __all__ = ["print_plan"]
@@ -22,6 +23,7 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     """Print what the run does, what each role and rank does, and the memory that each needs."""
     console = console or Console(highlight=False)
     console.print(_run(plan))
+    console.print(_data(plan.data))
     console.print(_roles(plan.roles))
     console.print(_memory(plan.roles))
     if plan.colocated:
@@ -43,6 +45,8 @@ def _run(plan: RunPlan) -> Table:
     updates = "1 update" if workload.updates_per_step == 1 else f"{workload.updates_per_step} updates"
     product = f"{workload.examples_per_step:,} examples * {workload.sequences_per_example}"
     sequences = f"{product} = {plan.sequences_per_step:,} sequences"
+    packing = plan.data.packing
+    filled = f", {packing.fill:.0%} full, {packing.micro_batches:.3g} a step and rank" if packing else ""
     rows = (
         ("algorithm", plan.algorithm + (f", completions at most {old} versions old" if old else "")),
         ("data", f"{workload.examples:,} examples to train on, {workload.held_out:,} held out"),
@@ -51,7 +55,7 @@ def _run(plan: RunPlan) -> Table:
             "each step",
             f"{sequences} of at most {workload.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
         ),
-        ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens"),
+        ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens{filled}"),
         ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
     )
     for name, text in rows:
@@ -78,6 +82,32 @@ def _by_role(heading: str, roles: Sequence[RolePlan], rows: Mapping[str, Callabl
     table = _table(heading, *(role.role for role in roles))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", *(escape(value(role)) for role in roles))
+    return table
+
+
+def _data(data: DataStatistics) -> Table:
+    table = _table(
+        "data",
+        "format",
+        "examples",
+        "too long",
+        "drawn",
+        "tokens",
+        "shortest",
+        "median",
+        "longest",
+        "measured",
+    )
+    for part in data.sources:
+        lengths = (part.tokens, part.shortest, round(part.median), part.longest, part.measured)
+        table.add_row(
+            f"[bold]{escape(part.origin)}[/]",
+            part.format or "own",
+            f"{part.examples:,}",
+            f"{part.too_long:,}",
+            f"{part.share:.0%}",
+            *(f"{number:,}" for number in lengths),
+        )
     return table
 
 

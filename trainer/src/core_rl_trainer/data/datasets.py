@@ -1,79 +1,95 @@
-"""Encoded training data, and the order in which it comes."""
+"""Training data: encoded examples in memory, examples that are encoded when they are drawn, and mixtures of both."""
 
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import Dataset
 
-from core_rl.data.batch import SequenceBatch
-from core_rl.errors import BatchError, ConfigError
+from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
-from core_rl_trainer.algorithms.fields import CHOSEN
-from core_rl_trainer.data.encoding import encode_completion, encode_demonstration, encode_prompt
-from core_rl_trainer.data.examples import (
-    Example,
-    ExampleCheck,
-    check_demonstration,
-    check_preference,
-    check_prompt,
-    read_examples,
-    read_jsonl,
-)
+from core_rl_trainer.data.examples import Example, Examples
+from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
+from core_rl_trainer.data.order import FilteredOrder, MixedOrder, Order, ShuffledOrder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "NUMBER",
-    "DemonstrationDataset",
-    "ExampleDataset",
-    "MakeBatch",
-    "NumberedBatches",
-    "PreferenceDataset",
-    "PromptDataset",
-    "ShuffledOrder",
-    "demonstration_batch",
-    "encode_prompt",
-    "preference_batch",
-    "prompt_loader",
-    "read_jsonl",
-]
+__all__ = ["ExampleDataset", "MixedDataset", "SampleDataset", "StreamedDataset"]
 
 logger = logging.getLogger(__name__)
 
-Sample = Mapping[str, Any]
-MakeBatch = Callable[[Sequence[Sample]], SequenceBatch]
-
-NUMBER = "_number"
-"""The field of a sample that holds its position in the data order of the run."""
+SHOWN = 10
+"""Damaged examples that an error lists."""
 
 
-class ExampleDataset(Dataset[Sample]):
-    """Examples of training data, each with what was encoded of it.
+class SampleDataset(Dataset[Sample]):
+    """Samples by number. The field ``index`` is this number, unless the example has a field of that name."""
 
-    A sample's ``index`` is its place among them, unless its example has a field of that name.
+    longest: int
+    """Tokens of the longest sequence, at most."""
+    largest_unit: int
+    """Tokens of the most that stays in one micro-batch: a sequence, or a pair."""
+    left_out: int = 0
+    """Examples that are too long, so far."""
 
-    ``lengths`` are their tokens, and ``limit`` the most of them; longer ones are an error that names them, or, with
-    ``drop``, left out.
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample:
+        """One sample."""
+
+    @abstractmethod
+    def order(self, seed: int) -> Order:
+        """The endless order in which samples are drawn."""
+
+    @abstractmethod
+    def size(self, index: int) -> Size:
+        """The tokens of one sample."""
+
+    def accepts(self, index: int) -> bool:
+        """Whether the sample is short enough to be drawn."""
+        return True
+
+    def measured(self, seed: int, most: int) -> list[Size]:
+        """The sizes of all samples, or of the first ``most`` in the order of ``seed`` where that is costly."""
+        return [self.size(index) for index in range(len(self))]
+
+
+class ExampleDataset(SampleDataset):
+    """``examples``, checked and encoded at once and kept in memory.
+
+    ``limit`` is the most tokens of a sequence; longer ones are an error that names them, or, with ``drop``, left out.
+    ``first`` is the number of the first sample. Raises one `BatchError` that names every damaged example (the
+    first ten), and one when there is none.
     """
 
     def __init__(
-        self, path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
+        self,
+        kind: ExampleKind,
+        examples: Examples,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int | None = None,
+        drop: bool = False,
+        first: int = 0,
     ) -> None:
-        kept = within_limit(path, samples, lengths, limit, drop)
-        self._samples = [{"index": index, **samples[number]} for index, number in enumerate(kept)]
-        self.longest = max(lengths[number] for number in kept)
-        """Tokens of the longest of them."""
-        self.largest_unit = self.longest
-        """Tokens of the most that stays in one micro-batch: a sequence, or a pair."""
+        samples = _encoded(kind, examples, tokenizer)
+        sizes = [kind.size(sample) for sample in samples]
+        kept = _within_limit(kind, examples, [size.longest for size in sizes], limit, drop)
+        self.left_out = len(samples) - len(kept)
+        self._samples = [{"index": first + index, **samples[n]} for index, n in enumerate(kept)]
+        self._longest = array("Q", (sizes[n].longest for n in kept))
+        self._units = array("Q", (sizes[n].unit for n in kept))
+        self.longest = max(self._longest)
+        self.largest_unit = max(self._units)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -81,186 +97,176 @@ class ExampleDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         return self._samples[index]
 
+    def order(self, seed: int) -> Order:
+        return ShuffledOrder(len(self), seed)
 
-class PromptDataset(ExampleDataset):
-    """Prompts, each with its ``prompt_ids``."""
+    def size(self, index: int) -> Size:
+        return Size(longest=self._longest[index], unit=self._units[index])
+
+
+class StreamedDataset(SampleDataset):
+    """``examples``, each read, checked and encoded when it is drawn.
+
+    A sequence of more than ``limit`` tokens, or a pair of more than ``budget``, is an error when it is drawn, or, with
+    ``drop``, skipped.
+    """
 
     def __init__(
         self,
-        path: Path,
+        kind: ExampleKind,
+        examples: Examples,
         tokenizer: PreTrainedTokenizerBase,
-        limit: int | None = None,
+        limit: int,
+        budget: int,
         drop: bool = False,
+        first: int = 0,
     ) -> None:
-        def encode(example: Example) -> Sample:
-            return example | {"prompt_ids": encode_prompt(tokenizer, example["prompt"])}
+        _require_some(kind, examples)
+        self._kind, self._examples, self._tokenizer = kind, examples, tokenizer
+        self._drop, self._first = drop, first
+        self.longest, self.largest_unit = limit, budget
+        self._drawn: dict[int, Sample] = {}
+        self._too_long: set[int] = set()
+        self._skipped = 0
 
-        samples = encode_examples(path, check_prompt, encode)
-        empty = [n for n, sample in enumerate(samples) if not sample["prompt_ids"]]
-        if empty:
-            raise BatchError(f"{path}: prompt {empty[0] + 1} has no tokens; remove it or check the tokenizer")
-        super().__init__(path, samples, [len(sample["prompt_ids"]) for sample in samples], limit, drop)
+    def __len__(self) -> int:
+        return len(self._examples)
 
+    def __getitem__(self, index: int) -> Sample:
+        sample = self._take(index)
+        return {"index": self._first + index, **sample}
 
-class DemonstrationDataset(ExampleDataset):
-    """Sequences to imitate: ``input_ids`` and ``loss_mask``."""
+    def order(self, seed: int) -> Order:
+        return FilteredOrder(ShuffledOrder(len(self), seed), self.accepts)
 
-    def __init__(
-        self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
-    ) -> None:
-        def encode(example: Example) -> Sample:
-            ids, mask = encode_demonstration(tokenizer, example)
-            return {"input_ids": ids, "loss_mask": mask}
+    def size(self, index: int) -> Size:
+        return self._kind.size(self._take(index))
 
-        samples = encode_examples(path, check_demonstration, encode)
-        super().__init__(path, samples, [len(sample["input_ids"]) for sample in samples], limit, drop)
+    def measured(self, seed: int, most: int) -> list[Size]:
+        order = self.order(seed)
+        return [self.size(next(order)) for _ in range(min(most, len(self)))]
 
+    def _take(self, index: int) -> Sample:
+        return self._drawn.pop(index) if index in self._drawn else self._encode(index)
 
-class PreferenceDataset(ExampleDataset):
-    """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""
-
-    def __init__(
-        self, path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, drop: bool = False
-    ) -> None:
-        def encode(example: Example) -> Sample:
-            return {
-                name: encode_completion(tokenizer, example["prompt"], example[name])
-                for name in ("chosen", "rejected")
-            }
-
-        samples = encode_examples(path, check_preference, encode)
-        lengths = [max(len(ids) for ids, _ in sample.values()) for sample in samples]
-        super().__init__(path, samples, lengths, limit, drop)
-        self.largest_unit = max(
-            len(sample["chosen"][0]) + len(sample["rejected"][0]) for sample in self._samples
-        )
-
-
-def encode_examples(path: Path, check: ExampleCheck, encode: Callable[[Example], Sample]) -> list[Sample]:
-    """Samples that ``encode`` makes of each example at ``path``. Raises an error that names the example."""
-    samples = []
-    for number, example in enumerate(read_examples(path, check), start=1):
+    def _encode(self, index: int) -> Sample:
         try:
-            samples.append(encode(example))
-        except (BatchError, ConfigError) as error:
-            raise type(error)(f"{path}: example {number}: {error}") from error
+            example = _checked(self._kind, self._examples, index)
+        except BatchError as error:
+            raise BatchError(f"{self._examples.origin}: {error}") from error
+        return _encode(self._kind, self._examples, index, example, self._tokenizer)
+
+    def accepts(self, index: int) -> bool:
+        """Whether the example is short enough; it is kept until it is fetched."""
+        sample = self._encode(index)
+        size = self._kind.size(sample)
+        if size.longest <= self.longest and size.unit <= self.largest_unit:
+            self._drawn[index], self._skipped = sample, 0
+            return True
+        new = index not in self._too_long
+        self._too_long.add(index)
+        self.left_out, self._skipped = len(self._too_long), self._skipped + 1
+        most = self.longest if size.longest > self.longest else self.largest_unit
+        text = f"{self._examples.label(index)} has {max(size.longest, size.unit)} tokens, and {most} fit"
+        if not self._drop or self._skipped > len(self):
+            raise BatchError(f"{self._examples.origin}: {text}; shorten it, or set data.too_long=drop")
+        if new and f"{self.left_out}".rstrip("0") == "1":  # 1, 10, 100, …
+            logger.warning("%s: %s; %d are left out so far", self._examples.origin, text, self.left_out)
+        return False
+
+
+class MixedDataset(SampleDataset):
+    """The samples of all ``parts`` in one numbering; drawn by ``weights``, or each as often as any other."""
+
+    def __init__(self, parts: Sequence[SampleDataset], weights: Sequence[float] | None = None) -> None:
+        self.parts = parts
+        self._weights = weights
+        self._ends = list(accumulate(len(part) for part in parts))
+        self.longest = max(part.longest for part in parts)
+        self.largest_unit = max(part.largest_unit for part in parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        part, own = self._place(index)
+        return part[own]
+
+    def order(self, seed: int) -> Order:
+        if self._weights is None:
+            return FilteredOrder(ShuffledOrder(len(self), seed), self.accepts)
+        orders = [part.order(derive_seed(seed, number)) for number, part in enumerate(self.parts)]
+        return MixedOrder(orders, [len(part) for part in self.parts], self._weights)
+
+    def size(self, index: int) -> Size:
+        part, own = self._place(index)
+        return part.size(own)
+
+    def accepts(self, index: int) -> bool:
+        part, own = self._place(index)
+        return part.accepts(own)
+
+    def _place(self, index: int) -> tuple[SampleDataset, int]:
+        number = bisect_right(self._ends, index)
+        return self.parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def _encoded(kind: ExampleKind, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """All samples; damaged examples are named together."""
+    _require_some(kind, examples)
+    samples: list[Sample] = []
+    problems: list[str] = []
+    for index in range(len(examples)):
+        try:
+            example = _checked(kind, examples, index)
+        except BatchError as error:
+            problems.append(str(error))
+            continue
+        if not problems:
+            samples.append(_encode(kind, examples, index, example, tokenizer))
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    raise_all(BatchError, examples.origin, problems[:SHOWN] + more)
     return samples
 
 
-def within_limit(
-    path: Path, samples: Sequence[Sample], lengths: Sequence[int], limit: int | None, drop: bool
+def _checked(kind: ExampleKind, examples: Examples, index: int) -> Example:
+    """One example; `BatchError` with its label when it is damaged."""
+    example = examples[index]
+    if (problem := kind.check(example)) is not None:
+        raise BatchError(f"{examples.label(index)} {problem}")
+    return example
+
+
+def _encode(
+    kind: ExampleKind, examples: Examples, index: int, example: Example, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    """The sample of one example; an error names it."""
+    try:
+        return kind.encode(tokenizer, example)
+    except (BatchError, ConfigError) as error:
+        raise type(error)(f"{examples.origin}: {examples.label(index)}: {error}") from error
+
+
+def _require_some(kind: ExampleKind, examples: Examples) -> None:
+    if not len(examples):
+        raise BatchError(f"{examples.origin} has no {kind.noun}s; write one with {kind.needs} on each line")
+
+
+def _within_limit(
+    kind: ExampleKind, examples: Examples, lengths: Sequence[int], limit: int | None, drop: bool
 ) -> list[int]:
-    """The numbers of the samples of at most ``limit`` tokens; see `ExampleDataset`."""
+    """The numbers of the examples of at most ``limit`` tokens; see `ExampleDataset`."""
     wrong = [n for n, length in enumerate(lengths) if limit is not None and length > limit]
     if not wrong:
-        return list(range(len(samples)))
-    kind = "prompt" if "prompt_ids" in samples[0] else "example"
-    text = f"{len(wrong)} of {len(samples)} {kind}s are longer than the {limit} tokens that the model's context leaves"
-    if not drop or len(wrong) == len(samples):
-        shown = ", ".join(f"{kind} {n + 1} ({lengths[n]} tokens)" for n in wrong[:3])
+        return list(range(len(lengths)))
+    counted = f"{len(wrong)} of {len(lengths)} {kind.noun}s"
+    text = f"{counted} are longer than the {limit} tokens that the model's context leaves"
+    if not drop or len(wrong) == len(lengths):
+        shown = ", ".join(f"{examples.label(n)} ({lengths[n]} tokens)" for n in wrong[:3])
         raise BatchError(
-            f"{path}: {text}: {shown}. Shorten them, lower rollout.max_new_tokens where there are rollouts, or set "
-            "data.too_long=drop"
+            f"{examples.origin}: {text}: {shown}. Shorten them, lower rollout.max_new_tokens where there are rollouts, "
+            "or set data.too_long=drop"
         )
-    logger.warning("%s: %s; they are left out", path, text)
+    logger.warning("%s: %s; they are left out", examples.origin, text)
     longer = set(wrong)
-    return [n for n in range(len(samples)) if n not in longer]
-
-
-class ShuffledOrder(Iterator[int]):
-    """An endless order of ``size`` items, shuffled anew in each pass; a pure function of seed and position."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._seed = seed
-        self._position = 0
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def __next__(self) -> int:
-        epoch, offset = divmod(self._position, self._size)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
-            self._order, self._epoch = torch.randperm(self._size, generator=generator).tolist(), epoch
-        self._position += 1
-        return self._order[offset]
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of items drawn so far."""
-        return {"position": self._position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after as many items."""
-        self._position = int(state["position"])
-
-
-class _ShuffledSampler(Sampler[int]):
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[int]:
-        return ShuffledOrder(self._size, self._seed)
-
-
-def prompt_loader(dataset: ExampleDataset, batch_size: int, seed: int) -> StatefulDataLoader:
-    """An endless loader of lists of ``batch_size`` samples. Its ``state_dict()`` is JSON.
-
-    A pass over the data may end in the middle of a batch; the next one begins there.
-    """
-    sampler = _ShuffledSampler(len(dataset), seed)
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls what newer torch deprecates; it goes when a torchdata without it is required.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=list)
-
-
-class NumberedBatches(Iterator[list[Sample]]):
-    """The batches of a loader, each sample with its position in the data order; ``limit`` samples at most."""
-
-    def __init__(self, loader: StatefulDataLoader, limit: int | None = None) -> None:
-        self._loader = loader
-        self._limit = limit
-        self._batches: Iterator[list[Sample]] | None = None
-        self._drawn = 0
-
-    def __next__(self) -> list[Sample]:
-        if self._limit is not None and self._drawn >= self._limit:
-            raise StopIteration
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        samples = next(self._batches)
-        first, self._drawn = self._drawn, self._drawn + len(samples)
-        return [{**sample, NUMBER: number} for number, sample in enumerate(samples, first)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data order, as JSON."""
-        return {
-            "drawn": self._drawn,
-            "loader": self._loader.state_dict() if self._batches is not None else None,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from there; before the first batch is drawn."""
-        assert self._batches is None
-        self._drawn = int(state["drawn"])
-        if state["loader"] is not None:
-            self._loader.load_state_dict(state["loader"])
-
-
-def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:
-    """One sequence for each sample, with ``loss_mask [T]``."""
-    return _packed([(sample["input_ids"], sample["loss_mask"]) for sample in samples])
-
-
-def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:
-    """Two sequences for each sample, the preferred one first, as a unit; ``loss_mask [T]`` and ``chosen [B]``."""
-    sequences = [sample[name] for sample in samples for name in ("chosen", "rejected")]
-    batch = _packed(sequences, unit=torch.arange(len(samples)).repeat_interleave(2))
-    return batch.with_sequences(**{CHOSEN: torch.tensor([True, False]).repeat(len(samples))})
-
-
-def _packed(sequences: Sequence[tuple[list[int], list[bool]]], unit: Tensor | None = None) -> SequenceBatch:
-    return SequenceBatch.from_sequences(
-        [ids for ids, _ in sequences], tokens={"loss_mask": [mask for _, mask in sequences]}, unit=unit
-    )
+    return [n for n in range(len(lengths)) if n not in longer]

@@ -20,6 +20,7 @@ __all__ = [
     "encode_completion",
     "encode_demonstration",
     "encode_prompt",
+    "encode_text",
     "load_tokenizer",
 ]
 
@@ -40,14 +41,31 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
     return _without_eos(tokenizer, _one_bos(tokenizer, tokenizer(prompt)["input_ids"]))
 
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, completion: str) -> Encoded:
-    """``prompt`` and ``completion`` as one sequence; the completion and an end-of-sequence token are trained."""
+def encode_completion(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, completion: str | Messages
+) -> Encoded:
+    """``prompt`` and ``completion`` as one sequence; the completion and an end-of-sequence token are trained.
+
+    After a chat, the completion is the assistant's next turn, or several turns, of which the assistant's are trained.
+    """
     if not isinstance(prompt, str):
-        return encode_chat(
-            tokenizer, [*prompt, {"role": "assistant", "content": completion}], first=len(prompt)
-        )
+        turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return encode_chat(tokenizer, [*prompt, *turns], first=len(prompt))
+    assert isinstance(completion, str)  # turns come after a chat
     start = encode_prompt(tokenizer, prompt)
-    trained = _without_eos(tokenizer, tokenizer(completion, add_special_tokens=False)["input_ids"])
+    return _continued(tokenizer, start, completion)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
+    """A whole text; all of it and an end-of-sequence token are trained, but for the beginning-of-sequence token."""
+    bos = tokenizer.bos_token_id
+    start = [bos] if encode_prompt(tokenizer, text)[:1] == [bos] else []
+    return _continued(tokenizer, start, text.removeprefix(str(tokenizer.bos_token or "")))
+
+
+def _continued(tokenizer: PreTrainedTokenizerBase, start: list[int], text: str) -> Encoded:
+    """``start``, and ``text`` with an end-of-sequence token, which are trained."""
+    trained = _without_eos(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
     end = _end(tokenizer)
     if trained[-1:] != [end]:
         trained = [*trained, end]
@@ -77,10 +95,15 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, first: i
 
 
 def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> Encoded:
-    """An example with ``messages``, or with ``prompt`` and ``answer``."""
+    """An example with ``messages``, with ``prompt`` and ``answer``, or with a ``text`` alone."""
     if "messages" in example:
         return encode_chat(tokenizer, example["messages"])
-    return encode_completion(tokenizer, example["prompt"], str(example["answer"]))
+    if "prompt" not in example:
+        return encode_text(tokenizer, example["text"])
+    answer = example["answer"]
+    return encode_completion(
+        tokenizer, example["prompt"], answer if isinstance(answer, list) else str(answer)
+    )
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Encoded:

@@ -21,7 +21,8 @@ from core_rl.engine.sync import sync_weights
 from core_rl.errors import CheckpointMismatch
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.interface import ModelInterface
-from core_rl_trainer.data.datasets import NumberedBatches, PromptDataset, prompt_loader
+from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
+from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.roles import Roles, saved_state
@@ -50,14 +51,16 @@ class TrainingLoop:
         critic: ModelInterface[Any] | None,
         roles: Roles,
         rollouts: Rollouts,
-        data: tuple[PromptDataset, PromptDataset],
+        data: TrainingData,
         weights: Path,
     ) -> None:
-        train_data, eval_data = data
         self._algorithm = algorithm
         self._roles = roles
         self._rollouts = rollouts
-        self._eval_samples = [eval_data[index] for index in range(len(eval_data))]
+        held_out = data.held_out
+        self._eval_samples = (
+            [held_out[index] for index in range(len(held_out))] if held_out is not None else []
+        )
         self._sync = recipe.rollout.sync
         self._weights = weights if recipe.rollout.sync == "disk" else weights.with_suffix(".rendezvous")
         self._model_path = recipe.model.path
@@ -72,7 +75,7 @@ class TrainingLoop:
         self._compares = recipe.rollout.group_size > 1
         self._warned = False
         prompts = recipe.rollout.prompts_per_step
-        loader = prompt_loader(train_data, prompts, recipe.seed)
+        loader = prompt_loader(data.train, prompts, recipe.seed)
         # Without a filter, the last steps need not run ahead of what is left to train on.
         limit = recipe.steps * prompts if recipe.rollout.should_accept is None else None
         self._data = NumberedBatches(loader, limit)
@@ -129,6 +132,8 @@ class TrainingLoop:
 
     def evaluate(self) -> Evaluation:
         """Mean rewards on the evaluation prompts with the rollout engine's weights, and some completions."""
+        if not self._eval_samples:
+            return Evaluation(metrics={})
         return self._rollouts.evaluate(self._eval_samples)
 
     # ----------------------------------------------------------------- state

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core_rl.errors import ConfigError
@@ -14,8 +13,10 @@ from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXI
 from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
 from core_rl_trainer.algorithms.updates import UpdatesConfig
-from core_rl_trainer.data.datasets import PromptDataset
 from core_rl_trainer.data.encoding import context_length, load_tokenizer
+from core_rl_trainer.data.kinds import PROMPTS
+from core_rl_trainer.data.statistics import describe_data
+from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.loop.roles import open_roles, plan_roles
@@ -44,34 +45,35 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     plan = plan_roles(recipe, algorithm.wanted_fields)
     loaded = _load_user_code(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
-    train_data, eval_data = (
-        PromptDataset(Path(path), tokenizer, _longest_prompt(recipe), recipe.data.too_long == "drop")
-        for path in (recipe.data.train, recipe.data.eval)
-    )
+    limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
+    data = load_training_data(recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget)
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[TrainingLoop]:
         with open_roles(plan) as roles, _open_user_code(recipe, loaded, tokenizer) as user:
             baseline = BASELINE_REWARDS in algorithm.wanted_fields
             rollouts = Rollouts(recipe, roles.rollout, user, tokenizer, baseline)
-            data = (train_data, eval_data)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
 
-    workload = _workload(recipe, algorithm, train_data, eval_data)
-    return PreparedRun(roles=plan.roles(), placements=plan.placements(), workload=workload, open=opened)
+    return PreparedRun(
+        roles=plan.roles(),
+        placements=plan.placements(),
+        workload=_workload(recipe, algorithm, data),
+        data=describe_data(
+            data, seed=recipe.seed, batch_size=recipe.rollout.prompts_per_step, ranks=1, budget=None
+        ),
+        open=opened,
+    )
 
 
-def _workload(
-    recipe: Recipe, algorithm: ModelInterface[Any], train_data: PromptDataset, eval_data: PromptDataset
-) -> Workload:
+def _workload(recipe: Recipe, algorithm: ModelInterface[Any], data: TrainingData) -> Workload:
     chosen, context = recipe.rollout, context_length(recipe.model.path)
-    turns = chosen.max_turns if chosen.environment else 1
     config = algorithm.config
     updates = config.minibatches * config.epochs if isinstance(config, UpdatesConfig) else 1
-    longest = min(train_data.longest + turns * chosen.max_new_tokens, context or sys.maxsize)
+    longest = min(data.train.longest + _completion_tokens(recipe), context or sys.maxsize)
     return Workload(
-        examples=len(train_data),
-        held_out=len(eval_data),
+        examples=len(data.train),
+        held_out=len(data.held_out) if data.held_out is not None else 0,
         examples_per_step=chosen.prompts_per_step,
         sequences_per_example=chosen.group_size,
         longest=longest,
@@ -119,6 +121,17 @@ def _open_user_code(
             environment=None if make is None else partial(make, tokenizer),
             should_accept=loaded["should_accept"],
         )
+
+
+def _completion_tokens(recipe: Recipe) -> int:
+    """The most tokens that the model writes after a prompt."""
+    chosen = recipe.rollout
+    return chosen.max_new_tokens * (chosen.max_turns if chosen.environment else 1)
+
+
+def _prompt_budget(recipe: Recipe) -> int:
+    """The most tokens of a prompt whose whole sequence fits into a micro-batch."""
+    return max(1, recipe.micro_batch_tokens - _completion_tokens(recipe))
 
 
 def _longest_prompt(recipe: Recipe) -> int | None:

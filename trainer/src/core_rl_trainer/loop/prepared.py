@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.engine import EngineConfig
 from core_rl.registry.spec import EngineSpec
+from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Workload:
     examples: int
     """Examples to train on."""
     held_out: int
+    """Examples for evaluation."""
     examples_per_step: int
     sequences_per_example: int
     longest: int
@@ -79,4 +81,5 @@ class PreparedRun:
     placements: Mapping[str, Placement]
     """Of the train roles."""
     workload: Workload
+    data: DataStatistics
     open: Callable[[RunDirectory], AbstractContextManager[Loop]]

@@ -14,7 +14,9 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_trainer.algorithms.fields import BEHAVIOUR, REFERENCE
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
-from core_rl_trainer.data.datasets import ExampleDataset, MakeBatch, Sample
+from core_rl_trainer.data.batches import MakeBatch
+from core_rl_trainer.data.datasets import SampleDataset
+from core_rl_trainer.data.kinds import Sample
 
 __all__ = ["ReferenceCache"]
 
@@ -32,7 +34,7 @@ class ReferenceCache:
     def compute(
         interface: ModelInterface[Config],
         engine: TrainEngineLike,
-        dataset: ExampleDataset,
+        dataset: SampleDataset,
         make_batch: MakeBatch,
         mb_spec: MicroBatchSpec,
     ) -> ReferenceCache:

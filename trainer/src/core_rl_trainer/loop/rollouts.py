@@ -13,7 +13,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import AcceptFn, RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
-from core_rl_trainer.data.datasets import NUMBER
+from core_rl_trainer.data.batches import NUMBER
 from core_rl_trainer.environments import Environment
 from core_rl_trainer.loop.evaluation import Evaluation, rollout_samples
 from core_rl_trainer.recipe.recipe import Recipe

@@ -50,6 +50,7 @@ def run_recipe(path: Path, overrides: list[str], console: Console | None = None)
 def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
     prepared = prepare(recipe)
+    console.print(prepared.data.line(), highlight=False, soft_wrap=True)
     with open_run_directory(recipe) as directory:
         result = directory.result()
         if result is None:

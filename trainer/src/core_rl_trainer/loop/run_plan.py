@@ -35,6 +35,7 @@ import torch
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import KEEP_BYTES, chunk_rows
+from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -101,6 +102,7 @@ class RunPlan:
     output_dir: str
     steps: int
     workload: Workload
+    data: DataStatistics
     passes: float
     """Over the examples to train on."""
     sequences_per_step: int
@@ -120,13 +122,18 @@ def plan_run(recipe: Recipe, prepared: PreparedRun) -> RunPlan:
     """The plan of ``recipe``. Models are counted, not built; nothing is started."""
     workload, steps = prepared.workload, recipe.steps
     sequences = workload.examples_per_step * workload.sequences_per_example
-    evaluations = {0, steps, *range(recipe.eval_every or steps, steps + 1, recipe.eval_every or steps)}
+    evaluations: set[int] = (
+        set()
+        if not recipe.data.has_evaluation
+        else {0, steps, *range(recipe.eval_every or steps, steps + 1, recipe.eval_every or steps)}
+    )
     checkpoints = {steps, *range(recipe.save_every, steps + 1, recipe.save_every)}
     return RunPlan(
         algorithm=recipe.algorithm.type_,
         output_dir=str(recipe.directory),
         steps=steps,
         workload=workload,
+        data=prepared.data,
         passes=steps * workload.examples_per_step / workload.examples,
         sequences_per_step=sequences,
         tokens_per_step=sequences * workload.longest,

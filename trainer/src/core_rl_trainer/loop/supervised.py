@@ -16,18 +16,17 @@ from core_rl.errors import ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.data.datasets import (
-    DemonstrationDataset,
-    ExampleDataset,
+from core_rl_trainer.data.batches import (
     MakeBatch,
     NumberedBatches,
-    PreferenceDataset,
-    Sample,
     demonstration_batch,
     preference_batch,
     prompt_loader,
 )
 from core_rl_trainer.data.encoding import context_length, load_tokenizer
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, Sample
+from core_rl_trainer.data.statistics import describe_data
+from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.loop import Clock, restore_group, save_group
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
@@ -43,6 +42,11 @@ MODEL = "model"
 
 def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> PreparedRun:
     """All checks and the data."""
+    if recipe.data.streaming and REFERENCE in interface.wanted_fields:
+        raise ConfigError(
+            f"data.streaming = true: the interface {recipe.algorithm.type_!r} keeps the reference's log-probs of all "
+            "examples in memory; leave streaming out"
+        )
     refused = [name for name in ("critic", "reward_model") if getattr(recipe, name) is not None]
     if refused:
         raise ConfigError(
@@ -50,27 +54,35 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         )
     plan = plan_trained(recipe, _head(interface))
     tokenizer, limit = load_tokenizer(recipe.model.path), context_length(recipe.model.path)
-    kind = DemonstrationDataset if interface.trains_on == "demonstrations" else PreferenceDataset
-    drop = recipe.data.too_long == "drop"
-    data = tuple(kind(Path(path), tokenizer, limit, drop) for path in (recipe.data.train, recipe.data.eval))
-    size = recipe.data.batch_size
+    kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
+    size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
+    data = load_training_data(recipe.data, kind, tokenizer, recipe.seed, limit=limit, budget=budget)
     finetune = FinetuneSpec(dataset_size=recipe.steps * size, train_batch_size=size)
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
         with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.call_timeout_s) as group:
-            yield SupervisedLoop(recipe, interface, group, (data[0], data[1]), directory)
+            yield SupervisedLoop(recipe, interface, group, data, directory)
 
     workload = Workload(
-        examples=len(data[0]),
-        held_out=len(data[1]),
+        examples=len(data.train),
+        held_out=len(data.held_out) if data.held_out is not None else 0,
         examples_per_step=size,
         sequences_per_example=1 if interface.trains_on == "demonstrations" else 2,
-        longest=data[0].longest,
-        largest_unit=max(part.largest_unit for part in data),
+        longest=data.train.longest,
+        largest_unit=max(part.largest_unit for part in (data.train, data.held_out) if part is not None),
+    )
+    statistics = describe_data(
+        data, seed=recipe.seed, batch_size=size, ranks=plan[1].layout.dp, budget=budget
     )
     placement = Placement(devices=tuple(range(plan[1].layout.world_size)))
-    return PreparedRun(roles={MODEL: plan}, placements={MODEL: placement}, workload=workload, open=opened)
+    return PreparedRun(
+        roles={MODEL: plan},
+        placements={MODEL: placement},
+        workload=workload,
+        data=statistics,
+        open=opened,
+    )
 
 
 def _head(interface: SupervisedInterface[Any]) -> str:
@@ -86,16 +98,16 @@ class SupervisedLoop:
         recipe: Recipe,
         interface: SupervisedInterface[Any],
         engine: EngineGroup,
-        data: tuple[ExampleDataset, ExampleDataset],
+        data: TrainingData,
         directory: RunDirectory,
     ) -> None:
         self._tokenizer_path = recipe.model.path
         self._interface = interface
         self._engine = engine
-        self._train_data, self._eval_data = data
+        self._datasets = {"train": data.train} | ({} if data.held_out is None else {"eval": data.held_out})
         self._directory = directory
         self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
-        self._data = NumberedBatches(prompt_loader(data[0], recipe.data.batch_size, recipe.seed))
+        self._data = NumberedBatches(prompt_loader(data.train, recipe.data.batch_size, recipe.seed))
         paired = interface.trains_on == "preferences"
         self._make_batch: MakeBatch = preference_batch if paired else demonstration_batch
         self._references: dict[str, ReferenceCache] = {}
@@ -104,7 +116,7 @@ class SupervisedLoop:
         """Prepare the first step: compute the reference's log-probs, with the initial weights."""
         if REFERENCE not in self._interface.wanted_fields:
             return
-        for name, dataset in (("train", self._train_data), ("eval", self._eval_data)):
+        for name, dataset in self._datasets.items():
             cache = ReferenceCache.compute(
                 self._interface, self._engine, dataset, self._make_batch, self._mb_spec
             )
@@ -128,8 +140,11 @@ class SupervisedLoop:
         return self._references[name].add_to(batch, samples) if self._references else batch
 
     def evaluate(self) -> Evaluation:
-        """The loss and its metrics over the evaluation data."""
-        samples = [self._eval_data[index] for index in range(len(self._eval_data))]
+        """The loss and its metrics over the evaluation data; none without such data."""
+        held_out = self._datasets.get("eval")
+        if held_out is None:
+            return Evaluation(metrics={})
+        samples = [held_out[index] for index in range(len(held_out))]
         metrics = self._interface.evaluate(self._engine, self._batch("eval", samples), self._mb_spec)
         return Evaluation(metrics={f"eval_{name}": value for name, value in metrics.items()})
 
@@ -153,5 +168,5 @@ class SupervisedLoop:
         self._data.load_state_dict(checkpoint.state["data"])
         if REFERENCE in self._interface.wanted_fields:
             self._references = {
-                name: ReferenceCache.load(self._directory.reference(name)) for name in ("train", "eval")
+                name: ReferenceCache.load(self._directory.reference(name)) for name in self._datasets
             }

@@ -2,29 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from core_rl.config.base import Config
 
-__all__ = ["DataSection"]
+__all__ = ["DataSection", "DataSource", "Sources"]
+
+
+class DataSource(Config):
+    """A file, a directory, or a dataset of the Hugging Face Hub."""
+
+    path: str
+    """A file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``), a directory that ``datasets.save_to_disk`` wrote, or a
+    Hub id ``organization/name[@revision]``."""
+    config: str | None = None
+    """The config of a Hub dataset, which its page calls a subset."""
+    split: str | None = None
+    """The split; null: the only one, or ``train`` for ``data.train``."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """As ``data.columns``, for this source alone."""
+    weight: float | None = Field(default=None, allow_inf_nan=False)
+    """The share of this source among the examples that are drawn, relative to the other weights. Null for all sources:
+    each example is drawn as often as any other."""
+
+    @field_validator("weight")
+    @classmethod
+    def _positive(cls, weight: float | None) -> float | None:
+        if weight is not None and weight <= 0:
+            raise ValueError("a weight is above 0; remove the source to leave it out")
+        return weight
+
+
+def _listed(value: object) -> object:
+    """A single source as a list of one, and a path as a source."""
+    items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    return tuple({"path": item} if isinstance(item, str) else item for item in items)
+
+
+Sources = Annotated[tuple[DataSource, ...], BeforeValidator(_listed), Field(min_length=1)]
+"""One source or several; a text is the path of one."""
 
 
 class DataSection(Config):
-    """The data: JSONL files, or datasets that ``datasets.save_to_disk`` wrote.
+    """The data.
 
     Examples for rollouts have a ``prompt`` (a text, or chat messages) and whatever the reward function reads; those for
     ``sft`` an ``answer`` besides, or ``messages`` alone; those for ``reward_model`` and ``dpo`` the completions
-    ``chosen`` and ``rejected``.
+    ``chosen`` and ``rejected``. The formats of TRL and verl are recognised.
     """
 
-    train: str
-    """Examples to train on."""
-    eval: str
-    """Examples for evaluation."""
+    train: Sources
+    """Examples to train on: a path, a source with its fields, or a list of them."""
+    eval: Sources | None = None
+    """Examples for evaluation; null: see ``eval_fraction``."""
+    eval_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Hold out this share of each source of ``train`` for evaluation, drawn by ``seed``. Null without ``eval``: there
+    is no evaluation."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """The columns that fields of an example come from, such as ``{prompt: question}``; dots lead into a column, as in
+    ``{answer: reward_model.ground_truth}``."""
     batch_size: int = Field(default=16, ge=1)
     """Examples of one training step where nothing is rolled out."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """The treatment of examples that are longer than the model's context, counting ``rollout.max_new_tokens`` where
     there are rollouts: an error that names them, or a warning that counts them."""
+    streaming: bool = False
+    """Read and encode each example of ``train`` when it is drawn, for data that does not fit in memory. A damaged
+    example is then found when it is drawn, and not before the run."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        weighted = [source.weight is not None for source in self.train]
+        if any(weighted) and not all(weighted):
+            raise ValueError("train: give a weight to every source, or to none")
+        if self.eval is not None and self.eval_fraction is not None:
+            raise ValueError("eval and eval_fraction: evaluation data is given twice; leave one of them out")
+        if any(source.weight is not None for source in self.eval or ()):
+            raise ValueError("eval: every example is evaluated; leave the weights out")
+        return self
+
+    @field_serializer("train", "eval")
+    def _as_written(self, sources: tuple[DataSource, ...] | None) -> Any:
+        """As short as a recipe has it."""
+        if sources is None:
+            return None
+        found = [_short(source) for source in sources]
+        return found[0] if len(found) == 1 else found
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether there are examples for evaluation."""
+        return self.eval is not None or self.eval_fraction is not None
+
+
+def _short(source: DataSource) -> str | Mapping[str, Any]:
+    values = source.model_dump(mode="json", exclude_defaults=True)
+    return source.path if set(values) == {"path"} else values

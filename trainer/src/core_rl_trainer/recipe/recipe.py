@@ -15,6 +15,7 @@ from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.config.secret import literal_secrets
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
+from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
@@ -101,6 +102,11 @@ class Recipe(Config):
                 f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
                 "would be of another distribution than the completions; leave the former out"
             )
+        if not self.data.has_evaluation and (self.eval_every or self.keep_best is not None):
+            raise ValueError(
+                f"eval_every = {self.eval_every}, and there is no evaluation data; set data.eval, or "
+                "data.eval_fraction to hold out a share of data.train, or leave eval_every and keep_best out"
+            )
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")
         if self.reward is None and self.reward_model is None and self.rollout.environment is None:
@@ -131,9 +137,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ) from error
     recipe = recipe.model_copy(update={"output_dir": directory})
     missing = [
-        f"field 'data.{name}' = {file!r}: there is no such file; {RELATIVE}"
-        for name, file in (("train", recipe.data.train), ("eval", recipe.data.eval))
-        if not Path(file).exists()
+        f"field 'data.{name}' = {source.path!r}: there is no such file; {RELATIVE}"
+        for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval or ()))
+        for source in sources
+        if is_missing(source)
     ]
     raise_all(ConfigError, str(path), missing)  # before a model is downloaded
     return _with_local_models(recipe, str(path))

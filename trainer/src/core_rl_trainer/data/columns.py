@@ -1,0 +1,126 @@
+"""Columns by other names, and formats of other systems, as the fields that an example has here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.examples import Example, Examples
+from core_rl_trainer.data.formats import Format, recognised_format
+from core_rl_trainer.data.kinds import ExampleKind
+
+__all__ = ["MappedExamples", "mapped"]
+
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("question", "query", "instruction", "problem", "input", "user"),
+    "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
+    "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
+    "chosen": ("preferred", "winner", "accepted", "better"),
+    "rejected": ("dispreferred", "loser", "worse"),
+}
+"""Columns that other data sets have for a field."""
+
+
+class MappedExamples(Examples):
+    """``examples`` with fields from other ``columns``, of the format ``found`` of another system, or of none."""
+
+    def __init__(self, examples: Examples, columns: Mapping[str, str], found: Format | None) -> None:
+        self.origin = examples.origin
+        self._examples = examples
+        self._columns = columns
+        self._format = found
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Example:
+        example = _renamed(self._examples[index], self._columns, self.label(index))
+        if self._format is None or not self._format.recognises(example):
+            return example
+        return {**example, **self._format.convert(example)}
+
+    def label(self, index: int) -> str:
+        return self._examples.label(index)
+
+
+def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> tuple[Examples, str | None]:
+    """``examples`` in the fields of ``kind``, and the name of their format where it is another system's.
+
+    The format is that of the first example. Raises `ConfigError` when its columns are not those that are needed.
+    """
+    if not len(examples):
+        return examples, None
+    try:
+        first = examples[0]
+    except BatchError:
+        return MappedExamples(examples, columns, None), None  # it is named with all damaged ones
+    _check_columns(examples.origin, first, columns)
+    example = _renamed(first, columns, examples.label(0))
+    found = recognised_format(example, kind)
+    result = MappedExamples(examples, columns, found)
+    _check_fields(examples, result[0], first, kind)
+    return result, found.name if found else None
+
+
+def _renamed(example: Example, columns: Mapping[str, str], label: str) -> Example:
+    if not columns:
+        return example
+    try:
+        fields = {name: _value(example, column) for name, column in columns.items()}
+    except KeyError as error:
+        raise BatchError(f"{label} has no {error.args[0]!r}; it has {_names(example)}") from error
+    kept = dict(example)
+    if "prompt" in columns and "messages" not in columns:
+        kept.pop("messages", None)  # which would be trained on instead of the prompt and its answer
+    return {**kept, **fields}
+
+
+def _value(example: Example, column: str) -> Any:
+    """The value of ``column``; dots lead into mappings. Raises `KeyError` with the column."""
+    value: Any = example
+    for part in [column] if column in example else column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise KeyError(column)
+        value = value[part]
+    return value
+
+
+def _check_columns(origin: str, example: Example, columns: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for mapped columns that there are not."""
+    for name, column in columns.items():
+        try:
+            _value(example, column)
+        except KeyError as error:
+            turned = f"; write data.columns.{column}={name}" if name in example else ""
+            raise ConfigError(
+                f"{origin}: data.columns takes {name!r} from the column {column!r}, and there is none; the columns "
+                f"are {_names(example)}{turned or '. Name one of them'}"
+            ) from error
+
+
+def _check_fields(examples: Examples, example: Example, columns: Example, kind: ExampleKind) -> None:
+    """Raise `BatchError` when the first example lacks a column, which is not the fault of one example."""
+    problem = kind.check(example)
+    if problem is None or "messages" in example:
+        return
+    if {"prompt", "completion", "label"} <= columns.keys() and kind.name == "demonstrations":
+        problem += (
+            " (and 'completion' with a 'label' is TRL's unpaired preference, which nothing here trains on)"
+        )
+    missing = [name for name in kind.fields if example.get(name) is None]
+    if missing:
+        settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
+        raise BatchError(
+            f"{examples.origin}: {examples.label(0)} {problem}. Its columns are {_names(columns)}; {kind.needs} can "
+            f"come from others of them: {settings}"
+        )
+
+
+def _similar(name: str, columns: Example) -> str | None:
+    """The column that other data sets have for the field ``name``."""
+    return next((other for other in SYNONYMS.get(name, ()) if other in columns), None)
+
+
+def _names(example: Example) -> str:
+    return ", ".join(repr(name) for name in example)

@@ -1,0 +1,98 @@
+"""Formats of other systems, recognised by the fields of an example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core_rl_trainer.data.examples import Example
+from core_rl_trainer.data.kinds import ExampleKind
+
+__all__ = ["Format", "recognised_format"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of another system."""
+
+    name: str
+    recognises: Callable[[Example], bool]
+    convert: Callable[[Example], Example]
+    """The fields that replace those of the example, or are added to them."""
+
+
+def _has(*names: str, without: Sequence[str] = ()) -> Callable[[Example], bool]:
+    return lambda example: (
+        all(example.get(name) is not None for name in names)
+        and all(example.get(name) is None for name in without)
+    )
+
+
+def _is_verl(example: Example) -> bool:
+    rewarded = example.get("reward_model")
+    return "prompt" in example and isinstance(rewarded, Mapping) and "ground_truth" in rewarded
+
+
+def _from_verl(example: Example) -> Example:
+    """The answer to compare with, unless there is one; everything else is there for the reward function."""
+    return {"answer": example.get("answer", example["reward_model"]["ground_truth"])}
+
+
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+
+
+def _from_sharegpt(example: Example) -> Example:
+    turns = [turn if isinstance(turn, Mapping) else {} for turn in example["conversations"]]
+    return {
+        "messages": [
+            {"role": ROLES.get(turn.get("from", ""), turn.get("from")), "content": turn.get("value")}
+            for turn in turns
+        ]
+    }
+
+
+def _with_implicit_prompt(example: Example) -> Example:
+    """The beginning that both completions share is the prompt, as in TRL's ``extract_prompt``."""
+    chosen, rejected = example["chosen"], example["rejected"]
+    pairs = zip(chosen, rejected, strict=False)
+    same = next(
+        (n for n, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected))
+    )
+    if isinstance(chosen, str) and same and chosen[same - 1] == " ":
+        same -= 1  # the blank before a word belongs to it
+    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+
+
+FORMATS: Mapping[str, tuple[Format, ...]] = {
+    "prompts": (Format(name="verl", recognises=_is_verl, convert=_from_verl),),
+    "demonstrations": (
+        Format(
+            name="TRL prompt-completion",
+            recognises=_has("prompt", "completion", without=("answer", "messages", "label")),
+            convert=lambda example: {"answer": example["completion"]},
+        ),
+        Format(
+            name="TRL language modeling",
+            recognises=_has("text", without=("prompt", "messages")),
+            convert=lambda _: {},
+        ),
+        Format(
+            name="ShareGPT",
+            recognises=_has("conversations", without=("prompt", "messages")),
+            convert=_from_sharegpt,
+        ),
+    ),
+    "preferences": (
+        Format(
+            name="TRL preference with an implicit prompt",
+            recognises=_has("chosen", "rejected", without=("prompt",)),
+            convert=_with_implicit_prompt,
+        ),
+    ),
+}
+"""By kind of examples."""
+
+
+def recognised_format(example: Example, kind: ExampleKind) -> Format | None:
+    """The format of another system that ``example`` has; None for the one that is used here."""
+    return next((found for found in FORMATS[kind.name] if found.recognises(example)), None)

@@ -1,0 +1,127 @@
+"""Statistics of training data: lengths, tokens, and how well micro-batches are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from core_rl.data.partition import balanced, best_fit
+from core_rl_trainer.data.datasets import SampleDataset
+from core_rl_trainer.data.training_data import TrainingData
+
+__all__ = ["DataStatistics", "Packing", "SourceStatistics", "describe_data"]
+
+STEPS = 16
+"""Steps whose micro-batches are counted."""
+SAMPLED = 256
+"""Examples of a streamed source that are measured: the first that are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceStatistics:
+    """The examples of one source of training data."""
+
+    origin: str
+    format: str | None
+    """The name of another system's format; null for the one of the recipe."""
+    examples: int
+    """Those that are trained on; with streaming, including those that are too long."""
+    too_long: int
+    """Those that are left out; with streaming, among the measured ones."""
+    share: float
+    """Of the examples that are drawn."""
+    tokens: int
+    """Of the examples that are measured: all of them, but with streaming."""
+    shortest: int
+    median: float
+    longest: int
+    """Tokens of an example, the largest and the smallest among those that are measured."""
+    measured: int
+    """Examples that are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """The micro-batches of the first steps."""
+
+    fill: float
+    """Share of ``micro_batch_tokens`` that holds tokens."""
+    micro_batches: float
+    """Of a step on one rank, on average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStatistics:
+    """The training data of a run."""
+
+    sources: tuple[SourceStatistics, ...]
+    packing: Packing | None
+    """None where completions are generated, whose lengths are not known before."""
+
+    def line(self) -> str:
+        """One line for a log."""
+        sources = "; ".join(
+            f"{part.origin}: {part.examples:,} examples ({part.share:.0%} of the draws"
+            + (f", {part.too_long:,} too long" if part.too_long else "")
+            + f") of {part.shortest:,} to {part.longest:,} tokens, median {part.median:,.0f}"
+            for part in self.sources
+        )
+        packing = self.packing
+        fill = f"; micro-batches are {packing.fill:.0%} full" if packing is not None else ""
+        return f"data: {sources}{fill}"
+
+
+def describe_data(
+    data: TrainingData, *, seed: int, batch_size: int, ranks: int, budget: int | None
+) -> DataStatistics:
+    """Statistics of ``data``, whose order has the seed ``seed``.
+
+    Packing is counted for steps of ``batch_size`` examples over ``ranks`` data-parallel ranks with micro-batches of
+    ``budget`` tokens; None leaves it out.
+    """
+    weights = [
+        source.source.weight or float(len(part))
+        for source, part in zip(data.sources, data.parts, strict=True)
+    ]
+    sources = tuple(
+        _describe(opened.examples.origin, opened.format, part, seed, weight / sum(weights))
+        for opened, part, weight in zip(data.sources, data.parts, weights, strict=True)
+    )
+    fits = budget is not None and data.train.largest_unit <= budget
+    packing = _packing(data.train, seed, batch_size, ranks, budget) if fits and budget is not None else None
+    return DataStatistics(sources=sources, packing=packing)
+
+
+def _describe(
+    origin: str, found: str | None, part: SampleDataset, seed: int, share: float
+) -> SourceStatistics:
+    sizes = part.measured(seed, SAMPLED)
+    lengths = [size.longest for size in sizes]
+    return SourceStatistics(
+        origin=origin,
+        format=found,
+        examples=len(part),
+        too_long=part.left_out,
+        share=share,
+        tokens=sum(size.unit for size in sizes),
+        shortest=min(lengths),
+        median=float(median(lengths)),
+        longest=max(lengths),
+        measured=len(sizes),
+    )
+
+
+def _packing(train: SampleDataset, seed: int, batch_size: int, ranks: int, budget: int) -> Packing:
+    """Micro-batches as `core_rl.data.micro_batch` counts them."""
+    steps = max(1, min(STEPS, SAMPLED // batch_size, -(-len(train) // batch_size)))
+    order, tokens, counts = train.order(seed), 0, 0
+    for _ in range(steps):
+        units = [train.size(next(order)).unit for _ in range(batch_size)]
+        tokens += sum(units)
+        counts += max(_count([units[n] for n in part], budget) for part in balanced(units, ranks))
+    return Packing(fill=tokens / (counts * ranks * budget), micro_batches=counts / steps)
+
+
+def _count(units: Sequence[int], budget: int) -> int:
+    return max(1, len(best_fit(list(units), budget)))

@@ -1,0 +1,172 @@
+"""The data of a run: read, mapped, split, checked and encoded, as the section ``data`` of its recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from core_rl.errors import BatchError
+from core_rl.seeds import derive_seed
+from core_rl_trainer.data.columns import mapped
+from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
+from core_rl_trainer.data.examples import Example, Examples
+from core_rl_trainer.data.kinds import ExampleKind
+from core_rl_trainer.data.sources import data_files, open_source
+from core_rl_trainer.recipe.data import DataSection, DataSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["OpenedSource", "TrainingData", "load_training_data", "recipe_data_files"]
+
+SPLIT = 0x5EED
+"""Separates the seed of the split from those of the data order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedSource:
+    """A source of examples, before they are encoded."""
+
+    source: DataSource
+    examples: Examples
+    format: str | None
+    """The name of another system's format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """The samples of a run."""
+
+    train: SampleDataset
+    held_out: SampleDataset | None
+    """Samples for evaluation; None: there is no evaluation."""
+    sources: tuple[OpenedSource, ...]
+    """Of ``train``, and of its parts, in order."""
+    parts: tuple[SampleDataset, ...]
+
+
+def load_training_data(
+    section: DataSection,
+    kind: ExampleKind,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    limit: int | None,
+    budget: int,
+) -> TrainingData:
+    """The examples of ``section``, encoded; those of ``eval_fraction`` are drawn by ``seed``.
+
+    ``limit`` is the most tokens of a sequence, None for any number, and ``budget`` those of a unit. Raises
+    `ConfigError` and `BatchError` for data that is missing, of another type, or damaged.
+    """
+    encoder = _Encoder(section=section, kind=kind, tokenizer=tokenizer, limit=limit, budget=budget)
+    sources = [_open(section, kind, source, "train") for source in section.train]
+    held_out = [_open(section, kind, source, None).examples for source in section.eval or ()]
+    examples = [opened.examples for opened in sources]
+    if section.eval_fraction is not None:
+        parts = [_split(each, section.eval_fraction, seed) for each in examples]
+        examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
+        _require_split(section.eval_fraction, examples, held_out, sources)
+    train_parts = tuple(encoder.encode(examples, streaming=section.streaming))
+    weights = [source.weight for source in section.train if source.weight is not None]
+    return TrainingData(
+        train=_joined(train_parts, weights or None),
+        held_out=_joined(tuple(encoder.encode(held_out)), None) if held_out else None,
+        sources=tuple(sources),
+        parts=train_parts,
+    )
+
+
+def recipe_data_files(section: DataSection) -> list[Path]:
+    """The local files that the data is read from, those of ``train`` first; see `data_files`."""
+    return [*data_files(section.train), *data_files(section.eval or ())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    """Makes datasets of examples."""
+
+    section: DataSection
+    kind: ExampleKind
+    tokenizer: PreTrainedTokenizerBase
+    limit: int | None
+    budget: int
+
+    def encode(self, parts: Sequence[Examples], *, streaming: bool = False) -> Iterator[SampleDataset]:
+        """One dataset for each part, numbered one after the other."""
+        first, drop = 0, self.section.too_long == "drop"
+        for examples in parts:
+            common = (self.kind, examples, self.tokenizer)
+            dataset: SampleDataset
+            if streaming:
+                limit = self.budget if self.limit is None else min(self.limit, self.budget)
+                dataset = StreamedDataset(*common, limit, self.budget, drop, first)
+            else:
+                dataset = ExampleDataset(*common, self.limit, drop, first)
+            first += len(dataset)
+            yield dataset
+
+
+def _open(
+    section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None
+) -> OpenedSource:
+    examples = open_source(source, default_split)
+    examples, found = mapped(examples, section.columns | source.columns, kind)
+    return OpenedSource(source=source, examples=examples, format=found)
+
+
+def _joined(parts: Sequence[SampleDataset], weights: Sequence[float] | None) -> SampleDataset:
+    return parts[0] if len(parts) == 1 else MixedDataset(parts, weights)
+
+
+class _Part(Examples):
+    """Some of the examples of a source, with the labels that they have there."""
+
+    def __init__(self, examples: Examples, numbers: Sequence[int]) -> None:
+        self.origin = examples.origin
+        self._examples = examples
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Example:
+        return self._examples[self._numbers[index]]
+
+    def label(self, index: int) -> str:
+        return self._examples.label(self._numbers[index])
+
+
+def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
+    """Examples to train on and examples held out, in their order in the source; a function of size and seed."""
+    count = round(fraction * len(examples))
+    generator = torch.Generator().manual_seed(derive_seed(seed, SPLIT))
+    shuffled = torch.randperm(len(examples), generator=generator)
+    held_out, train = (sorted(part.tolist()) for part in (shuffled[:count], shuffled[count:]))
+    return _Part(examples, train), _Part(examples, held_out)
+
+
+def _require_split(
+    fraction: float, train: Sequence[Examples], held_out: Sequence[Examples], sources: Sequence[OpenedSource]
+) -> None:
+    """Raise `BatchError` when the split leaves nothing on one side."""
+    total = sum(len(opened.examples) for opened in sources)
+    origins = ", ".join(opened.examples.origin for opened in sources)
+    if total and not held_out:
+        raise BatchError(
+            f"data.eval_fraction = {fraction} of the {total} examples in {origins} holds out none; raise it, or name "
+            "other data in data.eval"
+        )
+    empty = [
+        part.origin
+        for part, opened in zip(train, sources, strict=True)
+        if len(opened.examples) and not len(part)
+    ]
+    if empty:
+        raise BatchError(
+            f"data.eval_fraction = {fraction} of the examples in {empty[0]} leaves none to train on; lower it"
+        )
