@@ -154,6 +154,7 @@ def test_prepare_writes_what_the_recipe_reads_and_only_once(example: ModuleType,
     ]
     recipe = load_recipe(support.recipe_of("grpo"), overrides)
     assert recipe.output_dir == "runs/arithmetic/fsdp-seed0"
+    assert recipe.data.eval is not None
     assert len(open_source(recipe.data.eval[0])) == settings.held_out
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
     model = AutoModelForCausalLM.from_pretrained(recipe.model.path)

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.run_plan import RolePlan, RunPlan
 
 __all__ = ["print_plan"]
@@ -23,7 +22,6 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     """Print what the run does, what each role and rank does, and the memory that each needs."""
     console = console or Console(highlight=False)
     console.print(_run(plan))
-    console.print(_data(plan.data))
     console.print(_roles(plan.roles))
     console.print(_memory(plan.roles))
     if plan.colocated:
@@ -50,6 +48,7 @@ def _run(plan: RunPlan) -> Table:
     rows = (
         ("algorithm", plan.algorithm + (f", completions at most {old} versions old" if old else "")),
         ("data", f"{workload.examples:,} examples to train on, {workload.held_out:,} held out"),
+        *(("", part.line()) for part in plan.data.sources),
         ("steps", f"{plan.steps:,}, with {updates} each: {plan.passes:.3g} passes over the data"),
         (
             "each step",
@@ -82,32 +81,6 @@ def _by_role(heading: str, roles: Sequence[RolePlan], rows: Mapping[str, Callabl
     table = _table(heading, *(role.role for role in roles))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", *(escape(value(role)) for role in roles))
-    return table
-
-
-def _data(data: DataStatistics) -> Table:
-    table = _table(
-        "data",
-        "format",
-        "examples",
-        "too long",
-        "drawn",
-        "tokens",
-        "shortest",
-        "median",
-        "longest",
-        "measured",
-    )
-    for part in data.sources:
-        lengths = (part.tokens, part.shortest, round(part.median), part.longest, part.measured)
-        table.add_row(
-            f"[bold]{escape(part.origin)}[/]",
-            part.format or "own",
-            f"{part.examples:,}",
-            f"{part.too_long:,}",
-            f"{part.share:.0%}",
-            *(f"{number:,}" for number in lengths),
-        )
     return table
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from core_rl.config.hub import HUB_ID
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.examples import Examples
+from core_rl_trainer.data.hub import read_hub
 from core_rl_trainer.data.jsonl import read_json
-from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_hub, read_table_file
+from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_table_file
 from core_rl_trainer.recipe.data import DataSource
 
 __all__ = ["data_files", "is_missing", "open_source"]
@@ -28,8 +29,7 @@ def open_source(source: DataSource, default_split: str | None = None) -> Example
     if hub is not None:
         return read_hub(hub["name"], hub["revision"], source.config, source.split, default_split)
     if path.is_dir():
-        _refuse(source, "config")
-        return read_directory(path, source.split, default_split)
+        return read_directory(path, source.config, source.split, default_split)
     if not path.is_file():
         raise ConfigError(f"{source.path!r}: there is no such file")
     _refuse(source, "config", "split")

@@ -40,6 +40,19 @@ class SourceStatistics:
     measured: int
     """Examples that are measured."""
 
+    def line(self) -> str:
+        """One line for a person."""
+        sampled = f" (of the first {self.measured:,})" if self.measured < self.examples else ""
+        parts = (
+            f"{self.origin}: {self.examples:,} examples",
+            f"in the format {self.format}" if self.format else "",
+            f"{self.share:.0%} of the draws" if self.share < 1 else "",
+            f"{self.too_long:,} too long and left out" if self.too_long else "",
+            f"{self.tokens:,} tokens{sampled}",
+            f"{self.shortest:,} to {self.longest:,} each, median {self.median:,.0f}",
+        )
+        return ", ".join(part for part in parts if part)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
@@ -61,12 +74,7 @@ class DataStatistics:
 
     def line(self) -> str:
         """One line for a log."""
-        sources = "; ".join(
-            f"{part.origin}: {part.examples:,} examples ({part.share:.0%} of the draws"
-            + (f", {part.too_long:,} too long" if part.too_long else "")
-            + f") of {part.shortest:,} to {part.longest:,} tokens, median {part.median:,.0f}"
-            for part in self.sources
-        )
+        sources = "; ".join(part.line() for part in self.sources)
         packing = self.packing
         fill = f"; micro-batches are {packing.fill:.0%} full" if packing is not None else ""
         return f"data: {sources}{fill}"

@@ -1,11 +1,10 @@
-"""Tables that the package ``datasets`` reads: parquet, CSV, saved datasets, and datasets of the Hub.
+"""Tables that the package ``datasets`` reads: parquet, CSV and saved datasets.
 
 ``datasets`` keeps them in files that are mapped into memory, so that they may be larger than it.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,14 @@ from typing import Any
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.examples import Example, Examples
 
-__all__ = ["TABLE_FILES", "TableExamples", "read_directory", "read_hub", "read_table_file"]
+__all__ = [
+    "TABLE_FILES",
+    "TableExamples",
+    "chosen_split",
+    "import_datasets",
+    "read_directory",
+    "read_table_file",
+]
 
 TABLE_FILES = {".parquet": ("parquet", {}), ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 """By suffix: the builder of ``datasets`` that reads such a file, and its settings."""
@@ -42,7 +48,7 @@ def _without_nulls(value: Any) -> Any:
 
 def read_table_file(path: Path) -> Examples:
     """A file of one of the `TABLE_FILES`. Raises `ConfigError` when it is something else."""
-    datasets = _import(f"{path} is a {path.suffix} file")
+    datasets = import_datasets(f"{path} is a {path.suffix} file")
     builder, settings = TABLE_FILES[path.suffix]
     if not path.stat().st_size:
         raise ConfigError(f"{path} is empty; write examples into it")
@@ -55,71 +61,30 @@ def read_table_file(path: Path) -> Examples:
         ValueError,
     ) as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
+        if "corresponds to no data" in reason:
+            raise ConfigError(f"{path} has no rows; write examples into it") from error
         raise ConfigError(f"{path} cannot be read as {builder}: {reason}; check what wrote it") from error
     return TableExamples(str(path), table)
 
 
-def read_directory(path: Path, split: str | None, default_split: str | None) -> Examples:
-    """A directory that ``datasets.save_to_disk`` wrote. Raises `ConfigError` when it is none."""
-    datasets = _import(f"{path} is a directory")
-    try:
-        table = datasets.load_from_disk(str(path))
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"{path} holds no dataset of datasets.save_to_disk: {error}") from error
-    return TableExamples(str(path), _chosen(str(path), table, split, default_split))
+def read_directory(path: Path, config: str | None, split: str | None, default_split: str | None) -> Examples:
+    """A directory that ``datasets.save_to_disk`` wrote, or a copy of a dataset of the Hub.
 
-
-def read_hub(
-    name: str, revision: str | None, config: str | None, split: str | None, default_split: str | None
-) -> Examples:
-    """A dataset of the Hub, from the cache of ``datasets`` or of ``huggingface_hub`` where it is in one of them.
-
-    ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and ``HF_DATASETS_OFFLINE`` count. Raises `ConfigError` for a
-    dataset, a config or a split that is not found.
+    Raises `ConfigError` when it is neither.
     """
-    datasets = _import(f"{name!r} is no file, and a dataset of the Hub")
+    datasets = import_datasets(f"{path} is a directory")
     try:
-        tables = datasets.load_dataset(name, config, revision=revision)
-    except (OSError, ValueError) as error:  # among them all of `datasets`, and of the Hub
-        snapshot = _snapshot(name, revision)
-        if snapshot is None:
-            raise ConfigError(_hub_problem(name, revision, error)) from error
-        tables = datasets.load_dataset(snapshot, config)
-    origin = name if revision is None else f"{name}@{revision}"
-    return TableExamples(origin, _chosen(origin, tables, split, default_split))
+        saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+        table = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), config)
+    except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name one that does"
+        ) from error
+    return TableExamples(str(path), chosen_split(str(path), table, split, default_split))
 
 
-def _snapshot(name: str, revision: str | None) -> str | None:
-    """The directory of a dataset that ``hf download`` brought; None where there is none."""
-    import huggingface_hub
-
-    try:
-        return huggingface_hub.snapshot_download(
-            name, repo_type="dataset", revision=revision, local_files_only=True
-        )
-    except (OSError, ValueError):
-        return None
-
-
-def _hub_problem(name: str, revision: str | None, error: Exception) -> str:
-    """The message for a dataset that cannot be read."""
-    first_line = str(error).partition("\n")[0]
-    offline = [key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key)]
-    if "config" in first_line.lower():
-        return f"{name!r} on the Hub: {first_line}; set 'config' of the source"
-    if offline:
-        return (
-            f"{name!r}: there is no such file, and the local cache has no complete copy of a Hub dataset of this name, "
-            f"while {' and '.join(offline)} forbids to ask for it; unset that, or name a file"
-        )
-    version = "" if revision is None else f" in revision {revision!r}"
-    return (
-        f"{name!r}: there is no such file, and no Hub dataset of this name could be read{version}: {first_line}; check "
-        "the name and the network, or log in with `hf auth login`"
-    )
-
-
-def _chosen(origin: str, found: Any, split: str | None, default_split: str | None) -> Any:
+def chosen_split(origin: str, found: Any, split: str | None, default_split: str | None) -> Any:
     """The table of a split; ``found`` is a table, or several by split."""
     if not isinstance(found, dict):
         if split is not None:
@@ -134,7 +99,8 @@ def _chosen(origin: str, found: Any, split: str | None, default_split: str | Non
     return found[wanted]
 
 
-def _import(subject: str) -> ModuleType:
+def import_datasets(subject: str) -> ModuleType:
+    """The package ``datasets``. Raises `ConfigError` about ``subject`` where it is not installed."""
     try:
         import datasets
     except ImportError as error:
