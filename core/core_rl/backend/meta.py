@@ -65,7 +65,7 @@ class SaveLoadMeta:
     with_optimizer: bool = True
     """Moments, step counts and random state as well; ``hf`` and ``adapter`` never hold them."""
     tokenizer_path: str | None = None
-    """For ``hf``: a directory whose tokenizer files are copied into the export."""
+    """For ``hf`` and ``adapter``: a directory whose tokenizer files are copied into the export."""
     asynchronous: bool = False
     """``save`` returns when what is saved can no longer change, and the rest is done in the background; see
     `TrainEngine.save`. ``load`` ignores it. Until it is complete, ``hf`` and ``portable`` take twice the disk space:

@@ -14,6 +14,7 @@ from core_rl.checkpoint.background import BackgroundSave
 from core_rl.checkpoint.contents import Contents, load_parts, publish_save
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
+from core_rl.checkpoint.model_files import copy_tokenizer
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.config.engine import LoraConfig
 from core_rl.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, raise_all
@@ -48,6 +49,8 @@ def save_adapter(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | Non
         if contents.is_writer:
             text = json.dumps(backend.adapter_config(), indent=2, sort_keys=True)
             (directory / CONFIG_FILE).write_text(text + "\n")
+            if meta.tokenizer_path is not None:
+                copy_tokenizer(meta.tokenizer_path, None, directory)
 
     state = {
         "model": contents.fingerprint(),

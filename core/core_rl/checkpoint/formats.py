@@ -20,6 +20,7 @@ from core_rl.checkpoint.adapters import load_adapter, save_adapter
 from core_rl.checkpoint.background import BackgroundSave, Later, Write
 from core_rl.checkpoint.contents import Contents, load_parts, publish_save
 from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.model_files import copy_model_files, copy_tokenizer
 from core_rl.checkpoint.sharded import load_sharded, save_sharded
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
@@ -30,20 +31,6 @@ from core_rl.state.slices import copy_shards
 __all__ = ["load_contents", "save_contents"]
 
 PARTS = ".parts"
-MODEL_FILES = ("generation_config.json", "*processor_config.json")
-"""Configs of generation, and of processors that a vision tower's server reads images with."""
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "chat_template*",
-    "additional_chat_templates/*",
-)
 
 
 def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
@@ -58,7 +45,8 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
 
     def write_rest(directory: Path) -> None:
         config.save_pretrained(directory)
-        _copy_model_files(contents.config.model.path, meta.tokenizer_path, directory)
+        copy_model_files(contents.config.model.path, directory)
+        copy_tokenizer(meta.tokenizer_path, contents.config.model.path, directory)
 
     config = copy.deepcopy(contents.backend.hf_config())
     config.dtype = contents.config.dtype
@@ -82,27 +70,6 @@ def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
             return {kind: MappedSource(source, found) for kind, found in names.items()}
 
         load_parts(contents, parts, f"cannot load {meta.path!r}")
-
-
-def _copy_model_files(model_path: str | None, tokenizer_path: str | None, directory: Path) -> None:
-    """The tokenizer, and `MODEL_FILES`, from where they are."""
-    if model_path is not None:
-        _copy(Path(model_path), MODEL_FILES, directory)
-    source = tokenizer_path or model_path
-    copied = 0 if source is None else _copy(Path(source), TOKENIZER_FILES, directory)
-    if tokenizer_path is not None and not copied:
-        raise CheckpointError(
-            f"tokenizer_path = {tokenizer_path!r} holds no tokenizer files; correct the path"
-        )
-
-
-def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
-    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
-    for path in found:
-        target = directory / path.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
-    return len(found)
 
 
 def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:

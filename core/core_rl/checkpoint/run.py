@@ -94,14 +94,26 @@ class RunCheckpoints:
         steps = self.steps()
         if not steps:
             return None
-        path = self._path(steps[-1])
         try:
-            with opened(str(path), Comm(), kind="run") as directory:
-                state = json.loads((directory / STATE).read_text())
-                return RunCheckpoint(path=directory, step=steps[-1], state=state)
+            return self.at(steps[-1])
         except CheckpointDamaged as error:
             before = f"go on from step {steps[-2]}" if len(steps) > 1 else "start anew"
+            path = self._path(steps[-1])
             raise CheckpointDamaged(f"{error}\nRestore the file, or remove {path} to {before}") from error
+
+    def at(self, step: int) -> RunCheckpoint:
+        """The checkpoint of ``step``, verified.
+
+        Raises `CheckpointNotFound` with the steps that there are, and `CheckpointDamaged` with the file's name.
+        """
+        if step not in self.steps():
+            found = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointNotFound(
+                f"{self.root} has no checkpoint of step {step}; it has those of steps: {found}"
+            )
+        with opened(str(self._path(step)), Comm(), kind="run") as directory:
+            state = json.loads((directory / STATE).read_text())
+            return RunCheckpoint(path=directory, step=step, state=state)
 
     def steps(self) -> list[int]:
         """The steps that are there, in order, not verified."""

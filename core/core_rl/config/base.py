@@ -79,6 +79,8 @@ def _owner(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseM
     """The config class that ``location`` leads to, through plain nesting and sections chosen by ``type``."""
     nested: list[type[BaseModel]] = [kind]
     for part in location:
+        if isinstance(part, int):
+            continue  # an index of a list, whose items are all of one kind
         chosen = [c for c in nested if "type" in c.model_fields and c.model_fields["type"].default == part]
         if len(nested) > 1 and len(chosen) == 1:
             nested = chosen  # pydantic puts the tag into the location

@@ -161,6 +161,10 @@ class ModelInterface(ABC, Generic[ConfigT]):
         """Write the engine's model as a Hugging Face directory, with the tokenizer found at ``tokenizer_path``."""
         engine.save(SaveLoadMeta(path=path, format="hf", with_optimizer=False, tokenizer_path=tokenizer_path))
 
+    def save_adapter(self, engine: TrainEngineLike, path: str, tokenizer_path: str | None = None) -> None:
+        """Write the engine's adapter as a directory of ``peft``, with the tokenizer found at ``tokenizer_path``."""
+        engine.save(SaveLoadMeta(path=path, format="adapter", tokenizer_path=tokenizer_path))
+
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ModelInterfaceAbstraction:

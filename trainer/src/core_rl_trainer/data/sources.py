@@ -14,7 +14,7 @@ from core_rl_trainer.data.jsonl import read_json
 from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_table_file
 from core_rl_trainer.recipe.data import DataSource
 
-__all__ = ["data_files", "is_missing", "open_source"]
+__all__ = ["data_files", "is_hub_dataset", "is_missing", "open_source"]
 
 DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|zip)$", re.IGNORECASE)
 """The suffix of what is a file, and no dataset of the Hub."""
@@ -34,6 +34,11 @@ def open_source(source: DataSource, default_split: str | None = None) -> Example
         raise ConfigError(f"{source.path!r}: there is no such file")
     _refuse(source, "config", "split")
     return read_table_file(path) if path.suffix in TABLE_FILES else read_json(path)
+
+
+def is_hub_dataset(source: DataSource) -> bool:
+    """Whether ``source`` is named like a dataset of the Hub, and is no file or directory."""
+    return _hub_id(source) is not None
 
 
 def is_missing(source: DataSource) -> bool:

@@ -19,7 +19,7 @@ from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["RunPage", "Status", "charts_of", "main_chart"]
+__all__ = ["RunPage", "Status", "charts_of", "main_chart", "run_machine"]
 
 Status = Literal["running", "stopped", "complete"]
 
@@ -69,7 +69,7 @@ class RunPage:
         self._recipe = recipe
         self._placements = placements
         self._directory = directory
-        self._machine = _machine(recipe)
+        self._machine = run_machine(recipe)
         self._environment = page_environment(TEMPLATES)
         self._environment.filters |= {"number": _number, "shortened": _shortened}
 
@@ -134,7 +134,8 @@ def _chart(title: str, names: Sequence[str], rows: Sequence[Row]) -> Chart | Non
     return line_chart(title, series, last) if series else None
 
 
-def _machine(recipe: Recipe) -> Machine:
+def run_machine(recipe: Recipe) -> Machine:
+    """This machine, with the versions of the packages behind the engines of ``recipe``."""
     used = {recipe.engine, recipe.rollout.engine}
     return describe_machine({entry.distribution for entry in list_engines() if entry.name in used})
 

@@ -70,6 +70,6 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
                 f"evaluation, {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
                 highlight=False,
             )
-    for name in ("model", "best_model", "page", "picture", "metrics"):
+    for name in ("model", "adapter", "best_model", "page", "picture", "metrics"):
         if result.get(name):
             console.print(f"{name}: {result[name]}", highlight=False, soft_wrap=True)

@@ -130,6 +130,11 @@ class TrainingLoop:
         with self._roles.working(self._roles.actor) as actor:
             self._algorithm.save(actor, str(path), tokenizer_path=self._model_path)
 
+    def save_adapter(self, path: Path) -> None:
+        """The actor's adapter, with the tokenizer."""
+        with self._roles.working(self._roles.actor) as actor:
+            self._algorithm.save_adapter(actor, str(path), tokenizer_path=self._model_path)
+
     def evaluate(self) -> Evaluation:
         """Mean rewards on the evaluation prompts with the rollout engine's weights, and some completions."""
         if not self._eval_samples:

@@ -35,6 +35,9 @@ class Loop(Protocol):
     def save_model(self, path: Path) -> None:
         """Write the model in Hugging Face format."""
 
+    def save_adapter(self, path: Path) -> None:
+        """Write the adapter that is trained, in the layout of ``peft``."""
+
     def parts(self) -> dict[str, Any]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
 

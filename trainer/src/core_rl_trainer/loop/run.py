@@ -28,6 +28,7 @@ from core_rl_trainer.loop.prepared import Loop, PreparedRun
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.loop.run_plan import RunPlan, plan_run
 from core_rl_trainer.loop.supervised import prepare_supervised
+from core_rl_trainer.outputs.push import push_run, require_hub
 from core_rl_trainer.recipe.recipe import Recipe, load_recipe
 
 __all__ = ["dry_run", "prepare", "run_recipe", "train"]
@@ -63,12 +64,16 @@ def train(recipe: Recipe, console: Console) -> dict[str, Any]:
                 run = _Run(recipe=recipe, directory=directory, loop=loop, records=records, console=console)
                 result = run.run(checkpoint)
                 loop.save_model(directory.model)
+                if recipe.model.lora is not None:
+                    loop.save_adapter(directory.adapter)
                 records.draw("complete")
             directory.finish(result)
         else:
             text = f"the run in {directory.path} is complete; fresh=true starts it over"
             console.print(text, highlight=False, soft_wrap=True)
-    print_result(console, result)
+        print_result(console, result)
+        if (url := push_run(recipe, directory, result)) is not None:
+            console.print(f"uploaded to {url}", highlight=False, soft_wrap=True)
     return result
 
 
@@ -92,6 +97,7 @@ def prepare(recipe: Recipe) -> PreparedRun:
 
 def _prepared(recipe: Recipe) -> PreparedRun:
     require_wandb(recipe)
+    require_hub(recipe)
     algorithm = _make_algorithm(recipe)
     if isinstance(algorithm, SupervisedInterface):
         _warn_of(recipe, "data", [repr(name) for name in FOR_ROLLOUTS if _is_set(recipe, name)])
@@ -192,6 +198,7 @@ class _Run:
             "best": best.state_dict(),
             "output_dir": str(directory.path),
             "model": str(directory.model),
+            "adapter": str(directory.adapter) if recipe.model.lora is not None else None,
             "best_model": str(directory.best_model) if best.state_dict() else None,
             "metrics": str(directory.path / "metrics.jsonl"),
             "page": str(directory.page),

@@ -31,13 +31,15 @@ OWNED = (
     "checkpoints",
     "weights",
     "model",
+    "adapter",
+    "hub.json",
     "best",
     "best_model",
     PICTURE,
     PAGE,
     "reference",
 )
-CHANGEABLE = ("call_timeout_s",)
+CHANGEABLE = ("call_timeout_s", "push_to_hub")
 """Fields that may differ when a run is resumed."""
 
 
@@ -79,6 +81,8 @@ class RunDirectory:
         """The directory through which weights go to the rollout engine."""
         self.model = self.path / "model"
         """The trained model in Hugging Face format."""
+        self.adapter = self.path / "adapter"
+        """The trained adapter in the layout of ``peft``, of a run with ``model.lora``."""
         self.best = self.path / "best"
         """The directory with the model of the best evaluation."""
         self.best_model = self.path / "best_model"

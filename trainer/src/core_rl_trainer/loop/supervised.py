@@ -35,7 +35,7 @@ from core_rl_trainer.loop.roles import plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["SupervisedLoop", "prepare_supervised"]
+__all__ = ["SupervisedLoop", "prepare_supervised", "trained_head"]
 
 MODEL = "model"
 
@@ -52,7 +52,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         raise ConfigError(
             f"the interface {recipe.algorithm.type_!r} trains on data and has no use for {refused[0]!r}; remove it"
         )
-    plan = plan_trained(recipe, _head(interface))
+    plan = plan_trained(recipe, trained_head(interface))
     tokenizer, limit = load_tokenizer(recipe.model.path), context_length(recipe.model.path)
     kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
     size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
@@ -85,7 +85,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     )
 
 
-def _head(interface: SupervisedInterface[Any]) -> str:
+def trained_head(interface: SupervisedInterface[Any]) -> str:
     """The head of the model that is trained: the one whose outputs the loss takes."""
     return "reward" if "scores" in interface.loss().outputs else "lm"
 
@@ -151,6 +151,10 @@ class SupervisedLoop:
     def save_model(self, path: Path) -> None:
         """The model in Hugging Face format, with its tokenizer."""
         self._interface.save(self._engine, str(path), tokenizer_path=self._tokenizer_path)
+
+    def save_adapter(self, path: Path) -> None:
+        """The adapter that is trained, with the tokenizer."""
+        self._interface.save_adapter(self._engine, str(path), tokenizer_path=self._tokenizer_path)
 
     # ----------------------------------------------------------------- state
 

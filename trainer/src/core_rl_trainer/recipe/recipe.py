@@ -17,6 +17,7 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.recipe.data import DataSection
+from core_rl_trainer.recipe.hub import HubSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
     CriticSection,
@@ -27,7 +28,7 @@ from core_rl_trainer.recipe.sections import (
     WandbSection,
 )
 
-__all__ = ["Recipe", "load_recipe"]
+__all__ = ["Recipe", "load_recipe", "with_local_models"]
 
 RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
 """The hint for a path that does not exist."""
@@ -83,6 +84,9 @@ class Recipe(Config):
     """Keep the model of the best evaluation as ``best_model``, next to the checkpoints, in Hugging Face format."""
     wandb: WandbSection | None = None
     """Show the metrics in Weights & Biases as well."""
+    push_to_hub: HubSection | None = None
+    """Upload the result of the complete run to the Hugging Face Hub. It may change when a run is resumed: a complete
+    run is uploaded then."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on the evaluation prompts; 0: only before and after the training."""
     eval_samples: int = Field(default=1, ge=1)
@@ -143,10 +147,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         if is_missing(source)
     ]
     raise_all(ConfigError, str(path), missing)  # before a model is downloaded
-    return _with_local_models(recipe, str(path))
+    return with_local_models(recipe, str(path))
 
 
-def _with_local_models(recipe: Recipe, origin: str) -> Recipe:
+def with_local_models(recipe: Recipe, origin: str) -> Recipe:
     """``recipe`` with the directories of its models; raises one `ConfigError` for those that are not found."""
     sections: dict[str, Any] = {}
     problems: list[str] = []

@@ -1,0 +1,105 @@
+"""The upload of a complete run to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core_rl.checkpoint.manifest import MANIFEST
+from core_rl.errors import CheckpointError, ConfigError
+from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.outputs.model_card import model_card
+from core_rl_trainer.recipe.hub import HubSection
+from core_rl_trainer.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+__all__ = ["push_run", "require_hub"]
+
+RECORD = "hub.json"
+"""The upload that is done."""
+
+
+def require_hub(recipe: Recipe) -> None:
+    """Raise `ConfigError` where the upload at the end of the run is bound to fail."""
+    section = recipe.push_to_hub
+    if section is None:
+        return
+    if section.upload == "adapter" and recipe.model.lora is None:
+        raise ConfigError(
+            "push_to_hub.upload = 'adapter': the run trains none; set model.lora, or upload 'model'"
+        )
+    if section.upload == "best_model" and recipe.keep_best is None:
+        raise ConfigError(
+            "push_to_hub.upload = 'best_model': the run keeps none; set keep_best, or upload 'model'"
+        )
+    import huggingface_hub
+
+    if huggingface_hub.is_offline_mode():
+        raise ConfigError(
+            "push_to_hub: HF_HUB_OFFLINE forbids the upload; unset it, or leave push_to_hub out"
+        )
+    if huggingface_hub.get_token() is None:
+        raise ConfigError("push_to_hub: there is no token; log in with `hf auth login`, or set HF_TOKEN")
+
+
+def push_run(
+    recipe: Recipe, directory: RunDirectory, result: dict[str, Any], api: HfApi | None = None
+) -> str | None:
+    """Upload what ``recipe.push_to_hub`` names, in one commit with a model card; the address of the repository.
+
+    None where nothing is to be uploaded, or nothing new. ``api`` replaces the Hub's, for tests. Raises
+    `CheckpointError` when the upload fails; the run is complete all the same, and the same command tries again.
+    """
+    section = recipe.push_to_hub
+    if section is None or _done(directory) == section.model_dump():
+        return None
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    folder = Path(directory.path / section.upload).resolve()
+    files = {**_files(folder), **model_card(recipe, directory.path, section, result)}
+    operations = [
+        huggingface_hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+        for name, content in files.items()
+    ]
+    hub = api or huggingface_hub.HfApi()
+    try:
+        url = hub.create_repo(section.repo_id, private=section.private, exist_ok=True)
+        hub.create_commit(section.repo_id, operations, commit_message=f"core-rl: {recipe.steps} steps")
+    except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's, not exported
+        first_line = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"push_to_hub: the upload to {section.repo_id!r} failed: {first_line}. The run is complete, and the model "
+            f"is in {folder}; the same command uploads it again"
+        ) from error
+    _record(directory, section)
+    return str(url)
+
+
+def _files(folder: Path) -> dict[str, Path | bytes]:
+    """The files of ``folder`` by their names in the repository."""
+    if not folder.is_dir():
+        raise CheckpointError(f"push_to_hub: there is no {folder}; nothing is uploaded")
+    return dict(_named(folder))
+
+
+def _named(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _done(directory: RunDirectory) -> Any:
+    path = directory.path / RECORD
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _record(directory: RunDirectory, section: HubSection) -> None:
+    temporary = directory.path / f".{RECORD}.tmp"
+    temporary.write_text(json.dumps(section.model_dump(), indent=2) + os.linesep, encoding="utf-8")
+    temporary.replace(directory.path / RECORD)

@@ -1,0 +1,397 @@
+"""Data sources: file types, columns, formats of other systems, mixtures, splits, streaming, and their statistics."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+
+from core_rl.config.base import parse_config
+from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
+from core_rl_trainer.data.columns import mapped
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
+from core_rl_trainer.data.sources import is_missing, open_source
+from core_rl_trainer.data.statistics import describe_data
+from core_rl_trainer.data.training_data import TrainingData, load_training_data, recipe_data_files
+from core_rl_trainer.recipe.data import DataSection, DataSource
+
+LIMIT = 28
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return tokenizer
+
+
+def rows_of(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n}=", "answer": n} for n in range(start, start + count)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    support.write_jsonl(path, rows)
+    return str(path)
+
+
+def load(
+    tokenizer: Any, kind: ExampleKind = PROMPTS, seed: int = 0, budget: int = 1000, **section: Any
+) -> TrainingData:
+    values = parse_config(DataSection, section, "data")
+    return load_training_data(values, kind, tokenizer, seed, limit=LIMIT, budget=budget)
+
+
+def answers(data: TrainingData, count: int) -> list[Any]:
+    """The ``answer`` of the first samples that are drawn."""
+    loader = NumberedBatches(prompt_loader(data.train, 4, seed=1))
+    return [sample["answer"] for _ in range(count // 4) for sample in next(loader)]
+
+
+# ------------------------------------------------------------------- the section
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"train": []}, "field 'train'"),
+        (
+            {"train": [{"path": "a", "weight": 0}]},
+            "'train.0.weight' = 0: a weight is above 0; remove the source",
+        ),
+        ({"train": [{"path": "a", "weight": 1}, "b"]}, "give a weight to every source, or to none"),
+        ({"train": "a", "eval": "b", "eval_fraction": 0.1}, "evaluation data is given twice"),
+        ({"train": "a", "eval": {"path": "b", "weight": 2}}, "every example is evaluated"),
+        ({"train": "a", "eval_fraction": 1}, "'eval_fraction' = 1"),
+        ({"train": {"path": "a", "splits": "x"}}, "unknown field 'train.0.splits'.*did you mean 'split'"),
+    ],
+)
+def test_a_wrong_section_names_its_field(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(DataSection, section, "data")
+
+
+def test_sources_are_written_as_a_recipe_has_them() -> None:
+    mixture = [{"path": "a", "weight": 2.0}, {"path": "b/c", "split": "test", "weight": 1.0}]
+    for train in ("a.jsonl", mixture, {"path": "a/b", "config": "main"}):
+        section = DataSection.model_validate({"train": train})
+        assert section.model_dump(mode="json")["train"] == train
+        assert DataSection.model_validate(section.model_dump()) == section
+
+
+def test_names_of_the_hub_are_no_missing_files() -> None:
+    names = {
+        "org/name": False,
+        "org/name@main": False,
+        "data/train.jsonl": True,
+        "train": True,
+        "/no/such": True,
+    }
+    assert {name: is_missing(DataSource(path=name)) for name in names} == names
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "data.txt",
+            b"hello\n",
+            r"data.txt: is no JSONL file; data files are .jsonl, .json, .parquet and .csv",
+        ),
+        ("data.jsonl", b"PAR1\0\0", "is no JSONL file"),
+        ("data.json", b"[1, 2", "data.json is not JSON"),
+        ("data.json", b'["a"]', "data.json: example 1 is a str; it must be an object"),
+        ("data.jsonl", b"", "data.jsonl has no prompts; write one with a 'prompt' on each line"),
+        ("data.jsonl", b'{"question": "1="}\n', "Its columns|data.columns.prompt=question"),
+    ],
+)
+def test_a_file_of_another_type_is_named(
+    tmp_path: Path, tokenizer: Any, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((ConfigError, BatchError), match=message):
+        load(tokenizer, train=str(tmp_path / name))
+
+
+def test_a_list_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(json.dumps(rows_of(2)))
+    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows_of(1)[0]).encode())
+    assert open_source(DataSource(path=str(tmp_path / "list.json")))[1] == rows_of(2)[1]
+    assert open_source(DataSource(path=str(tmp_path / "mark.jsonl")))[0] == rows_of(1)[0]
+
+
+def test_fields_of_the_hub_are_refused_for_files(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(1))
+    with pytest.raises(
+        ConfigError, match="is no dataset of the Hub and has no split; leave split = 'train' out"
+    ):
+        load(tokenizer, train={"path": path, "split": "train"})
+
+
+def test_files_of_a_recipe(tmp_path: Path) -> None:
+    first, second = (write(tmp_path / name, rows_of(1)) for name in ("a.jsonl", "b.jsonl"))
+    section = DataSection.model_validate({"train": [second, "org/name"], "eval": first})
+    assert recipe_data_files(section) == [Path(second), Path(first)]
+
+
+# -------------------------------------------------------------------- columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {},
+            "line 1 needs a text 'prompt'.*'question', 'solution'.*data.columns.prompt=question data.columns.answer=",
+        ),
+        (
+            {"prompt": "query"},
+            "takes 'prompt' from the column 'query', and there is none; .*'question', 'solution'",
+        ),
+        ({"question": "prompt"}, "write data.columns.prompt=question"),
+        ({"prompt": "question"}, "line 1 needs an 'answer' or 'messages'.*data.columns.answer=solution"),
+    ],
+)
+def test_missing_columns_are_named_with_those_that_there_are(
+    tmp_path: Path, tokenizer: Any, columns: dict[str, str], message: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "1=", "solution": "1"}])
+    with pytest.raises((ConfigError, BatchError), match=message):
+        load(tokenizer, DEMONSTRATIONS, train=path, columns=columns)
+
+
+def test_columns_are_mapped_and_kept(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"question": "1=", "extra": {"answer": "7"}, "messages": [{"role": "user", "content": "2="}]}
+    path = write(tmp_path / "a.jsonl", [row])
+    source = {"path": path, "columns": {"answer": "extra.answer"}}
+    sample = load(tokenizer, train=source, columns={"prompt": "question"}).train[0]
+    assert (sample["prompt"], sample["answer"], sample["question"]) == ("1=", "7", "1=")
+    assert "messages" not in sample
+
+
+def test_a_column_that_a_later_example_lacks_is_an_error_of_that_example(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "1="}, {"query": "2="}])
+    with pytest.raises(BatchError, match="a.jsonl: line 2 has no 'question'; it has 'query'"):
+        load(tokenizer, train=path, columns={"prompt": "question"})
+
+
+# -------------------------------------------------------------------- formats
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "1="), ("assistant", "1"), ("assistant", "2"))
+)
+VERL = {
+    "data_source": "sums",
+    "prompt": [USER],
+    "reward_model": {"style": "rule", "ground_truth": "1"},
+    "extra_info": {"index": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "name", "fields"),
+    [
+        (PROMPTS, {"prompt": "1="}, None, {}),
+        (PROMPTS, VERL, "verl", {"answer": "1", "extra_info": {"index": 3}}),
+        (PROMPTS, VERL | {"answer": "7"}, "verl", {"answer": "7"}),
+        (DEMONSTRATIONS, {"prompt": "1=", "answer": "1"}, None, {}),
+        (DEMONSTRATIONS, {"messages": [USER, GOOD]}, None, {}),
+        (DEMONSTRATIONS, {"prompt": "1=", "completion": "1"}, "TRL prompt-completion", {"answer": "1"}),
+        (
+            DEMONSTRATIONS,
+            {"prompt": [USER], "completion": [GOOD]},
+            "TRL prompt-completion",
+            {"answer": [GOOD]},
+        ),
+        (DEMONSTRATIONS, {"text": "1=1"}, "TRL language modeling", {"text": "1=1"}),
+        (
+            DEMONSTRATIONS,
+            {"conversations": [{"from": "human", "value": "1="}, {"from": "gpt", "value": "1"}]},
+            "ShareGPT",
+            {"messages": [USER, GOOD]},
+        ),
+        (PREFERENCES, {"prompt": "1=", "chosen": "1", "rejected": "2"}, None, {}),
+        (PREFERENCES, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, None, {"chosen": [GOOD]}),
+        (
+            PREFERENCES,
+            {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "TRL preference with an implicit prompt",
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
+        (
+            PREFERENCES,
+            {"chosen": "1= 1", "rejected": "1= 2"},
+            "TRL preference with an implicit prompt",
+            {"prompt": "1=", "chosen": " 1", "rejected": " 2"},
+        ),
+    ],
+)
+def test_formats_are_recognised_and_mapped(
+    tmp_path: Path,
+    tokenizer: Any,
+    kind: ExampleKind,
+    row: dict[str, Any],
+    name: str | None,
+    fields: dict[str, Any],
+) -> None:
+    path = write(tmp_path / "a.jsonl", [row])
+    examples, found = mapped(open_source(DataSource(path=path)), {}, kind)
+    assert found == name
+    assert {field: examples[0][field] for field in fields} == fields
+    assert kind.check(examples[0]) is None
+    if " " not in str(row.get("chosen")):  # of which the tokenizer has none
+        assert load(tokenizer, kind, train=path).train.longest > 0
+
+
+def test_only_the_completion_of_a_conversation_is_trained(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"prompt": [USER, BAD, USER], "completion": [GOOD]}
+    sample = load(tokenizer, DEMONSTRATIONS, train=write(tmp_path / "a.jsonl", [row])).train[0]
+    assert sum(sample["loss_mask"]) == 2  # the digit and the end
+    whole = load(tokenizer, DEMONSTRATIONS, train=write(tmp_path / "b.jsonl", [{"text": "1=1"}])).train[0]
+    assert (len(whole["input_ids"]), sum(whole["loss_mask"])) == (5, 4)
+
+
+def test_unpaired_preferences_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1=", "completion": "2", "label": False}])
+    with pytest.raises(BatchError, match="TRL's unpaired preference, which nothing here trains on"):
+        load(tokenizer, DEMONSTRATIONS, train=path)
+
+
+# ------------------------------------------------------------------- mixtures
+
+
+def test_shares_of_a_mixture_are_exact_and_survive_an_interruption() -> None:
+    def order() -> MixedOrder:
+        return MixedOrder([ShuffledOrder(size, 3) for size in (5, 50)], [5, 50], [3, 1])
+
+    mixed, again = order(), order()
+    drawn = [next(mixed) for _ in range(40)]
+    assert sum(number < 5 for number in drawn) == 30
+    assert sorted(drawn[:20][n] for n in range(20) if drawn[n] < 5)[::3] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]  # three whole passes
+    again.load_state_dict(json.loads(json.dumps(mixed.state_dict())))
+    assert [next(again) for _ in range(40)] == [next(mixed) for _ in range(40)]
+
+
+def test_a_mixture_has_all_examples_in_one_numbering(tmp_path: Path, tokenizer: Any) -> None:
+    paths = [write(tmp_path / "a.jsonl", rows_of(4)), write(tmp_path / "b.jsonl", rows_of(8, start=10))]
+    plain = load(tokenizer, train=paths)
+    assert [plain.train[n]["index"] for n in range(12)] == list(range(12))
+    assert sorted(answers(plain, 12)) == [*range(4), *range(10, 18)]
+    weighted = load(tokenizer, train=[{"path": path, "weight": 1} for path in paths])
+    assert sum(answer < 10 for answer in answers(weighted, 16)) == 8
+
+
+# ---------------------------------------------------------------------- splits
+
+
+def test_a_split_depends_on_the_seed_alone(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(20))
+
+    def split(seed: int) -> tuple[list[int], list[int]]:
+        data = load(tokenizer, train=path, eval_fraction=0.25, seed=seed)
+        assert data.held_out is not None
+        return tuple([part[n]["answer"] for n in range(len(part))] for part in (data.train, data.held_out))  # type: ignore[return-value]
+
+    train, held_out = split(0)
+    assert len(held_out) == 5 and sorted(train + held_out) == list(range(20))
+    assert split(0) == (train, held_out) != split(1)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "message"),
+    [
+        (0.1, "= 0.1 of the 2 examples in .* holds out none; raise it"),
+        (0.9, "leaves none to train on; lower it"),
+    ],
+)
+def test_a_split_that_leaves_nothing_is_refused(
+    tmp_path: Path, tokenizer: Any, fraction: float, message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        load(tokenizer, train=write(tmp_path / "a.jsonl", rows_of(2)), eval_fraction=fraction)
+
+
+def test_there_need_be_no_evaluation(tmp_path: Path, tokenizer: Any) -> None:
+    assert load(tokenizer, train=write(tmp_path / "a.jsonl", rows_of(2))).held_out is None
+
+
+# ------------------------------------------------------------------- streaming
+
+
+def test_streamed_samples_are_those_in_memory(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(10))
+    in_memory, streamed = (load(tokenizer, train=path, streaming=streaming) for streaming in (False, True))
+    assert answers(streamed, 24) == answers(in_memory, 24)
+    assert dict(streamed.train[7]) == dict(in_memory.train[7])
+
+
+def test_streaming_skips_what_is_too_long_and_resumes(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*rows_of(10), {"prompt": "1+" * 20 + "=", "answer": -1}]
+    data = load(tokenizer, train=write(tmp_path / "a.jsonl", rows), streaming=True, too_long="drop")
+    with caplog.at_level(logging.WARNING):
+        loader = prompt_loader(data.train, 4, seed=1)
+        batches = iter(loader)
+        drawn = [sample["answer"] for _ in range(5) for sample in next(batches)]
+    assert sorted(drawn) == sorted([*range(10)] * 2) and data.train.left_out == 1
+    assert "line 11 has 42 tokens, and 28 fit; 1 are left out so far" in caplog.text
+    again = prompt_loader(data.train, 4, seed=1)
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    restored = iter(again)
+    for _ in range(4):
+        assert next(restored) == next(batches)
+
+
+def test_streaming_names_a_damaged_example_when_it_is_drawn(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1="}\n{"prompt": \n')
+    data = load(tokenizer, train=str(path), streaming=True)
+    with pytest.raises(BatchError, match=r"a.jsonl: line 2 is not JSON"):
+        answers(data, 4)
+    long = write(tmp_path / "b.jsonl", [{"prompt": "1+" * 20 + "=", "answer": 1}])
+    for too_long in ("refuse", "drop"):
+        with pytest.raises(BatchError, match=r"b.jsonl: line 1 has 42 tokens, and 28 fit; shorten it"):
+            answers(load(tokenizer, train=long, streaming=True, too_long=too_long), 4)
+
+
+# ------------------------------------------------------------------- statistics
+
+
+def test_statistics_count_lengths_shares_and_the_fill_of_micro_batches(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    rows = [
+        {"prompt": "1" * length, "answer": 1} for length in (2, 4, 6, 40)
+    ]  # and three tokens of each example
+    paths = [write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:1])]
+    sources = [{"path": path, "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
+    data = load(tokenizer, DEMONSTRATIONS, train=sources, too_long="drop", budget=16)
+    found = describe_data(data, seed=0, batch_size=4, ranks=1, budget=16)
+    first = found.sources[0]
+    assert (first.examples, first.too_long, first.tokens, first.share) == (3, 1, 21, 0.75)
+    assert (first.shortest, first.median, first.longest, first.measured) == (5, 7, 9, 3)
+    # Each step has the three of the first source, and the one of the second: 26 tokens in two micro-batches.
+    assert found.packing is not None
+    assert found.packing.micro_batches == 2 and found.packing.fill == pytest.approx(26 / 32)
+    assert (
+        "3 examples, 75% of the draws, 1 too long and left out, 21 tokens, 5 to 9 each, median 7"
+        in found.line()
+    )
+    assert found.line().endswith("micro-batches are 81% full")
