@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_the_cache_of_datasets_counts(own_cache: Path, tmp_path: Path) -> None:
 
 
 def test_the_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     path = write_parquet(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a.parquet is a .parquet file, .*pip install 'core-rl\[data\]'"):
         read(path)
