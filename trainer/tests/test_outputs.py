@@ -58,7 +58,7 @@ def test_a_run_leaves_an_adapter_and_any_checkpoint_is_exported(
     values = support.recipe_values if algorithm == "grpo" else support.supervised_values
     arguments = (start, tmp_path / "out") if algorithm == "grpo" else (start, tmp_path / "out", "sft")
     model = {"path": str(start / "model"), "lora": LORA}
-    recipe = support.write_recipe(tmp_path / "r.yaml", values(*arguments, model=model))  # type: ignore[operator]
+    recipe = support.write_recipe(tmp_path / "r.yaml", values(*arguments, model=model))
     result = run_recipe(recipe, [], Console(file=io.StringIO()))
     out = tmp_path / "out"
     assert result["adapter"] == str(out / "adapter")

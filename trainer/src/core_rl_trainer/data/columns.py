@@ -102,7 +102,7 @@ def _check_columns(origin: str, example: Example, columns: Mapping[str, str]) ->
 def _check_fields(examples: Examples, example: Example, columns: Example, kind: ExampleKind) -> None:
     """Raise `BatchError` when the first example lacks a column, which is not the fault of one example."""
     problem = kind.check(example)
-    if problem is None or "messages" in example:
+    if problem is None or example.get("messages") is not None:
         return
     if {"prompt", "completion", "label"} <= columns.keys() and kind.name == "demonstrations":
         problem += (

@@ -96,9 +96,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, first: i
 
 def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> Encoded:
     """An example with ``messages``, with ``prompt`` and ``answer``, or with a ``text`` alone."""
-    if "messages" in example:
+    if example.get("messages") is not None:
         return encode_chat(tokenizer, example["messages"])
-    if "prompt" not in example:
+    if example.get("prompt") is None:
         return encode_text(tokenizer, example["text"])
     answer = example["answer"]
     return encode_completion(

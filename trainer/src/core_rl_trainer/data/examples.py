@@ -52,11 +52,11 @@ def check_prompt(example: Example) -> str | None:
 
 def check_demonstration(example: Example) -> str | None:
     """A ``prompt`` and an ``answer``, or chat ``messages`` with a turn of the assistant, or a ``text`` alone."""
-    if "messages" not in example:
-        if "prompt" not in example and _is_text(example.get("text")):
+    messages = example.get("messages")
+    if messages is None:
+        if example.get("prompt") is None and _is_text(example.get("text")):
             return None
         return check_prompt(example) or _answer_problem(example)
-    messages = example["messages"]
     if not _is_chat(messages):
         return f"has 'messages' that are no list of objects with 'role' and 'content': {messages!r}"
     if not any(message["role"] == "assistant" for message in messages):

@@ -43,21 +43,29 @@ def _load(datasets: ModuleType, name: str, revision: str | None, config: str | N
     """
     from huggingface_hub import errors
 
+    snapshot = _snapshot(name, revision)
     if _offline() and revision is not None:
-        return datasets.load_dataset(_snapshot(name, revision), config)
+        if snapshot is None:
+            raise FileNotFoundError(f"{name}@{revision} is not in the cache")
+        return datasets.load_dataset(snapshot, config)
     try:
         return datasets.load_dataset(name, config, revision=revision)
     except (OSError, errors.HTTPError):  # type: ignore[attr-defined]
-        return datasets.load_dataset(_snapshot(name, revision), config)
+        if snapshot is None:
+            raise
+        return datasets.load_dataset(snapshot, config)
 
 
-def _snapshot(name: str, revision: str | None) -> str:
-    """The directory of a dataset in the cache of ``huggingface_hub``; `FileNotFoundError` where it is not there."""
+def _snapshot(name: str, revision: str | None) -> str | None:
+    """The directory of a dataset in the cache of ``huggingface_hub``; None where it is not there."""
     import huggingface_hub
 
-    return huggingface_hub.snapshot_download(
-        name, repo_type="dataset", revision=revision, local_files_only=True
-    )
+    try:
+        return huggingface_hub.snapshot_download(
+            name, repo_type="dataset", revision=revision, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
 
 
 def _offline() -> list[str]:

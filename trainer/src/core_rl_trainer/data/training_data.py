@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from core_rl.errors import BatchError
 from core_rl.seeds import derive_seed
@@ -126,7 +127,7 @@ def _joined(parts: Sequence[SampleDataset], weights: Sequence[float] | None) -> 
 class _Part(Examples):
     """Some of the examples of a source, with the labels that they have there."""
 
-    def __init__(self, examples: Examples, numbers: Sequence[int]) -> None:
+    def __init__(self, examples: Examples, numbers: Tensor) -> None:
         self.origin = examples.origin
         self._examples = examples
         self._numbers = numbers
@@ -135,10 +136,10 @@ class _Part(Examples):
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Example:
-        return self._examples[self._numbers[index]]
+        return self._examples[int(self._numbers[index])]
 
     def label(self, index: int) -> str:
-        return self._examples.label(self._numbers[index])
+        return self._examples.label(int(self._numbers[index]))
 
 
 def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
@@ -146,8 +147,7 @@ def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Ex
     count = round(fraction * len(examples))
     generator = torch.Generator().manual_seed(derive_seed(seed, SPLIT))
     shuffled = torch.randperm(len(examples), generator=generator)
-    held_out, train = (sorted(part.tolist()) for part in (shuffled[:count], shuffled[count:]))
-    return _Part(examples, train), _Part(examples, held_out)
+    return _Part(examples, shuffled[count:].sort().values), _Part(examples, shuffled[:count].sort().values)
 
 
 def _require_split(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,5 +100,5 @@ def _done(directory: RunDirectory) -> Any:
 
 def _record(directory: RunDirectory, section: HubSection) -> None:
     temporary = directory.path / f".{RECORD}.tmp"
-    temporary.write_text(json.dumps(section.model_dump(), indent=2) + os.linesep, encoding="utf-8")
+    temporary.write_text(json.dumps(section.model_dump(), indent=2) + "\n", encoding="utf-8")
     temporary.replace(directory.path / RECORD)

@@ -1,0 +1,84 @@
+"""Whole runs on data of several sources: without an evaluation, and streamed, killed and resumed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+from rich.console import Console
+
+from core_rl.errors import ConfigError
+from core_rl_trainer import load_recipe, run_recipe
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    start = support.make_start(tmp_path_factory.mktemp("start"))
+    rows = [{"question": f"{n}+{n}=", "solution": str(2 * n)} for n in range(12)]
+    support.write_jsonl(start / "others.jsonl", [*rows, {"question": "1+" * 30, "solution": "1"}])
+    return start
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"eval_every": 2},
+            "eval_every = 2, and there is no evaluation data; set data.eval, or data.eval_fraction",
+        ),
+        (
+            {"eval_every": 2, "keep_best": {"metric": "eval_loss", "mode": "min"}},
+            "there is no evaluation data",
+        ),
+    ],
+)
+def test_evaluations_without_data_are_refused(
+    start: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    values = support.supervised_values(start, tmp_path / "out", "sft", **changes)
+    del values["data"]["eval"]
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_run_needs_no_evaluation(start: Path, tmp_path: Path, algorithm: str) -> None:
+    values = support.supervised_values(start, tmp_path / "out", "sft", eval_every=0, steps=2)
+    if algorithm == "grpo":
+        values = support.recipe_values(start, tmp_path / "out", eval_every=0, steps=2)
+    del values["data"]["eval"]
+    printed = io.StringIO()
+    result = run_recipe(
+        support.write_recipe(tmp_path / "r.yaml", values), [], Console(file=printed, width=200)
+    )
+    assert result["before"] == result["after"] == {}
+    assert not any(name.startswith("eval_") for row in support.curve(tmp_path / "out") for name in row)
+    assert "16 examples" in printed.getvalue() and "evaluation, " not in printed.getvalue()
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
+@pytest.mark.nightly
+def test_a_streamed_mixture_that_was_killed_is_the_one_that_was_not(start: Path, tmp_path: Path) -> None:
+    def recipe(name: str) -> Path:
+        values = support.supervised_values(start, tmp_path / name, "sft")
+        others = {
+            "path": f"{start}/others.jsonl",
+            "weight": 1,
+            "columns": {"prompt": "question", "answer": "solution"},
+        }
+        values["data"] = {
+            "train": [{"path": f"{start}/train.jsonl", "weight": 2}, others],
+            "eval_fraction": 0.2,
+            "streaming": True,
+            "too_long": "drop",
+            "batch_size": 6,
+        }
+        return support.write_recipe(tmp_path / f"{name}.yaml", values)
+
+    run_recipe(recipe("whole"), [], Console(file=io.StringIO()))
+    support.run_killed(["core-rl", "train", str(recipe("killed"))], tmp_path / "killed")
+    assert support.curve(tmp_path / "killed") == support.curve(tmp_path / "whole")
