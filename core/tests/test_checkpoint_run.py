@@ -50,6 +50,9 @@ def test_the_latest_is_the_newest_complete(tmp_path: Path) -> None:
         "step-00000100",
     ]
     check(RunCheckpoints(tmp_path / "runs", keep=1).latest(), 100)
+    check(runs.at(10), 10)
+    with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 9; it has those of steps: 10, 100"):
+        runs.at(9)
 
 
 def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:

@@ -116,6 +116,20 @@ def test_only_named_layers_get_an_adapter(build: Build) -> None:
     }
 
 
+def test_a_tokenizer_comes_with_the_adapter(engine: TrainEngine, tmp_path: Path, build: Build) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (tokenizer / name).write_text(name)
+    meta = SaveLoadMeta(path=str(tmp_path / "adapter"), format="adapter", tokenizer_path=str(tokenizer))
+    engine.save(meta)
+    assert (tmp_path / "adapter" / "chat_template.jinja").read_text() == "chat_template.jinja"
+    build().load(meta)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no tokenizer files"):
+        engine.save(replace(meta, tokenizer_path=str(tmp_path / "empty")))
+
+
 def test_another_base_of_the_same_shape_is_told_apart(
     engine: TrainEngine, tmp_path: Path, build: Build
 ) -> None:
