@@ -156,7 +156,8 @@ def test_files_of_a_recipe(tmp_path: Path) -> None:
             {"prompt": "query"},
             "takes 'prompt' from the column 'query', and there is none; .*'question', 'solution'",
         ),
-        ({"question": "prompt"}, "write data.columns.prompt=question"),
+        ({"question": "prompt"}, "Write data.columns.prompt=question"),
+        ({"solution": "answers"}, "Leave it out: 'solution' is one of them"),
         ({"prompt": "question"}, "line 1 needs an 'answer' or 'messages'.*data.columns.answer=solution"),
     ],
 )

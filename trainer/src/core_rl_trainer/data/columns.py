@@ -55,7 +55,7 @@ def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) ->
         first = examples[0]
     except BatchError:
         return MappedExamples(examples, columns, None), None  # it is named with all damaged ones
-    _check_columns(examples.origin, first, columns)
+    _check_columns(examples.origin, first, columns, kind)
     example = _renamed(first, columns, examples.label(0))
     found = recognised_format(example, kind)
     result = MappedExamples(examples, columns, found)
@@ -86,16 +86,23 @@ def _value(example: Example, column: str) -> Any:
     return value
 
 
-def _check_columns(origin: str, example: Example, columns: Mapping[str, str]) -> None:
+def _check_columns(origin: str, example: Example, columns: Mapping[str, str], kind: ExampleKind) -> None:
     """Raise `ConfigError` for mapped columns that there are not."""
     for name, column in columns.items():
         try:
             _value(example, column)
         except KeyError as error:
-            turned = f"; write data.columns.{column}={name}" if name in example else ""
+            fix = "Name one of them"
+            if name in example:
+                turned = column in kind.fields
+                fix = (
+                    f"Write data.columns.{column}={name}"
+                    if turned
+                    else f"Leave it out: {name!r} is one of them"
+                )
             raise ConfigError(
                 f"{origin}: data.columns takes {name!r} from the column {column!r}, and there is none; the columns "
-                f"are {_names(example)}{turned or '. Name one of them'}"
+                f"are {_names(example)}. {fix}"
             ) from error
 
 
