@@ -11,7 +11,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
-from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError
 from core_rl.registry.engines import load_config
@@ -22,6 +22,13 @@ from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.procedures import serving
 
 C = Capability
+OPTIONAL_SAMPLING = {
+    C.STOP_STRINGS: SamplingParams(stop=("a",)),
+    C.MIN_P: SamplingParams(min_p=0.1),
+    C.REPETITION_PENALTY: SamplingParams(repetition_penalty=2.0),
+    C.PRESENCE_PENALTY: SamplingParams(presence_penalty=1.0),
+    C.LOGIT_BIAS: SamplingParams(logit_bias=((1, 1.0),)),
+}
 REFUSED_S = 10.0
 """More than any engine needs to refuse a request."""
 
@@ -49,6 +56,9 @@ def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capabil
     def built(**changes: object) -> Callable[[], object]:
         return lambda: _another(subject, engine, changes)
 
+    def asked(sampling: SamplingParams) -> Callable[[], object]:
+        return lambda: serving.ask(engine, [LLMRequest(input_ids=(1,), sampling=sampling)])
+
     path = str(subject.expected.models.directory(subject.model()))
     return {
         C.SCORE: lambda: engine.score(batch),
@@ -58,6 +68,7 @@ def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capabil
         C.SYNC_TENSOR: update(WeightUpdateMeta(method="tensor", version=0)),
         C.SYNC_DISTRIBUTED: update(WeightUpdateMeta(method="distributed", version=0)),
         C.SYNC_LORA: update(WeightUpdateMeta(method="lora", version=0)),
+        **{capability: asked(sampling) for capability, sampling in OPTIONAL_SAMPLING.items()},
         C.LAUNCH_SERVER: lambda: _another(subject, engine, {}).launch_server(),
         C.BFLOAT16: built(dtype="bfloat16"),
         **{capability: built(layout=layout) for capability, layout in LAYOUTS.items()},

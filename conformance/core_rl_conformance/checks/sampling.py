@@ -27,29 +27,30 @@ def tokens_follow_the_distribution(subject: EngineUnderTest) -> None:
     Look at: which sampling parameters reach the server, also those that were not asked for; one random
     stream for each request.
     """
-    prompts = _Prompts.of(subject)
+    prompts = Prompts.of(subject)
     for temperature, seeded, which in ((1.0, False, 0), (2.5, True, 1), (0.6, False, 1), (0.3, False, 0)):
         prompt, row = prompts.undecided(temperature)[which]
         sampling = replace(ONE, temperature=temperature)
         seeds = (
             range(1000 * subject.case.seed, 1000 * subject.case.seed + DRAWS) if seeded else [None] * DRAWS
         )
-        found = _drawn(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
+        found = drawn_by(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
         how = (
             f"at temperature {temperature:g}, {'each with a seed of its own' if seeded else 'without seeds'}"
         )
-        _verify_first_tokens(subject, how, found, row)
+        verify_first_tokens(subject, how, found, row)
     _verify_answers(subject, prompts)
 
 
-def _drawn(
+def drawn_by(
     subject: EngineUnderTest, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
 ) -> list[LLMResponse]:
+    """Answers of the engine to prompts, each with its own sampling."""
     engine = subject.serve(subject.model())
     return ask(engine, [LLMRequest(input_ids=prompt, sampling=sampling) for prompt, sampling in asked])
 
 
-def _verify_first_tokens(
+def verify_first_tokens(
     subject: EngineUnderTest, how: str, found: Sequence[LLMResponse], row: Tensor
 ) -> None:
     """Require that the first tokens of answers to one prompt follow the log-probs ``row [V]``."""
@@ -59,10 +60,10 @@ def _verify_first_tokens(
     subject.require(surprise.tail > FALSE_ALARMS, f"{how}: {surprise}{hint}")
 
 
-def _verify_answers(subject: EngineUnderTest, prompts: _Prompts) -> None:
+def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
     """Later tokens are drawn as the first one is; penalties on what an answer has already change only these."""
     sampling = replace(ONE, temperature=0.6, max_new_tokens=24)
-    found = _drawn(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
+    found = drawn_by(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
     rows = distributions(subject, subject.model(), found, sampling.temperature)
     surprise = most_surprising_bet([response.output_ids for response in found], rows)
     subject.require(
@@ -78,15 +79,15 @@ def tokens_follow_what_the_cut_has_left(subject: EngineUnderTest) -> None:
     allowed, and their log-probs are right.
     Look at: the order of temperature, top-k and top-p; whether the token that reaches ``top_p`` is kept.
     """
-    prompts = _Prompts.of(subject)
+    prompts = Prompts.of(subject)
     for temperature, cut in ((0.6, "top_p"), (1.7, "top_p"), (1.7, "top_k")):
         prompt, row = prompts.undecided(temperature)[0]
         sampling = replace(_clear_cut(row, cut), temperature=temperature)
-        found = _drawn(subject, [(prompt, sampling)] * DRAWS)
+        found = drawn_by(subject, [(prompt, sampling)] * DRAWS)
         left = left_by_cut(row[None], sampling, 0.0)[0].log_softmax(-1)
         value = getattr(sampling, cut)
         how = f"at temperature {temperature:g} with {cut} = {value:.4g}, which leaves {int(left.isfinite().sum())}"
-        _verify_first_tokens(subject, f"{how} tokens", found, left)
+        verify_first_tokens(subject, f"{how} tokens", found, left)
 
 
 def _clear_cut(row: Tensor, cut: str) -> SamplingParams:
@@ -102,7 +103,7 @@ def _clear_cut(row: Tensor, cut: str) -> SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prompts:
+class Prompts:
     """Prompts, and what may come after them."""
 
     ids: list[tuple[int, ...]]
@@ -110,9 +111,9 @@ class _Prompts:
     """Log-probs ``[n, V]`` at temperature 1."""
 
     @staticmethod
-    def of(subject: EngineUnderTest) -> _Prompts:
+    def of(subject: EngineUnderTest) -> Prompts:
         ids = [row.ids for row in subject.data(lengths=(2, 3, 4, 5, 6, 7) * 4, seed=5).rows]
-        return _Prompts(
+        return Prompts(
             ids=ids, rows=torch.cat(distributions(subject, subject.model(), list(map(as_response, ids))))
         )
 
@@ -132,7 +133,7 @@ def requests_of_a_group_differ(subject: EngineUnderTest) -> None:
     Look at: the seed that goes with each request; caches of whole answers.
     """
     engine = subject.serve()
-    prompt, _ = _Prompts.of(subject).undecided()[0]
+    prompt, _ = Prompts.of(subject).undecided()[0]
     request = SamplingParams(max_new_tokens=16, temperature=1.7, ignore_eos=True)
     together = ask(engine, [LLMRequest(input_ids=prompt, sampling=request) for _ in range(8)])
     after = [ask(engine, [LLMRequest(input_ids=prompt, sampling=request)])[0] for _ in range(3)]

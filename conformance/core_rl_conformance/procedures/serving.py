@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ __all__ = [
     "left_by_cut",
     "let_begin",
     "meanwhile",
+    "raw_logits",
     "requests_for",
     "sequences_of",
     "verify_by_version",
@@ -153,6 +155,12 @@ def distributions(
     return [torch.log_softmax(part, -1) for part in _generated([row["logits"] for row in rows], found)]
 
 
+def raw_logits(subject: EngineUnderTest, weights: Judged, found: Sequence[LLMResponse]) -> list[Tensor]:
+    """The oracle's logits, float64 ``[n, V]``, where each of the ``n`` generated tokens was drawn."""
+    rows = subject.expected.oracle(weights).evaluate(sequences_of(found).for_oracle())
+    return _generated([row["logits"] for row in rows], found)
+
+
 def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
     """``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps those that nearly stay.
 
@@ -163,6 +171,8 @@ def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor
     keep = torch.ones_like(rows, dtype=torch.bool)
     if sampling.top_k is not None:
         keep &= rows >= ordered[:, sampling.top_k - 1 : sampling.top_k] - margin
+    if sampling.min_p > 0:
+        keep &= rows >= ordered[:, :1] + math.log(sampling.min_p) - margin
     if sampling.top_p < 1:
         above = rows[:, None, :] > rows[:, :, None] + margin
         before = (above * rows.exp()[:, None, :]).sum(-1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.reference import sampling
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.reference.sampling import Completion
+from core_rl.reference.sampling import Adjustment, Completion
 from mutants.rollouts import Entries, Rescored
 from mutants.zoo import Context, Mutant
 
@@ -69,6 +72,46 @@ class IgnoresTopK(Sampling):
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, top_k=None)
+
+
+class IgnoresMinP(Sampling):
+    """``min_p`` is not passed on."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, min_p=0.0)
+
+
+class IgnoresLogitBias(Sampling):
+    """``logit_bias`` is not passed on."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, logit_bias=())
+
+
+class IgnoresThePresencePenalty(Sampling):
+    """``presence_penalty`` is not passed on."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, presence_penalty=0.0)
+
+
+class IgnoresStopTexts(Sampling):
+    """``stop`` is not passed on."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, stop=())
+
+
+class PenalizesThePrompt(ReferenceRolloutBackend):
+    """``repetition_penalty`` is that of transformers, which counts the tokens of the prompt too."""
+
+    def _complete(self, entries: Entries) -> None:
+        with patch.object(sampling, "Adjustment", partial(_from_the_first, sampling.Adjustment)):
+            super()._complete(entries)
+
+
+def _from_the_first(kind: type[Adjustment], *, sampling: SamplingParams, start: int) -> Adjustment:
+    return kind(sampling=sampling, start=0)
 
 
 class OneSeedForAGroup(ReferenceRolloutBackend):
@@ -178,6 +221,36 @@ MUTANTS = (
         killed_by=DRAWN,
         issue="one random stream for a group (I8)",
         says="do requests share a seed",
+    ),
+    Mutant(
+        engine=IgnoresMinP,
+        killed_by="I8.min-p",
+        issue="a field under another name (I8)",
+        says="with min_p = .* draws; expected",
+    ),
+    Mutant(
+        engine=IgnoresLogitBias,
+        killed_by="I8.logit-bias",
+        issue="a field under another name (I8)",
+        says="with logit_bias = .* draws; expected",
+    ),
+    Mutant(
+        engine=IgnoresThePresencePenalty,
+        killed_by="I8.presence-penalty",
+        issue="a field under another name (I8)",
+        says="with presence_penalty = 1.5: a token that the answer has already",
+    ),
+    Mutant(
+        engine=PenalizesThePrompt,
+        killed_by="I8.repetition-penalty",
+        issue="transformers' repetition_penalty, which counts the prompt (I8)",
+        says="with repetition_penalty = 1.6",
+    ),
+    Mutant(
+        engine=IgnoresStopTexts,
+        killed_by="I19.stop-strings",
+        issue="parameters that never arrive (I19)",
+        says=r"with stop = \['<",
     ),
     Mutant(
         engine=OneSeedForAGroup,

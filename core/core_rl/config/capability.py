@@ -48,3 +48,9 @@ class Capability(StrEnum):
     PAUSE = "pause"
     RELEASE_MEMORY = "release_memory"
     LAUNCH_SERVER = "launch_server"
+    # fields of SamplingParams that not every inference engine has
+    STOP_STRINGS = "stop_strings"
+    MIN_P = "min_p"
+    REPETITION_PENALTY = "repetition_penalty"
+    PRESENCE_PENALTY = "presence_penalty"
+    LOGIT_BIAS = "logit_bias"

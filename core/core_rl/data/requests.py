@@ -1,9 +1,13 @@
 """Requests to inference engines and their responses: token ids, never text.
 
 **The meaning of a log-prob.** ``log_softmax(logits / temperature)[token]`` in float32, of the full
-distribution: before top-k and top-p cut it. Greedy decoding (temperature 0) reports it untempered,
+distribution: before top-k, top-p and min-p cut it. Greedy decoding (temperature 0) reports it untempered,
 as at temperature 1. A trainer that recomputes log-probs at `SamplingParams.logprob_temperature`
 therefore gets the same numbers.
+
+Penalties and ``logit_bias`` change the logits themselves, first the presence penalty, then the repetition penalty, then
+the bias. Log-probs are of the changed logits then, and those of a trainer differ. `SamplingParams.off_distribution`
+names every field by which what is drawn differs from what a trainer recomputes.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError, EngineContractError, raise_all
 
 __all__ = ["LLMRequest", "LLMResponse", "PartialResponse", "SamplingParams", "StopReason"]
@@ -39,11 +44,26 @@ class SamplingParams:
     """Tokens that end the response, besides the end-of-sequence tokens of the model."""
     ignore_eos: bool = False
     """Continue after the model's own end-of-sequence tokens; ``stop_token_ids`` still stop."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the response; the token that completes one is its last. For engines with ``stop_strings``."""
+    min_p: float = 0.0
+    """Draw from the tokens that are at least this fraction as likely as the most likely one; 0 keeps all. For
+    engines with ``min_p``."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the response already has are divided by this where they are positive, and multiplied
+    where they are negative; 1 is none. For engines with ``repetition_penalty``."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the response already has. For engines with ``presence_penalty``."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens, pairs of an id and a number; a mapping is taken too. For engines with
+    ``logit_bias``."""
     seed: int | None = None
     """With a seed, an engine that can draws the same tokens again from the same weights."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "logit_bias", tuple(sorted(dict(self.logit_bias).items())))
         raise_all(ConfigError, "SamplingParams", self._violations())
 
     def _violations(self) -> Iterable[str]:
@@ -59,6 +79,20 @@ class SamplingParams:
             yield f"stop_token_ids = {self.stop_token_ids}; ids are not negative"
         if self.seed is not None and not 0 <= self.seed < SEED_LIMIT:
             yield f"seed = {self.seed}; it must be at least 0 and below 2**63"
+        yield from self._optional_violations()
+
+    def _optional_violations(self) -> Iterable[str]:
+        """Of the fields that not every engine has."""
+        if "" in self.stop:
+            yield "stop has an empty text, which every response contains; remove it"
+        if not 0 <= self.min_p < 1:
+            yield f"min_p = {self.min_p}; it must be at least 0 (keeps all tokens) and below 1"
+        if not 0 < self.repetition_penalty < math.inf:
+            yield f"repetition_penalty = {self.repetition_penalty}; it must be positive (1 is none)"
+        if not math.isfinite(self.presence_penalty):
+            yield f"presence_penalty = {self.presence_penalty}; it must be finite (0 is none)"
+        if any(token < 0 or not math.isfinite(bias) for token, bias in self.logit_bias):
+            yield f"logit_bias = {dict(self.logit_bias)}; ids are not negative, and biases are finite"
 
     @property
     def greedy(self) -> bool:
@@ -69,6 +103,36 @@ class SamplingParams:
     def logprob_temperature(self) -> float:
         """The temperature of the reported log-probs: ``temperature``, and 1 for greedy decoding."""
         return self.temperature or 1.0
+
+    @property
+    def off_distribution(self) -> tuple[str, ...]:
+        """The fields by which what is drawn differs from ``softmax(logits / temperature)``, each with its value."""
+        changed = {
+            "top_p": self.top_p < 1,
+            "top_k": self.top_k is not None,
+            "min_p": self.min_p > 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "presence_penalty": self.presence_penalty != 0,
+            "logit_bias": bool(self.logit_bias),
+        }
+        return tuple(f"{name} = {getattr(self, name)}" for name, is_set in changed.items() if is_set)
+
+    @property
+    def needed_capabilities(self) -> frozenset[Capability]:
+        """What an engine must declare to serve this."""
+        needed = {
+            Capability.STOP_STRINGS: bool(self.stop),
+            Capability.MIN_P: self.min_p > 0,
+            Capability.REPETITION_PENALTY: self.repetition_penalty != 1,
+            Capability.PRESENCE_PENALTY: self.presence_penalty != 0,
+            Capability.LOGIT_BIAS: bool(self.logit_bias),
+        }
+        return frozenset(capability for capability, is_set in needed.items() if is_set)
+
+    @property
+    def reads_the_response(self) -> bool:
+        """True if a token depends on those drawn before it otherwise than through the model."""
+        return bool(self.stop) or self.repetition_penalty != 1 or self.presence_penalty != 0
 
 
 @dataclass(frozen=True, kw_only=True)

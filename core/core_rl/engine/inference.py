@@ -176,6 +176,8 @@ class InferenceEngine:
 
     async def _admit(self, method: str, request: LLMRequest) -> None:
         self._require_serving(method)
+        for capability in sorted(request.sampling.needed_capabilities):
+            self._require_capability(self.spec, capability, f"sampling with {capability.value}")
         inference_guards.check_request(request, self._limits)
         await self._gate.wait()
         self._require_serving(method)

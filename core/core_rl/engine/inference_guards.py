@@ -14,7 +14,7 @@ from core_rl.backend.meta import SyncMethod
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.guards import batch_violations, check_layout, require_adapter, require_capability
 from core_rl.errors import (
     BatchError,
@@ -61,6 +61,12 @@ def check_sync(config: InferenceEngineConfig, method: SyncMethod) -> None:
         )
 
 
+def check_sampling(spec: EngineSpec, sampling: SamplingParams, where: str) -> None:
+    """Raise `UnsupportedCapability` for what ``sampling`` asks and the engine does not declare."""
+    for capability in sorted(sampling.needed_capabilities):
+        require_capability(spec, capability, f"{where} with {capability.value}")
+
+
 def check_request(request: LLMRequest, limits: ModelLimits) -> None:
     """Raise one `RolloutError` that lists everything that the model cannot take: servers die of some of it."""
     raise_all(RolloutError, f"request {request.rid}", _request_violations(request, limits))
@@ -69,7 +75,13 @@ def check_request(request: LLMRequest, limits: ModelLimits) -> None:
 def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[str]:
     if not request.input_ids:
         yield "the prompt is empty; give at least one token, such as BOS"
-    for where, ids in (("prompt", request.input_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
+    sampling = request.sampling
+    given = {
+        "prompt": request.input_ids,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+    }
+    for where, ids in given.items():
         foreign = [token for token in ids if not 0 <= token < limits.vocab_size]
         if foreign:
             yield f"{where} holds the token id {foreign[0]}; the vocabulary has {limits.vocab_size} entries"

@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
@@ -137,6 +138,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
                 requests[0].sampling,
                 [self._seed(request.sampling) for request in requests],
                 self._eos_token_ids,
+                self._tokenizer if requests[0].sampling.stop else None,
             )
         except Exception as error:  # noqa: BLE001  (the thread's boundary: the caller of agenerate raises it)
             for _, future in entries:
@@ -144,6 +146,18 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
             return
         for (request, future), completion in zip(entries, completions, strict=True):
             future.set_result(self._response(request, completion))
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """For texts that end a response; read when the first request has some."""
+        path = self.config.model.path
+        try:
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"sampling with stop = TEXTS needs a tokenizer, and {path!r} has none; use stop_token_ids"
+            ) from error
+        return found
 
     def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
         return LLMResponse(

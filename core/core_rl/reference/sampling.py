@@ -13,7 +13,11 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -47,6 +51,8 @@ class GumbelSampler(LogitsProcessor):
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p > 0:
+            self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -59,14 +65,57 @@ class GumbelSampler(LogitsProcessor):
         return warped + noise.to(scores)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adjustment:
+    """The changes of logits by penalties and biases, from the tokens after the first ``start``."""
+
+    sampling: SamplingParams
+    start: int
+
+    def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """``logits [B, V]`` after the tokens ``input_ids [B, L]``, changed as `core_rl.data.requests` defines it."""
+        chosen = self.sampling
+        if chosen.presence_penalty == 0 and chosen.repetition_penalty == 1 and not chosen.logit_bias:
+            return logits
+        has = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, input_ids[:, self.start :], value=True)
+        logits = torch.where(has, logits - chosen.presence_penalty, logits)
+        penalty = chosen.repetition_penalty
+        logits = torch.where(has, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        for token, bias in chosen.logit_bias:
+            logits[:, token] += bias
+        return logits
+
+
+class StopAtText(StoppingCriteria):
+    """Ends each row whose response has one of the texts."""
+
+    def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, start: int) -> None:
+        self._stop = stop
+        self._tokenizer = tokenizer
+        self._start = start
+
+    def found_in(self, ids: Sequence[int]) -> bool:
+        """Whether the text of the response ``ids`` has one of the texts."""
+        text = str(self._tokenizer.decode(list(ids)))
+        return any(stop in text for stop in self._stop)
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
+        rows = input_ids[:, self._start :].tolist()
+        return torch.tensor([self.found_in(row) for row in rows], device=input_ids.device)
+
+
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     seeds: Sequence[int],
     eos_token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Completion]:
-    """Continue all ``prompts`` at once with the same ``sampling``, each with its own seed."""
+    """Continue all ``prompts`` at once with the same ``sampling``, each with its own seed.
+
+    ``tokenizer`` is for ``sampling.stop``.
+    """
     rows = [torch.tensor(prompt) for prompt in prompts]
     # Positions follow from the mask.
     ids, mask = _left_padded(rows), _left_padded([torch.ones_like(row) for row in rows])
@@ -79,33 +128,47 @@ def generate(
         output_logits=True,
         return_dict_in_generate=True,
     )
-    processors = [] if sampling.greedy else [GumbelSampler(sampling, seeds)]
+    adjust = Adjustment(sampling=sampling, start=ids.shape[1])
+    processors: list[Any] = [adjust] if sampling.greedy else [adjust, GumbelSampler(sampling, seeds)]
+    at_text = StopAtText(sampling.stop, tokenizer, ids.shape[1]) if tokenizer is not None else None
     generate_: Any = model.generate
     output = generate_(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         generation_config=config,
         logits_processor=LogitsProcessorList(processors),
+        stopping_criteria=StoppingCriteriaList([] if at_text is None else [at_text]),
     )
     drawn = output.sequences[:, ids.shape[1] :]
     logprobs = torch.stack(
         [
-            torch.log_softmax(logits.float() / sampling.logprob_temperature, dim=-1)
+            torch.log_softmax(
+                adjust(output.sequences[:, : ids.shape[1] + step], logits.float())
+                / sampling.logprob_temperature,
+                dim=-1,
+            )
             .gather(1, drawn[:, step, None])
             .squeeze(1)
             for step, logits in enumerate(output.logits)
         ],
         dim=1,
     )
-    return [_cut(row, values, stops) for row, values in zip(drawn.tolist(), logprobs.tolist(), strict=True)]
+    rows_and_values = zip(drawn.tolist(), logprobs.tolist(), strict=True)
+    return [_cut(row, values, stops, at_text) for row, values in rows_and_values]
 
 
 def _left_padded(rows: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(rows), batch_first=True, padding_side="left")
 
 
-def _cut(ids: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Completion:
-    """The drawn tokens up to the first stop token, which is kept."""
-    end = next((index + 1 for index, token in enumerate(ids) if token in stops), None)
+def _cut(
+    ids: Sequence[int], logprobs: Sequence[float], stops: set[int], at_text: StopAtText | None
+) -> Completion:
+    """The drawn tokens up to the first one that ends the response, which is kept."""
+
+    def ends(count: int) -> bool:
+        return ids[count - 1] in stops or (at_text is not None and at_text.found_in(ids[:count]))
+
+    end = next((count for count in range(1, len(ids) + 1) if ends(count)), None)
     reason: StopReason = "length" if end is None else "stop"
     return Completion(ids=tuple(ids[:end]), logprobs=tuple(logprobs[:end]), stop_reason=reason)

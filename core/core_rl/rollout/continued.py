@@ -29,12 +29,17 @@ async def generate_whole(engine: TokenGenerator, request: LLMRequest) -> LLMResp
     """Continue a prompt to its end: where the engine aborts, the tokens so far go in as a longer prompt.
 
     Servers abort when new weights arrive. The tokens before keep their log-probs and their version, and no
-    token is drawn twice. Raises `RolloutError` when the engine aborts again and again without a new token.
+    token is drawn twice. Sampling that depends on the tokens so far (penalties, ``stop``) begins anew.
+
+    Raises `RolloutError` when the engine aborts again and again without a new token.
     """
     parts: list[LLMResponse] = []
     idle = 0
     while True:
         part = await engine.agenerate(_remainder(request, parts))
+        if part.stop_reason == "abort" and request.sampling.reads_the_response:
+            # Continued, it would know no more what it has drawn.
+            part = replace(part, output_ids=(), logprobs=(), versions=())
         parts.append(part)
         if part.stop_reason != "abort":
             return _joined(request, parts, part.stop_reason)

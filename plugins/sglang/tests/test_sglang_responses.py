@@ -93,6 +93,14 @@ def test_all_that_a_generation_config_could_set_is_said() -> None:
     assert (sampling["repetition_penalty"], sampling["frequency_penalty"]) == (1, 0)
 
 
+def test_optional_sampling_has_the_names_of_the_server() -> None:
+    options: dict[str, Any] = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+    chosen = SamplingParams(**options, logit_bias=((7, 2.0), (3, -1.0)))
+    sampling = generation_body(LLMRequest(input_ids=(1,), sampling=chosen), "n")["sampling_params"]
+    assert {name: sampling[name] for name in options} == options
+    assert sampling["logit_bias"] == {"3": -1.0, "7": 2.0}
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_k", "sent"), [(0.7, 1, -1), (0.7, 2, 2), (0.0, 1, 1), (1.0, None, -1)]
 )

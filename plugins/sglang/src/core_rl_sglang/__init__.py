@@ -27,6 +27,10 @@ SPEC = EngineSpec(
             Capability.PAUSE,
             Capability.RELEASE_MEMORY,
             Capability.LAUNCH_SERVER,
+            Capability.MIN_P,
+            Capability.REPETITION_PENALTY,
+            Capability.PRESENCE_PENALTY,
+            Capability.LOGIT_BIAS,
         }
     ),
     description="SGLang servers over HTTP, launched by the engine or found at given addresses",

@@ -49,13 +49,15 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": top_p,
         "top_k": -1 if top_k is None else top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
+        "presence_penalty": sampling.presence_penalty,
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": list(sampling.stop_token_ids),
     }
+    if sampling.logit_bias:
+        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.seed is not None:
         # Without --enable-deterministic-inference the server ignores it. It has 31 bits.
         found["sampling_seed"] = sampling.seed % 2**31
