@@ -208,6 +208,14 @@ def test_an_aborted_answer_goes_on_from_its_tokens(aborts: list[int], limit: int
         assert len(asked.input_ids) + asked.sampling.max_new_tokens == 2 + limit
 
 
+def test_an_aborted_answer_whose_sampling_reads_it_begins_anew() -> None:
+    engine = Counter(per_answer=3, abort_after=[2])
+    sampling = SamplingParams(max_new_tokens=5, presence_penalty=1.0)
+    response = asyncio.run(generate_whole(engine, LLMRequest(input_ids=(1, 2), sampling=sampling)))
+    assert response.output_ids == (102, 103, 104)
+    assert [asked.input_ids for asked in engine.requests] == [(1, 2)] * 2
+
+
 def test_an_engine_that_only_aborts_is_an_error() -> None:
     engine = Counter(abort_after=[1] + [0] * MAX_ABORTS)
     with pytest.raises(RolloutError, match="was aborted 8 times in a row without a new token"):

@@ -98,10 +98,10 @@ def test_a_coroutine_function_runs_there_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("do", "message"),
     [
-        ("raise", r"raised FileNotFoundError: no such answer\nTraceback"),
-        ("word", "raised ValueError: could not convert string to float: 'much'"),
-        ("crash", "its process ended with exit code -9"),
-        ("exit", "its process ended with exit code 3"),
+        ("raise", r"raised FileNotFoundError: no such answer \(test_process_reward.py:31\)"),
+        ("word", r"it returned 'much', not a number \(test_process_reward.py:25\)"),
+        ("crash", r"its process ended with exit code -9 \(test_process_reward.py:25\)"),
+        ("exit", r"raised SystemExit: 3 \(test_process_reward.py:45\)\nfix: return a number"),
     ],
 )
 def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
@@ -116,8 +116,10 @@ def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
 def test_a_reward_that_hangs_is_killed_with_its_children(tmp_path: Path, do: str) -> None:
     with ProcessReward(score, timeout_s=1.5) as reward:
         ask(reward, "", tmp_path)
+        line = {"hang": "3[56]", "child": "41"}[do]
         message = (
-            "sample 7, completion 1: the reward function score: no result in 1.5 s; its process was killed"
+            "sample 7, completion 1: the reward function score: gave no result in 1.5 s "
+            rf"\(test_process_reward.py:{line}\); its process was killed\nfix: .*raise rollout.reward_timeout_s"
         )
         with pytest.raises(RolloutError, match=message):
             ask(reward, do, tmp_path)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,23 @@ from core_rl.errors import BatchError, ConfigError, CoreRLError, RolloutError
 from core_rl_trainer import run_recipe
 
 REWARDS = """
+import time
+
+
 def constant(answer, sample):
     return 0.5
 
 
 def nan_of_one(answer, sample):
     return float("nan") if sample["prompt"] == "2+3=" else float(len(answer))
+
+
+def leaves(answer, sample):
+    exec("exit(3)")
+
+
+async def blocks(answer, sample):
+    time.sleep(600)
 """
 GRPO = {"type_": "grpo"}
 
@@ -77,11 +91,36 @@ def test_a_filter_that_takes_nothing_ends_the_run(start: Path, tmp_path: Path) -
     values["rollout"] |= {
         "should_accept": "core_rl_trainer.rewards.functions:rewards_differ",
         "timeout_s": 6.0,
+        "reward_timeout_s": 1.0,
     }
     with pytest.raises(
-        RolloutError, match=r"6 of 6 episodes are missing after 6 s.*; \d+ were rejected so far"
+        RolloutError, match=r"6 of 6 episodes are missing after 7 s.*; \d+ were rejected so far"
     ):
         run(tmp_path, values)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("reward", "cause"),
+    [
+        ("leaves", r"the reward function leaves raised SystemExit: 3 \(rewards.py:\d+\)"),
+        ("blocks", r"the reward function blocks gave no result in 3 s \(rewards.py:\d+\)"),
+    ],
+)
+def test_a_reward_that_ends_or_blocks_the_program_is_two_lines(
+    start: Path, tmp_path: Path, reward: str, cause: str
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out", reward=f"{start}/rewards.py:{reward}")
+    values["rollout"] |= {"reward_timeout_s": 3.0}
+    recipe = support.write_recipe(tmp_path / "r.yaml", values)
+    command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 1
+    *_, first, second = done.stderr.strip().splitlines()
+    assert re.search(rf"^error: .*prompt '.*': sample \d+, completion \d: {cause}$", first), done.stderr
+    assert second.startswith("fix: ")
+    assert "asyncio" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # -------------------------------------------------------------------- before it

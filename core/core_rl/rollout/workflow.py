@@ -65,7 +65,9 @@ class Episode:
             if being_cancelled():
                 raise
             raise RolloutError(f"episode {self.number} failed: its workflow cancelled itself") from error
-        except Exception as error:
+        except RolloutError as error:
+            raise RolloutError(f"episode {self.number} failed: {error}") from error
+        except (Exception, SystemExit) as error:  # one that escapes would end the thread of all episodes
             raise RolloutError(f"episode {self.number} failed: {type(error).__name__}: {error}") from error
 
     def _checked(self, result: object) -> SequenceBatch | None:
@@ -81,7 +83,7 @@ class Episode:
             return True
         try:
             return bool(self.should_accept(result))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             name = getattr(self.should_accept, "__name__", type(self.should_accept).__name__)
             raise RolloutError(
                 f"episode {self.number}: the filter {name} raised {type(error).__name__}: {error}"

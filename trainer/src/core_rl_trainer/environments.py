@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
-from core_rl_trainer.rewards.functions import call_user, name_of
+from core_rl_trainer.rewards.calls import call_user, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -27,6 +27,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 COLOURS = {"running": "not-run", "stopped": "failed", "complete": "passed"}
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward", "eval_reward", "eval_reward_greedy")),
+    ("Terms of the reward", ("reward/*", "eval_reward/*")),
     ("Loss", ("loss", "eval_loss")),
     ("Accuracy", ("accuracy", "eval_accuracy")),
     ("KL to the reference", ("kl_k1", "kl_k2", "kl_k3")),

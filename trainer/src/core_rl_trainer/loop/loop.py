@@ -29,6 +29,7 @@ from core_rl_trainer.loop.roles import Roles, saved_state
 from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.loop.scoring import Scoring
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.rewards.terms import reward_metrics
 
 __all__ = ["Clock", "TrainingLoop", "interrupted", "restore_group", "save_group"]
 
@@ -230,10 +231,14 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
     means = [rewards[groups == group] for group in groups.unique()]
     reasons = batch.meta["stop_reason"]
     turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
-    return turns | {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(correction=0)),
-        "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
-        "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
-        "truncated": reasons.count("length") / len(reasons),
-    }
+    return (
+        turns
+        | reward_metrics(batch)
+        | {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(correction=0)),
+            "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
+            "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
+            "truncated": reasons.count("length") / len(reasons),
+        }
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from core_rl.errors import ConfigError
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
@@ -20,17 +20,15 @@ from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.loop.roles import open_roles, plan_roles
-from core_rl_trainer.loop.rollouts import Rollouts, UserCode
+from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.loop.user_code import load_user_code, open_user_code
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.functions import RewardFn, load_callable
-from core_rl_trainer.rewards.process import ProcessReward
-from core_rl_trainer.rewards.text import NamedReward, TextReward, TextRewardFn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from core_rl_trainer.recipe.rollout import RolloutSection
 
 __all__ = ["prepare_online"]
+
+logger = logging.getLogger(__name__)
 
 FROM_CRITIC = frozenset({VALUES, BOOTSTRAP})
 PROVIDED = frozenset({PROXIMAL, REFERENCE, BASELINE_REWARDS}) | FROM_CRITIC
@@ -39,18 +37,19 @@ PROVIDED = frozenset({PROXIMAL, REFERENCE, BASELINE_REWARDS}) | FROM_CRITIC
 def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRun:
     """All checks and the data."""
     _check_fields(recipe, algorithm)
+    _check_sampling(recipe.rollout)
     critic = None
     if recipe.critic is not None:
         critic = make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
     plan = plan_roles(recipe, algorithm.wanted_fields)
-    loaded = _load_user_code(recipe)
+    loaded = load_user_code(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
     limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
     data = load_training_data(recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget)
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[TrainingLoop]:
-        with open_roles(plan) as roles, _open_user_code(recipe, loaded, tokenizer) as user:
+        with open_roles(plan) as roles, open_user_code(recipe, loaded, tokenizer) as user:
             baseline = BASELINE_REWARDS in algorithm.wanted_fields
             rollouts = Rollouts(recipe, roles.rollout, user, tokenizer, baseline)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
@@ -82,47 +81,6 @@ def _workload(recipe: Recipe, algorithm: ModelInterface[Any], data: TrainingData
     )
 
 
-def no_reward(
-    prompt_ids: Sequence[int],  # noqa: ARG001
-    output_ids: Sequence[int],  # noqa: ARG001
-    data: Mapping[str, Any],  # noqa: ARG001
-) -> float:
-    """0 for every completion, where the reward model alone decides."""
-    return 0.0
-
-
-def _load_user_code(recipe: Recipe) -> dict[str, Any]:
-    """The functions that the recipe names, by the last part of the field. Raises `ConfigError`."""
-    named = {
-        "reward": recipe.reward,
-        "rollout.environment": recipe.rollout.environment,
-        "rollout.should_accept": recipe.rollout.should_accept,
-    }
-    return {
-        field.rpartition(".")[2]: None if name is None else load_callable(field, name)
-        for field, name in named.items()
-    }
-
-
-@contextmanager
-def _open_user_code(
-    recipe: Recipe, loaded: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[UserCode]:
-    """The functions of `_load_user_code`, ready to be called; processes of the reward end with the context."""
-    chosen, reward, make = recipe.rollout, loaded["reward"], loaded["environment"]
-    with ExitStack() as stack:
-        if recipe.reward is not None and chosen.reward_processes:
-            assert chosen.reward_timeout_s is not None
-            named, count = NamedReward(recipe.reward), chosen.reward_processes
-            remote = ProcessReward(named, processes=count, timeout_s=chosen.reward_timeout_s)
-            reward = stack.enter_context(remote)
-        yield UserCode(
-            reward=_token_reward(recipe, reward, tokenizer),
-            environment=None if make is None else partial(make, tokenizer),
-            should_accept=loaded["should_accept"],
-        )
-
-
 def _completion_tokens(recipe: Recipe) -> int:
     """The most tokens that the model writes after a prompt."""
     chosen = recipe.rollout
@@ -148,13 +106,17 @@ def _longest_prompt(recipe: Recipe) -> int | None:
     return context - needed
 
 
-def _token_reward(
-    recipe: Recipe, reward: TextRewardFn | None, tokenizer: PreTrainedTokenizerBase
-) -> RewardFn | None:
-    """The reward of token ids; None leaves it to the environment."""
-    if reward is not None:
-        return TextReward(reward, tokenizer)
-    return None if recipe.rollout.environment else no_reward
+def _check_sampling(rollout: RolloutSection) -> None:
+    """Refuse, or warn of, completions from another distribution than the one that is trained."""
+    changed = ", ".join(rollout.sampling().off_distribution)
+    if not changed:
+        return
+    said = f"rollout: with {changed} completions come from another distribution than the log-probs that are trained on"
+    if rollout.off_distribution == "refuse":
+        raise ConfigError(
+            f"{said}\nfix: leave it out, or accept biased gradients with rollout.off_distribution=warn"
+        )
+    logger.warning("%s: the gradients are biased", said)
 
 
 def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:

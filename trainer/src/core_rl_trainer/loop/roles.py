@@ -220,6 +220,7 @@ def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
     assert isinstance(config, InferenceEngineConfig)
     require_sync(spec, recipe.rollout.sync)
     inference_guards.check_config(spec, config)
+    inference_guards.check_sampling(spec, recipe.rollout.sampling(), "section 'rollout'")
     return spec, config
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +11,20 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError
-from core_rl.rollout.workflow import AcceptFn, RolloutWorkflow, TokenGenerator
+from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.batches import NUMBER
-from core_rl_trainer.environments import Environment
 from core_rl_trainer.loop.evaluation import Evaluation, rollout_samples
+from core_rl_trainer.loop.user_code import UserCode
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.functions import RewardFn
+from core_rl_trainer.rewards.terms import reward_metrics
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
 from core_rl_trainer.workflows.single_turn import GreedyBaselineWorkflow, SingleTurnWorkflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["NumberedWorkflow", "Rollouts", "UserCode"]
+__all__ = ["NumberedWorkflow", "Rollouts"]
 
 TRAINING, EVALUATION = 0, 1
 """Streams of seeds."""
@@ -53,15 +53,6 @@ class NumberedWorkflow:
             raise RolloutError(f"prompt {prompt}: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class UserCode:
-    """Functions that a recipe names for the rollouts, loaded."""
-
-    reward: RewardFn | None
-    environment: Callable[[], Environment] | None = None
-    should_accept: AcceptFn | None = None
-
-
 class Rollouts:
     """Completions of prompts, for training and for evaluation, with the settings of a recipe."""
 
@@ -78,13 +69,8 @@ class Rollouts:
         self._user = user
         self._tokenizer = tokenizer
         chosen = recipe.rollout
-        self._sampling = SamplingParams(
-            max_new_tokens=chosen.max_new_tokens,
-            temperature=chosen.temperature,
-            top_p=chosen.top_p,
-            top_k=chosen.top_k,
-        )
-        self._greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None)
+        self._sampling = chosen.sampling()
+        self._greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
         seeded = replace(self._sampling, seed=derive_seed(recipe.seed, TRAINING))
         self._training = self._workflow(seeded, chosen.group_size)
         if with_baseline:
@@ -102,7 +88,7 @@ class Rollouts:
         """
         chosen = self._recipe.rollout
         batch = self._engine.prepare_batch(
-            batches, self._training, chosen.timeout_s, self._user.should_accept
+            batches, self._training, chosen.batch_limit_s, self._user.should_accept
         )
         version, drawn = self._engine.get_version(), batch["versions"][batch.loss_mask]
         limit = chosen.max_head_offpolicyness
@@ -141,6 +127,7 @@ class Rollouts:
             metrics={
                 "eval_reward": float(sampled["rewards"].double().mean()),
                 "eval_reward_greedy": float(greedy["rewards"].double().mean()),
+                **reward_metrics(sampled, "eval_"),
             },
             samples=rollout_samples(sampled, self._tokenizer),
         )
@@ -150,12 +137,12 @@ class Rollouts:
     ) -> SequenceBatch:
         numbered = [{**sample, NUMBER: number} for number, sample in enumerate(samples)]
         workflow = self._workflow(sampling, group_size)
-        return self._engine.rollout(numbered, workflow, self._recipe.rollout.timeout_s)
+        return self._engine.rollout(numbered, workflow, self._recipe.rollout.batch_limit_s)
 
     def _workflow(self, sampling: SamplingParams, group_size: int) -> RolloutWorkflow:
         chosen, user = self._recipe.rollout, self._user
         # Processes know when a call begins; from here its wait for a free one would count.
-        limit = None if chosen.reward_processes else chosen.reward_timeout_s
+        limit = None if chosen.reward_processes else chosen.reward_limit_s
         inner: RolloutWorkflow
         if user.environment is not None:
             inner = MultiTurnWorkflow(
@@ -165,7 +152,7 @@ class Rollouts:
                 group_size=group_size,
                 max_turns=chosen.max_turns,
                 max_tokens=self._engine.limits.context_length,
-                step_timeout_s=chosen.step_timeout_s,
+                step_timeout_s=chosen.step_limit_s,
                 reward_timeout_s=limit,
             )
         else:

@@ -35,7 +35,7 @@ __all__ = ["dry_run", "prepare", "run_recipe", "train"]
 
 logger = logging.getLogger(__name__)
 
-FOR_ROLLOUTS = ("rollout", "reward", "eval_samples", "colocated", "placement")
+FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "placement")
 """Fields that are read only where completions are generated."""
 
 

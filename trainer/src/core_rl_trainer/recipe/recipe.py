@@ -18,6 +18,7 @@ from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.hub import HubSection
+from core_rl_trainer.recipe.rewards import RewardSection, duplicate_names, with_one_kind_of_reward
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
     CriticSection,
@@ -59,9 +60,11 @@ class Recipe(Config):
     data: DataSection
     """The data."""
     reward: str | None = "core_rl_trainer.rewards.text:text_match"
-    """``module:function`` or ``file.py:function``, called with the completion's text and the line of the JSONL file.
-    With an environment, the last completion is scored, and null leaves the rewards to the environment; null also where
-    a reward model alone decides."""
+    """``module:function`` or ``file.py:function``, called with the completion's text and the line of the JSONL file; or
+    the ``http://`` address of an endpoint. With an environment, the last completion is scored, and null leaves the
+    rewards to the environment; null also where a reward model alone decides."""
+    rewards: tuple[RewardSection, ...] = ()
+    """Several rewards instead of one: their weighted sum is trained on, and each is logged as ``reward/NAME``."""
     critic: CriticSection | None = None
     """The critic, where the algorithm has one (``ppo``)."""
     reward_model: RewardModelSection | None = None
@@ -98,6 +101,11 @@ class Recipe(Config):
     fresh: bool = False
     """Start over: delete what an earlier run wrote to ``output_dir``."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_kind_of_reward(cls, values: Any) -> Any:
+        return with_one_kind_of_reward(values)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         own = self.algorithm.args.get("temperature", self.rollout.temperature)
@@ -113,7 +121,10 @@ class Recipe(Config):
             )
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")
-        if self.reward is None and self.reward_model is None and self.rollout.environment is None:
+        if twice := list(duplicate_names(self.rewards)):
+            raise ValueError("; ".join(twice))
+        named = self.reward is not None or self.rewards
+        if not named and self.reward_model is None and self.rollout.environment is None:
             raise ValueError(
                 "reward = null needs a rollout.environment that gives the rewards, or a reward_model"
             )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from core_rl.backend.meta import SyncMethod
 from core_rl.config.base import Config
+from core_rl.data.requests import SamplingParams
 
 __all__ = ["RolloutSection"]
 
@@ -29,8 +30,23 @@ class RolloutSection(Config):
     """Draw from the smallest set of tokens with this probability; 1 keeps all."""
     top_k: int | None = Field(default=None, ge=1)
     """Draw from this many of the most likely tokens; null keeps all."""
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Draw from the tokens that are at least this fraction as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Make tokens that the completion already has less likely, above 1, by scaling their logits."""
+    presence_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    """Subtracted from the logits of tokens that the completion already has."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    off_distribution: Literal["refuse", "warn"] = "refuse"
+    """The treatment of ``top_p``, ``top_k``, ``min_p``, penalties and ``logit_bias``, with which completions come from
+    another distribution than the log-probs that are trained on: an error, or a warning."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, which includes them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, besides those of the model."""
     timeout_s: float = Field(default=600.0, gt=0.0)
-    """The time limit of the completions of one batch of prompts, in seconds."""
+    """The time limit of the completions of one batch of prompts, in seconds, without that of their rewards."""
     sync: SyncMethod = "disk"
     """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory (``tensor``), or
     over a process group with the ranks of its servers (``distributed``). ``lora`` sends the adapter of ``model.lora``
@@ -45,7 +61,7 @@ class RolloutSection(Config):
     them by those of another prompt. ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without
     a signal, as DAPO (arXiv:2503.14476) does."""
     reward_timeout_s: float | None = Field(default=None, gt=0.0)
-    """The time limit of the reward of one completion, in seconds; null for none."""
+    """The time limit of the reward of one completion, in seconds; null for that of ``timeout_s``."""
     reward_processes: int = Field(default=0, ge=0)
     """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
     0 computes them in threads, where it is only given up."""
@@ -55,7 +71,37 @@ class RolloutSection(Config):
     max_turns: int = Field(default=4, ge=1)
     """With an environment: the most completions of one episode."""
     step_timeout_s: float | None = Field(default=None, gt=0.0)
-    """With an environment: the time limit of one of its replies, in seconds; null for none."""
+    """With an environment: the time limit of one of its replies, in seconds; null for that of ``timeout_s``."""
+
+    def sampling(self) -> SamplingParams:
+        """The sampling of training. Raises `ConfigError` for values that it cannot have."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    @property
+    def reward_limit_s(self) -> float:
+        """The time limit of the reward of one completion, in seconds."""
+        return self.reward_timeout_s or self.timeout_s
+
+    @property
+    def step_limit_s(self) -> float:
+        """The time limit of one reply of the environment, in seconds."""
+        return self.step_timeout_s or self.timeout_s
+
+    @property
+    def batch_limit_s(self) -> float:
+        """How long to wait for a batch: what hangs in a user's code is found, and named, before that."""
+        return self.timeout_s + max(self.reward_limit_s, self.step_limit_s if self.environment else 0.0)
 
     @model_validator(mode="after")
     def _killed_when(self) -> Self:

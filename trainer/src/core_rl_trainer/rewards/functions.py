@@ -1,17 +1,15 @@
-"""Functions that users write: rewards, filters, tools. Loading them by name, and calling them with a time limit."""
+"""Reward functions and filters: loading them by name, and checking what they return."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+import textwrap
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.registry.objects import load_object
+from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
 
 if TYPE_CHECKING:
     from core_rl.data.batch import SequenceBatch
@@ -19,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = [
     "RewardFn",
     "as_reward",
-    "call_user",
     "compute_reward",
-    "guarded",
     "load_callable",
-    "name_of",
     "rewards_differ",
 ]
 
-_Value = TypeVar("_Value")
+LIMIT = "rollout.reward_timeout_s"
+"""The setting that limits the time of a reward."""
+SHOWN = 120
+"""Characters of a returned value that an error shows."""
 
 
 class RewardFn(Protocol):
@@ -59,18 +57,28 @@ async def compute_reward(
     """
     who = f"{subject}: the reward function {name_of(reward)}"
     called = call_user(reward, prompt_ids, output_ids, data)
-    return as_reward(await guarded(called, subject=who, timeout_s=timeout_s), who)
+    value = await guarded(called, subject=who, timeout_s=timeout_s, function=reward, setting=LIMIT)
+    return as_reward(value, who, place_of(reward))
 
 
-def as_reward(value: object, subject: str) -> float:
-    """``value`` as a finite float, or a `RolloutError` that begins with ``subject``."""
+def as_reward(value: object, subject: str, place: str = "") -> float:
+    """``value`` as a finite float, or a `RolloutError` that begins with ``subject``. A text is no number."""
+    if isinstance(value, str | bytes):
+        raise RolloutError(_no_number(subject, value, place))
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"{subject} returned {value!r}, not a number") from error
+        raise RolloutError(_no_number(subject, value, place)) from error
     if not math.isfinite(number):
-        raise RolloutError(f"{subject} returned {number}; rewards are finite")
+        raise RolloutError(
+            f"{subject} returned {number}; rewards are finite{place}\nfix: return a finite number"
+        )
     return number
+
+
+def _no_number(subject: str, value: object, place: str) -> str:
+    shown = textwrap.shorten(repr(value), SHOWN)
+    return f"{subject} returned {shown}, not a number{place}\nfix: return a float for every completion"
 
 
 def rewards_differ(batch: SequenceBatch) -> bool:
@@ -88,53 +96,3 @@ def load_callable(field: str, name: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{field} = {name!r} is {found!r}, which cannot be called; name a function")
     return found
-
-
-def name_of(function: object) -> str:
-    """The name of ``function`` in messages."""
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-async def guarded(awaited: Awaitable[_Value], *, subject: str, timeout_s: float | None = None) -> _Value:
-    """Await a user's code. Raises `RolloutError` that names ``subject`` for any error of it, the original chained."""
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            return await awaited
-    except RolloutError as error:
-        raise RolloutError(f"{subject}: {error}") from error
-    except Exception as error:
-        if limit.expired():
-            raise RolloutError(f"{subject} gave no result in {timeout_s} s") from error
-        raise RolloutError(f"{subject} raised {type(error).__name__}: {error}") from error
-
-
-async def call_user(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``: of a coroutine function on this loop, of any other in a thread of its own.
-
-    A plain function cannot be interrupted. One that is given up is left behind in its thread, which
-    does not keep the process alive.
-    """
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    ):
-        value = function(*args)
-    else:
-        value = await _in_thread(lambda: function(*args))
-    return await value if inspect.isawaitable(value) else value
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run ``call`` in a daemon thread: a pool's thread that hangs would keep the process from ending."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
-            future.set_exception(error)
-
-    # Running, so that a caller that gives up does not cancel it under the thread's hands.
-    future.set_running_or_notify_cancel()
-    threading.Thread(target=work, name="core-rl-user-code", daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import pickle
 import queue
+import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
@@ -14,18 +16,24 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any, Self
 
 from core_rl.errors import ConfigError, EngineStateError, RolloutError
 from core_rl.launch.process import start_process
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import end_with_driver
-from core_rl_trainer.rewards.functions import name_of
+from core_rl_trainer.rewards.calls import ENDINGS, describe_error, name_of, place_of
+from core_rl_trainer.rewards.functions import LIMIT, as_reward
 
 __all__ = ["ProcessReward"]
 
 START_TIMEOUT_S = 120.0
 """How long a process may take to start and to import the function."""
+ASK_WHERE = signal.SIGVTALRM
+"""Asks a process for the line that it is at; schedulers use other signals."""
+LINE_TIMEOUT_S = 0.5
+"""How long a process may take to tell its line: one that is busy outside Python never does."""
 
 
 class ProcessReward:
@@ -48,6 +56,7 @@ class ProcessReward:
                 f"ProcessReward(processes={processes}, timeout_s={timeout_s}); both must be positive"
             )
         self.__name__ = name_of(fn)
+        self.__wrapped__ = fn
         try:
             pickled = pickle.dumps(fn)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -57,7 +66,7 @@ class ProcessReward:
             ) from error
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._workers = [_Worker(pickled, self._closed) for _ in range(processes)]
+        self._workers = [_Worker(pickled, place_of(fn), self._closed) for _ in range(processes)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -96,8 +105,9 @@ class ProcessReward:
 class _Worker:
     """One process, started when it is needed. One thread calls; any may kill."""
 
-    def __init__(self, pickled: bytes, closed: threading.Event) -> None:
+    def __init__(self, pickled: bytes, place: str, closed: threading.Event) -> None:
         self._pickled = pickled
+        self._place = place
         self._closed = closed
         self._process: BaseProcess | None = None
         self._tree: ProcessTree | None = None
@@ -107,12 +117,15 @@ class _Worker:
         try:
             if self._process is None:
                 self._start()
-            return float(self._ask(args, timeout_s))
+            return as_reward(self._ask(args, timeout_s), "it", self._place)
         except (EOFError, OSError) as error:
             code = self.stop()
             if self._closed.is_set():
                 raise RolloutError("its processes were closed meanwhile") from error
-            raise RolloutError(f"its process ended with exit code {code}") from error
+            raise RolloutError(
+                f"its process ended with exit code {code}{self._place}\n"
+                "fix: look for os._exit(), a crash in compiled code, or too little memory"
+            ) from error
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
@@ -134,12 +147,25 @@ class _Worker:
         assert self._connection is not None
         self._connection.send(request)
         if not self._connection.poll(timeout_s):
+            place = self._ask_where() or self._place
             self.stop()
-            raise RolloutError(f"no result in {timeout_s:g} s; its process was killed")
+            raise RolloutError(
+                f"gave no result in {timeout_s:g} s{place}; its process was killed\n"
+                f"fix: look for a loop or a wait without an end there, or raise {LIMIT}"
+            )
         fine, result = self._connection.recv()
         if not fine:
             raise RolloutError(result)
         return result
+
+    def _ask_where(self) -> str | None:
+        """The line that the process is at, if it can tell."""
+        assert self._process is not None and self._process.pid is not None and self._connection is not None
+        os.kill(self._process.pid, ASK_WHERE)
+        if not self._connection.poll(LINE_TIMEOUT_S):
+            return None
+        fine, place = self._connection.recv()
+        return None if fine else str(place)
 
     def kill(self) -> None:
         """Kill the process and its children, of whose group it is the leader once it is up."""
@@ -165,25 +191,35 @@ class _Worker:
 def worker_main(connection: Connection) -> None:
     """Answer each message with ``(True, value)``, or ``(False, message)``; the first one holds the function."""
     end_with_driver()
+    functions: list[Callable[..., Any]] = []
+
+    def tell_where(_signal: int, frame: FrameType | None) -> None:
+        lines = [] if frame is None else [*traceback.walk_stack(frame)][::-1]
+        connection.send((False, place_of(functions[0], lines) if functions else ""))
+
+    signal.signal(ASK_WHERE, tell_where)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver closed its end
-        pickled, functions = connection.recv(), []
-        connection.send(_outcome(lambda: functions.append(pickle.loads(pickled))))  # noqa: S301 (the driver's)
+        pickled = connection.recv()
+        connection.send(_outcome(pickle.loads, lambda: functions.append(pickle.loads(pickled))))  # noqa: S301 (the driver's)
         while functions:
-            connection.send(_outcome(_reward, functions[0], connection.recv()))
+            args = connection.recv()
+            connection.send(_outcome(functions[0], lambda: _reward(functions[0], args)))  # noqa: B023 (called now)
 
 
-def _outcome(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
     try:
-        return True, work(*args)
-    except Exception as error:  # noqa: BLE001  (the process boundary: the driver raises it)
-        return False, f"raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        return True, work()
+    except RolloutError as error:
+        return False, str(error)
+    except (Exception, *ENDINGS) as error:  # noqa: BLE001  (the process boundary: the driver raises it)
+        return False, describe_error(error, function)
 
 
 def _reward(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
     value = function(*args)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
-    return float(value)
+    return as_reward(value, "it", place_of(function))
 
 
 async def _awaited(value: Any) -> Any:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
+from core_rl_trainer.rewards.calls import name_of
 from core_rl_trainer.rewards.functions import load_callable
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ __all__ = [
     "NamedReward",
     "TextReward",
     "TextRewardFn",
+    "expected_answer",
     "integer_match",
     "text_match",
 ]
@@ -33,18 +35,22 @@ class TextRewardFn(Protocol):
 
 def text_match(completion: str, sample: Mapping[str, Any]) -> float:
     """1 if the completion is the sample's ``answer``, up to white space around it; else 0."""
-    return float(completion.strip() == str(_expected(sample)).strip())
+    return float(completion.strip() == str(expected_answer(sample)).strip())
 
 
 def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
     """1 if the last integer in the completion is the sample's ``answer``; else 0."""
     found = _INTEGER.findall(completion.replace(",", ""))
-    return float(bool(found) and int(found[-1]) == int(_expected(sample)))
+    return float(bool(found) and int(found[-1]) == int(expected_answer(sample)))
 
 
-def _expected(sample: Mapping[str, Any]) -> Any:
+def expected_answer(sample: Mapping[str, Any]) -> Any:
+    """The ``answer`` of a sample; `RolloutError` where it has none."""
     if "answer" not in sample:
-        raise RolloutError(f"a sample has no 'answer' to compare with; it has {sorted(sample)}")
+        raise RolloutError(
+            f"a sample has no 'answer' to compare with; it has {sorted(sample)}\n"
+            "fix: name another reward, or add the field"
+        )
     return sample["answer"]
 
 
@@ -52,8 +58,8 @@ class TextReward:
     """A `TextRewardFn` as the reward of a workflow, which sees token ids. Special tokens are left out."""
 
     def __init__(self, fn: TextRewardFn, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
-        self._fn = fn
+        self.__name__ = name_of(fn)
+        self.__wrapped__ = self._fn = fn
         self._tokenizer = tokenizer
 
     def __call__(
@@ -72,6 +78,10 @@ class NamedReward:
     @property
     def __name__(self) -> str:
         return self.name.rpartition(":")[2]
+
+    @property
+    def __wrapped__(self) -> TextRewardFn:
+        return _loaded(self.name)
 
     def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
         """Load the function, the first time, and call it."""

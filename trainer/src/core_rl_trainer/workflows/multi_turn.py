@@ -15,8 +15,9 @@ from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.transcript import Transcript
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Environment, Observation
-from core_rl_trainer.rewards.functions import RewardFn, as_reward, compute_reward, guarded, name_of
-from core_rl_trainer.workflows.single_turn import gather_group
+from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
+from core_rl_trainer.rewards.functions import RewardFn, as_reward
+from core_rl_trainer.rewards.terms import Reward, WeightedRewards, reward_fields, score_completion
 
 __all__ = ["MultiTurnWorkflow"]
 
@@ -34,7 +35,7 @@ class MultiTurnWorkflow:
 
     environment: Callable[[], Environment]
     """Makes the environment of one episode."""
-    reward: RewardFn | None = None
+    reward: RewardFn | WeightedRewards | None = None
     """Scores the last completion, in addition to the environment's own rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Of each completion. With a ``seed``, each gets its own, derived from it, the episode, its number and turn."""
@@ -63,25 +64,26 @@ class MultiTurnWorkflow:
         )
         transcripts = [transcript for transcript, _ in played]
         return Transcript.pack(transcripts).with_sequences(
-            rewards=torch.tensor([reward for _, reward in played], dtype=torch.float32),
             group=torch.full((self.group_size,), episode, dtype=torch.long),
             turns=torch.tensor([transcript.turns for transcript in transcripts]),
+            **reward_fields([reward for _, reward in played]),
         )
 
     async def _play(
         self, engine: TokenGenerator, data: Mapping[str, Any], place: tuple[int, int]
-    ) -> tuple[Transcript, float]:
+    ) -> tuple[Transcript, Reward]:
         subject = f"sample {place[0]}, completion {place[1]}"
         environment = self.environment()
         try:
             prompt = await self._ask(environment, environment.reset(data), f"{subject}: reset of")
             transcript = Transcript(prompt)
-            reward = await self._turns(engine, environment, transcript, place)
+            reward = Reward(total=await self._turns(engine, environment, transcript, place))
             if self.reward is not None:
                 last = transcript.last_response
-                reward += await compute_reward(
+                scored = await score_completion(
                     self.reward, prompt, last, data, subject=subject, timeout_s=self.reward_timeout_s
                 )
+                reward = replace(scored, total=reward.total + scored.total)
         finally:
             await self._ask(environment, environment.close(), f"{subject}: close of")
         return transcript, reward
@@ -126,7 +128,13 @@ class MultiTurnWorkflow:
 
     async def _ask(self, environment: Environment, called: Any, subject: str) -> Any:
         who = f"{subject} the environment {name_of(environment)}"
-        return await guarded(called, subject=who, timeout_s=self.step_timeout_s)
+        return await guarded(
+            called,
+            subject=who,
+            timeout_s=self.step_timeout_s,
+            function=type(environment).step,
+            setting="rollout.step_timeout_s",
+        )
 
     def _reward_of(self, seen: object, environment: Environment, subject: str) -> float:
         who = f"{subject} the environment {name_of(environment)}"

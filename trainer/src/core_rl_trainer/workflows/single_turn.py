@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,11 +15,11 @@ from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.workflow import RolloutWorkflow, pack_responses
 from core_rl.seeds import derive_seed
-from core_rl_trainer.rewards.functions import RewardFn, compute_reward
+from core_rl_trainer.rewards.calls import gather_group
+from core_rl_trainer.rewards.functions import RewardFn
+from core_rl_trainer.rewards.terms import Reward, WeightedRewards, reward_fields, score_completion
 
-__all__ = ["GreedyBaselineWorkflow", "SingleTurnWorkflow", "gather_group"]
-
-_Result = TypeVar("_Result")
+__all__ = ["GreedyBaselineWorkflow", "SingleTurnWorkflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class SingleTurnWorkflow:
     A completion that the engine aborts is continued; see `generate_whole`.
     """
 
-    reward: RewardFn
+    reward: RewardFn | WeightedRewards
+    """Several have fields of their own: see `reward_fields`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """With a ``seed``, each completion gets a seed of its own, derived from it, the episode and its number."""
     group_size: int = 1
@@ -54,8 +55,8 @@ class SingleTurnWorkflow:
             self._generate(engine, prompt, data, episode, member) for member in range(self.group_size)
         )
         return pack_responses([response for response, _ in scored]).with_sequences(
-            rewards=torch.tensor([reward for _, reward in scored], dtype=torch.float32),
             group=torch.full((self.group_size,), episode, dtype=torch.long),
+            **reward_fields([reward for _, reward in scored]),
         )
 
     async def _generate(
@@ -65,28 +66,17 @@ class SingleTurnWorkflow:
         data: Mapping[str, Any],
         episode: int,
         member: int,
-    ) -> tuple[LLMResponse, float]:
+    ) -> tuple[LLMResponse, Reward]:
         seed = self.sampling.seed
         sampling = (
             self.sampling if seed is None else replace(self.sampling, seed=derive_seed(seed, episode, member))
         )
         response = await generate_whole(engine, LLMRequest(input_ids=prompt, sampling=sampling))
         subject = f"sample {episode}, completion {member}"
-        reward = await compute_reward(
+        reward = await score_completion(
             self.reward, prompt, response.output_ids, data, subject=subject, timeout_s=self.reward_timeout_s
         )
         return response, reward
-
-
-async def gather_group(members: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """The results of all ``members``, which run at once. When one fails, the others are ended before it is raised."""
-    tasks = [asyncio.ensure_future(member) for member in members]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,150 @@
+"""The functions that a recipe names: loaded before anything starts, and ready to be called while the run is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from core_rl.errors import RolloutError
+from core_rl.rollout.loop_thread import LoopThread
+from core_rl.rollout.workflow import AcceptFn
+from core_rl_trainer.environments import Environment
+from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.rewards.calls import call_on_loop, is_coroutine_function, name_of
+from core_rl_trainer.rewards.functions import RewardFn, load_callable
+from core_rl_trainer.rewards.http import HttpReward, is_url
+from core_rl_trainer.rewards.process import ProcessReward
+from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
+from core_rl_trainer.rewards.text import NamedReward, TextReward, TextRewardFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["LoadedCode", "UserCode", "load_user_code", "open_user_code"]
+
+CLOSE_TIMEOUT_S = 1.0
+"""How long the loop of rewards may take to end: one that a reward blocks ends with the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCode:
+    """Functions that a recipe names, loaded."""
+
+    rewards: Mapping[str, TextRewardFn]
+    """By the name in the recipe."""
+    environment: Callable[..., Environment] | None
+    should_accept: AcceptFn | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCode:
+    """The same, ready to be called by workflows."""
+
+    reward: RewardFn | WeightedRewards | None
+    environment: Callable[[], Environment] | None = None
+    should_accept: AcceptFn | None = None
+
+
+def load_user_code(recipe: Recipe) -> LoadedCode:
+    """The functions that ``recipe`` names. Raises `ConfigError`."""
+    named = {f"rewards.{n}.function": section.function for n, section in enumerate(recipe.rewards)}
+    if recipe.reward is not None:
+        named["reward"] = recipe.reward
+    chosen = recipe.rollout
+    return LoadedCode(
+        rewards={
+            name: HttpReward(name) if is_url(name) else load_callable(field, name)
+            for field, name in named.items()
+        },
+        environment=_optional("rollout.environment", chosen.environment),
+        should_accept=_optional("rollout.should_accept", chosen.should_accept),
+    )
+
+
+def _optional(field: str, name: str | None) -> Any:
+    return None if name is None else load_callable(field, name)
+
+
+@contextmanager
+def open_user_code(
+    recipe: Recipe, loaded: LoadedCode, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[UserCode]:
+    """``loaded``, ready to be called; the processes and the event loop of rewards end with the context."""
+    with ExitStack() as stack:
+        loop = LoopThread("core-rl-rewards")
+        stack.callback(_close_loop, loop)
+        opened = {
+            name: TextReward(_opened(recipe, name, function, loop, stack), tokenizer)
+            for name, function in loaded.rewards.items()
+        }
+        yield UserCode(
+            reward=_reward(recipe, opened),
+            environment=None if loaded.environment is None else partial(loaded.environment, tokenizer),
+            should_accept=loaded.should_accept,
+        )
+
+
+def _reward(recipe: Recipe, opened: Mapping[str, RewardFn]) -> RewardFn | WeightedRewards | None:
+    """The reward of token ids; None leaves it to the environment."""
+    if recipe.rewards:
+        terms = (
+            RewardTerm(name=section.label, function=opened[section.function], weight=section.weight)
+            for section in recipe.rewards
+        )
+        return WeightedRewards(tuple(terms))
+    if recipe.reward is not None:
+        return opened[recipe.reward]
+    return None if recipe.rollout.environment else no_reward
+
+
+def _opened(
+    recipe: Recipe, name: str, function: TextRewardFn, loop: LoopThread, stack: ExitStack
+) -> TextRewardFn:
+    """``function`` where it is to run: at an endpoint, in processes, on the loop of rewards, or in threads."""
+    chosen = recipe.rollout
+    if isinstance(function, HttpReward):
+        stack.callback(_close_endpoint, loop, function)
+        return _OnLoop(function, loop)
+    if chosen.reward_processes:
+        assert chosen.reward_timeout_s is not None
+        remote = ProcessReward(
+            NamedReward(name), processes=chosen.reward_processes, timeout_s=chosen.reward_timeout_s
+        )
+        return stack.enter_context(remote)
+    return _OnLoop(function, loop) if is_coroutine_function(function) else function
+
+
+class _OnLoop:
+    """A coroutine function on the loop of rewards: one that blocks must not block the generation."""
+
+    def __init__(self, function: Any, loop: LoopThread) -> None:
+        self.__name__ = name_of(function)
+        self.__wrapped__ = function
+        self._loop = loop
+
+    async def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float:
+        value: float = await call_on_loop(self._loop, self.__wrapped__, completion, sample)
+        return value
+
+
+def _close_endpoint(loop: LoopThread, reward: HttpReward) -> None:
+    closing = loop.run(reward.close())
+    with suppress(TimeoutError):  # the loop is blocked
+        closing.result(CLOSE_TIMEOUT_S)
+
+
+def _close_loop(loop: LoopThread) -> None:
+    with suppress(RolloutError):  # a reward blocks it: its thread ends with the process
+        loop.close(CLOSE_TIMEOUT_S)
+
+
+def no_reward(
+    prompt_ids: Sequence[int],  # noqa: ARG001
+    output_ids: Sequence[int],  # noqa: ARG001
+    data: Mapping[str, Any],  # noqa: ARG001
+) -> float:
+    """0 for every completion, where the reward model alone decides."""
+    return 0.0

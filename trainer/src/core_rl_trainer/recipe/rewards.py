@@ -1,0 +1,47 @@
+"""The section ``rewards`` of a recipe."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from core_rl.config.base import Config
+
+__all__ = ["RewardSection", "duplicate_names", "with_one_kind_of_reward"]
+
+
+class RewardSection(Config):
+    """One of several rewards, whose weighted sum is trained on."""
+
+    function: str
+    """``module:function``, ``file.py:function``, or the ``http://`` address of an endpoint."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """The factor in the sum; 0 only logs it."""
+    name: str | None = Field(default=None, min_length=1)
+    """The metric is ``reward/NAME``; by default the name of the function, or of the endpoint's last part."""
+
+    @property
+    def label(self) -> str:
+        """The name of its metric, after ``reward/``."""
+        if self.name is not None:
+            return self.name
+        return self.function.rstrip("/").replace("/", ":").rpartition(":")[2]
+
+
+def with_one_kind_of_reward(values: Any) -> Any:
+    """The fields of a recipe, where ``rewards`` stands for no ``reward``. Raises `ValueError` for both."""
+    if not isinstance(values, dict) or not values.get("rewards"):
+        return values
+    if values.get("reward") is not None:
+        raise ValueError("both 'reward' and 'rewards' are set; put all of them into 'rewards'")
+    return values | {"reward": None}
+
+
+def duplicate_names(sections: Sequence[RewardSection]) -> Iterator[str]:
+    """A message for each name that two rewards have."""
+    for label, count in Counter(section.label for section in sections).items():
+        if count > 1:
+            yield f"{count} rewards are called {label!r}; give each a 'name' of its own"

@@ -1,0 +1,224 @@
+"""Calls of functions that users write: with a time limit, and with the line of the function in every error."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from core_rl.errors import RolloutError
+from core_rl.rollout.loop_thread import LoopThread, being_cancelled
+
+__all__ = [
+    "ENDINGS",
+    "call_on_loop",
+    "call_user",
+    "code_of",
+    "describe_error",
+    "gather_group",
+    "guarded",
+    "is_coroutine_function",
+    "name_of",
+    "place_of",
+]
+
+_Value = TypeVar("_Value")
+
+OWN = Path(__file__).parent
+ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit)
+"""What ends a program, or an event loop, where nobody catches it: ``exit()`` in a function, or in code that it runs."""
+
+
+def name_of(function: object) -> str:
+    """The name of ``function`` in messages."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def code_of(function: object) -> CodeType | None:
+    """The code of the user's function behind ``function``: wrappers name theirs as ``__wrapped__``.
+
+    None for what is no Python function, and for those of this package, whose lines tell a user nothing.
+    """
+    while (inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None)) is not None:
+        function = inner
+    for candidate in (
+        function,
+        getattr(function, "__func__", None),
+        getattr(type(function), "__call__", None),  # noqa: B004  (its code is read, nothing is called)
+    ):
+        code = getattr(candidate, "__code__", None)
+        if isinstance(code, CodeType):
+            return None if Path(code.co_filename).parent == OWN else code
+    return None
+
+
+def place_of(function: object, lines: Iterable[tuple[FrameType, int]] = ()) -> str:
+    """``" (file.py:12)"``: the innermost of ``lines`` in the file of ``function``, else where it is defined.
+
+    Empty where there is no Python function.
+    """
+    code = code_of(function)
+    if code is None:
+        return ""
+    found = [line for frame, line in lines if frame.f_code.co_filename == code.co_filename]
+    return f" ({Path(code.co_filename).name}:{found[-1] if found else code.co_firstlineno})"
+
+
+def describe_error(error: BaseException, function: object) -> str:
+    """What ``function`` raised, and at which of its lines."""
+    place = place_of(function, traceback.walk_tb(error.__traceback__))
+    name = type(error).__name__
+    said = f"raised {name}: {error}{place}" if str(error) else f"raised {name}{place}"
+    if isinstance(error, ENDINGS):
+        return f"{said}\nfix: return a number; around code that may call exit(), catch SystemExit"
+    return f"{said}\nfix: correct that line, or return a reward for completions like this one"
+
+
+async def guarded(
+    awaited: Awaitable[_Value],
+    *,
+    subject: str,
+    timeout_s: float | None = None,
+    function: object = None,
+    setting: str = "the time limit",
+) -> _Value:
+    """Await a user's code, that of ``function``.
+
+    Raises `RolloutError` that names ``subject`` for any error of it, the original chained; also for one that would end
+    the process. ``setting`` is what limits its time.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await awaited
+    except RolloutError as error:
+        raise RolloutError(f"{subject}: {error}") from error
+    except (Exception, asyncio.CancelledError, *ENDINGS) as error:
+        if limit.expired():
+            raise RolloutError(
+                f"{subject} gave no result in {timeout_s:g} s{_place_at_end(error, function)}\n"
+                f"fix: look for a loop or a wait without an end there, or raise {setting}"
+            ) from error
+        if isinstance(error, asyncio.CancelledError) and being_cancelled():
+            raise
+        raise RolloutError(f"{subject} {describe_error(error, function)}") from error
+
+
+def _place_at_end(error: BaseException, function: object) -> str:
+    """Where the call was when it was given up; see `_note_place`."""
+    cancelled = error.__cause__
+    notes = getattr(cancelled, "__notes__", None)
+    if cancelled is None or notes:
+        return str(notes[-1]) if notes else place_of(function)
+    return place_of(function, traceback.walk_tb(cancelled.__traceback__))
+
+
+def _note_place(
+    cancelled: asyncio.CancelledError, function: object, lines: Iterable[tuple[FrameType, int]]
+) -> None:
+    # A note, since `asyncio.timeout` of Python 3.11 knows no subclass of CancelledError.
+    cancelled.add_note(place_of(function, lines))
+
+
+async def call_user(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``: of a coroutine function on this loop, of any other in a thread of its own.
+
+    A plain function cannot be interrupted. One that is given up is left behind in its thread, which
+    does not keep the process alive.
+    """
+    value = function(*args) if is_coroutine_function(function) else await _in_thread(function, args)
+    return await value if inspect.isawaitable(value) else value
+
+
+def is_coroutine_function(function: object) -> bool:
+    """Whether a call of ``function`` runs nothing yet; also for objects with such a ``__call__``."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run ``function`` in a daemon thread: a pool's thread that hangs would keep the process from ending."""
+    result = _Result()
+
+    def work() -> None:
+        try:
+            result.deliver(partial(_returned, function(*args)))
+        except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
+            result.deliver(partial(_raised, error))
+
+    thread = threading.Thread(target=work, name="core-rl-user-code", daemon=True)
+    thread.start()
+    try:
+        return await result.get()
+    except asyncio.CancelledError as cancelled:
+        frame = sys._current_frames().get(thread.ident or 0)
+        _note_place(cancelled, function, [] if frame is None else [*traceback.walk_stack(frame)][::-1])
+        raise
+
+
+async def call_on_loop(
+    loop: LoopThread, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any
+) -> Any:
+    """``function(*args)`` of a coroutine function on another ``loop``, so that one that blocks stops only that."""
+    result, coroutine = _Result(), function(*args)
+
+    async def work() -> None:
+        try:
+            result.deliver(partial(_returned, await coroutine))
+        except BaseException as error:  # noqa: BLE001  (the loop's boundary: the caller raises it)
+            result.deliver(partial(_raised, error))
+
+    running = loop.run(work())
+    try:
+        return await result.get()
+    except asyncio.CancelledError as cancelled:
+        frame = getattr(coroutine, "cr_frame", None)
+        _note_place(cancelled, function, [] if frame is None else [(frame, frame.f_lineno)])
+        running.cancel()
+        raise
+
+
+class _Result:
+    """What a call in another thread returns or raises. Belongs to the running loop; nobody need wait for it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[Callable[[], Any]] = self._loop.create_future()
+
+    async def get(self) -> Any:
+        return (await self._outcome)()
+
+    def deliver(self, outcome: Callable[[], Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._set, outcome)
+
+    def _set(self, outcome: Callable[[], Any]) -> None:
+        if not self._outcome.done():  # else the caller has given up
+            self._outcome.set_result(outcome)
+
+
+def _returned(value: Any) -> Any:
+    return value
+
+
+def _raised(error: BaseException) -> Any:
+    raise error
+
+
+async def gather_group(members: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:
+    """The results of all ``members``, which run at once. When one fails, the others are ended before it is raised."""
+    tasks = [asyncio.ensure_future(member) for member in members]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,112 @@
+"""Rewards from an HTTP endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from core_rl.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["HttpReward", "is_url"]
+
+ATTEMPTS = 4
+FIRST_DELAY_S = 0.25
+"""Before the second attempt; it doubles."""
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which a later attempt may succeed."""
+SHOWN = 200
+"""Characters of an answer that an error shows."""
+
+
+def is_url(name: str) -> bool:
+    """Whether ``name`` is the address of an HTTP endpoint, and no function."""
+    return name.startswith(("http://", "https://"))
+
+
+class _Unavailable(RolloutError):
+    """Another attempt may succeed."""
+
+
+class HttpReward:
+    """A `TextRewardFn` that posts ``{"completion": text, "sample": {…}}`` and reads ``{"reward": number}``.
+
+    An endpoint that cannot be reached, or is overloaded (status 429 or 5xx), is asked `ATTEMPTS` times. Belongs to
+    the event loop of its first call, on which `close` runs too. Raises `ConfigError` where aiohttp is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import aiohttp  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f'the reward {url} needs aiohttp, which is not installed; pip install "core-rl-trainer[http]"'
+            ) from error
+        self.__name__ = url
+        self._url = url
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float:
+        """The reward. Raises `RolloutError` for an endpoint that refuses, or answers something else."""
+        # Fields that begin with _ are the trainer's own.
+        fields = {name: value for name, value in sample.items() if not name.startswith("_")}
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return _reward_in(await self._post({"completion": completion, "sample": fields}))
+            except _Unavailable as error:
+                if attempt == ATTEMPTS:
+                    raise RolloutError(
+                        f"{error}, {ATTEMPTS} times\nfix: start the endpoint, or correct its address in the recipe"
+                    ) from error
+            await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post(self, body: Mapping[str, Any]) -> bytes:
+        import aiohttp
+
+        if self._session is None:
+            # The time limit is that of all rewards, around the call.
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            async with self._session.post(self._url, json=body) as response:
+                content = await response.read()
+                if response.status == 200:
+                    return content
+                said = f"answered status {response.status}: {_shown(content)}"
+                if response.status in PASSING:
+                    raise _Unavailable(said)
+                raise RolloutError(
+                    f"{said}\nfix: look at the endpoint's log; it gets completion and sample as JSON"
+                )
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise _Unavailable(f"cannot be reached: {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _reward_in(content: bytes) -> float:
+    try:
+        found = json.loads(content)
+        number = found["reward"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RolloutError(_unusable(content)) from error
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise RolloutError(_unusable(content))
+    return float(number)
+
+
+def _unusable(content: bytes) -> str:
+    return f'answered {_shown(content)}\nfix: the endpoint answers with the JSON object {{"reward": NUMBER}}'
+
+
+def _shown(content: bytes) -> str:
+    return textwrap.shorten(repr(content.decode(errors="replace")), SHOWN)

@@ -1,0 +1,148 @@
+"""Several weighted rewards: the recipe's section, the sum, and a field of the batch and a metric for each."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_support as support
+from test_rollout_workflow import Echo
+
+from core_rl.data.requests import SamplingParams
+from core_rl.errors import ConfigError, RolloutError, UnsupportedCapability
+from core_rl_trainer.loop.run import prepare
+from core_rl_trainer.recipe.recipe import load_recipe
+from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards, reward_metrics
+from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return support.make_start(tmp_path_factory.mktemp("start"))
+
+
+def length(prompt_ids: Any, output_ids: Any, data: Any) -> float:
+    return len(output_ids)
+
+
+async def first(prompt_ids: Any, output_ids: Any, data: Any) -> float:
+    return float(output_ids[0] % 2)
+
+
+def wrong(prompt_ids: Any, output_ids: Any, data: Any) -> float:
+    raise ValueError("no")
+
+
+def test_the_sum_is_weighted_and_each_term_is_logged() -> None:
+    terms = (
+        RewardTerm(name="length", function=length, weight=0.5),
+        RewardTerm(name="odd", function=first, weight=-1.0),
+    )
+    workflow = SingleTurnWorkflow(
+        reward=WeightedRewards(terms),
+        sampling=SamplingParams(max_new_tokens=3, ignore_eos=True),
+        group_size=2,
+    )
+    batch = asyncio.run(workflow.arun_episode(Echo(), {"prompt_ids": [5, 6]}, 0))
+    assert batch is not None
+    lengths, odd = batch["reward/length"], batch["reward/odd"]
+    torch.testing.assert_close(batch["rewards"], 0.5 * lengths - odd)
+    assert reward_metrics(batch, "eval_") == {
+        "eval_reward/length": float(lengths.mean()),
+        "eval_reward/odd": float(odd.mean()),
+    }
+
+
+def test_a_term_that_fails_is_named() -> None:
+    terms = tuple(RewardTerm(name=f.__name__, function=f) for f in (length, wrong))
+    workflow = SingleTurnWorkflow(reward=WeightedRewards(terms), sampling=SamplingParams(max_new_tokens=3))
+    with pytest.raises(
+        RolloutError, match=r"the reward function wrong raised ValueError: no \(test_reward_terms.py"
+    ):
+        asyncio.run(workflow.arun_episode(Echo(), {"prompt_ids": [5, 6]}, 0))
+
+
+REWARD = "core_rl_trainer.rewards.text:text_match"
+MODULE = "core_rl_trainer.rewards.text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": REWARD, "rewards": [{"function": REWARD}]}, "both 'reward' and 'rewards' are set"),
+        (
+            {"reward": None, "rewards": [{"function": REWARD}] * 2},
+            "2 rewards are called 'text_match'; give each",
+        ),
+        ({"reward": None, "rewards": [{"function": REWARD, "weight": ".nan"}]}, "rewards.0.weight"),
+        (
+            {"reward": None, "rewards": [{"function": f"{MODULE}:text_math"}]},
+            "rewards.0.function = .*did you mean 'text_match'",
+        ),
+        ({"reward": None}, "reward = null needs"),
+    ],
+)
+def test_rewards_that_cannot_be_are_named(
+    start: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    recipe = support.write_recipe(
+        tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out", **changes)
+    )
+    with pytest.raises(ConfigError, match=message):
+        prepare(load_recipe(recipe))
+
+
+def test_a_written_recipe_can_be_read_again(start: Path, tmp_path: Path) -> None:
+    values = support.recipe_values(
+        start, tmp_path / "out", rewards=[{"function": REWARD}, {"function": "http://host/score/"}]
+    )
+    del values["reward"]
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    assert [section.label for section in recipe.rewards] == ["text_match", "score"]
+    assert (
+        load_recipe(support.write_recipe(tmp_path / "again.yaml", recipe.model_dump(mode="json"))) == recipe
+    )
+
+
+# ------------------------------------------------------------------ sampling
+
+
+@pytest.mark.parametrize(
+    ("rollout", "error", "message"),
+    [
+        (
+            {"top_p": 0.9},
+            ConfigError,
+            r"with top_p = 0.9 completions come from another distribution .*\nfix: leave",
+        ),
+        ({"logit_bias": {5: 2.0}, "min_p": 0.1}, ConfigError, r"min_p = 0.1, logit_bias = \(\(5, 2.0\),\)"),
+        ({"stop": [""]}, ConfigError, "stop has an empty text"),
+        (
+            {"stop": ["="], "engine": "sglang"},
+            UnsupportedCapability,
+            "'sglang' does not declare 'stop_strings'",
+        ),
+        ({"n": 8}, ConfigError, "unknown field 'rollout.n'"),
+    ],
+)
+def test_sampling_that_an_engine_or_the_training_does_not_take_is_refused(
+    start: Path, tmp_path: Path, rollout: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out")
+    values["rollout"] |= rollout
+    with pytest.raises(error, match=message):
+        prepare(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
+
+
+def test_other_distributions_are_accepted_with_a_warning(
+    start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out")
+    values["rollout"] |= {"repetition_penalty": 1.1, "off_distribution": "warn", "stop_token_ids": [4]}
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    prepare(recipe)
+    assert "repetition_penalty = 1.1 completions come from another distribution" in caplog.text
+    assert recipe.rollout.sampling().stop_token_ids == (4,)
