@@ -1,0 +1,1 @@
+"""Environments of other libraries, behind `core_rl_trainer.environments.Environment`."""

@@ -1,0 +1,149 @@
+"""Environments in the style of ``verifiers`` 0.1: chat messages in and out, and a rubric of weighted rewards.
+
+Nothing of the library is imported: an object with these methods is enough, and its ``MultiTurnEnv`` is one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from core_rl.errors import BatchError
+from core_rl_trainer.data.encoding import encode_prompt
+from core_rl_trainer.environments import Observation
+from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
+from core_rl_trainer.rewards.functions import as_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["MessageEnvironment", "Rubric", "VerifiersEnvironment", "verifiers_examples"]
+
+Message = Mapping[str, Any]
+State = dict[str, Any]
+
+
+class Rubric(Protocol):
+    """Reward functions and their weights. A function names what it reads: ``completion``, ``answer``, ``state``, …"""
+
+    funcs: Sequence[Callable[..., Any]]
+    weights: Sequence[float]
+
+
+class MessageEnvironment(Protocol):
+    """The part of ``verifiers.MultiTurnEnv`` that is used; one object serves all episodes, each with a state."""
+
+    rubric: Rubric
+
+    async def setup_state(self, state: State) -> Any:
+        """Fill the state of an episode; its new keys stay."""
+
+    async def env_response(self, messages: list[Message], state: State) -> Sequence[Message] | str:
+        """The reply to the conversation so far."""
+        ...
+
+    def is_completed(self, state: State) -> Awaitable[bool]:
+        """Whether the episode is over. Asked after each completion, and after each reply."""
+        ...
+
+
+def verifiers_examples(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows of an environment's ``dataset`` as lines of a JSONL file; a ``question`` becomes the ``prompt``."""
+    for row in rows:
+        fields = dict(row)
+        if "prompt" not in fields:
+            fields["prompt"] = fields.pop("question")
+        yield fields
+
+
+class VerifiersEnvironment:
+    """An episode of a `MessageEnvironment`: tokens for the model, messages for the environment.
+
+    What the model wrote is never encoded again. Replies go through the tokenizer's chat template, or are plain text
+    where the prompt is one. The reward is the weighted sum of the rubric, at the end; metrics of it have the weight 0.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, environment: MessageEnvironment) -> None:
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._state: State = {}
+
+    async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+        prompt = data["prompt"]
+        self._plain = isinstance(prompt, str)
+        messages = [{"role": "user", "content": prompt}] if self._plain else list(prompt)
+        self._state = {
+            "prompt": messages,
+            "completion": [],
+            "trajectory": [],
+            "answer": data.get("answer", ""),
+            "info": data.get("info", {}),
+            "task": data.get("task", "default"),
+            "input": dict(data),
+        }
+        found = await call_user(self._environment.setup_state, self._state)
+        self._state = found if isinstance(found, dict) else self._state
+        ids: Sequence[int] = data["prompt_ids"]
+        return ids
+
+    async def step(self, output_ids: Sequence[int]) -> Observation:
+        text = str(self._tokenizer.decode(list(output_ids), skip_special_tokens=True))
+        turn = {"prompt": self._messages(), "completion": [{"role": "assistant", "content": text}]}
+        self._state["trajectory"].append(turn)
+        self._state["completion"].extend(turn["completion"])
+        if await call_user(self._environment.is_completed, self._state):
+            return Observation(done=True, reward=await self._score())
+        found = await call_user(self._environment.env_response, self._messages(), self._state)
+        reply = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+        ids = self._encoded(reply)
+        self._state["completion"].extend(reply)
+        if await call_user(self._environment.is_completed, self._state):
+            return Observation(done=True, reward=await self._score())
+        return Observation(ids=tuple(ids))
+
+    def _messages(self) -> list[Message]:
+        return [*self._state["prompt"], *self._state["completion"]]
+
+    def _encoded(self, reply: Sequence[Message]) -> list[int]:
+        """The tokens between the model's last one and its next."""
+        if self._plain:
+            text = "".join(str(message["content"]) for message in reply)
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        before = encode_prompt(self._tokenizer, self._messages())
+        after = encode_prompt(self._tokenizer, [*self._messages(), *reply])
+        # What the template writes after the last end of a turn (a line feed) comes after what the model drew.
+        while before and before[-1] != self._tokenizer.eos_token_id:
+            before.pop()
+        if not before or after[: len(before)] != before:
+            raise BatchError(
+                "the chat template rewrites earlier turns; give the environment's prompts as texts"
+            )
+        return after[len(before) :]
+
+    async def _score(self) -> float:
+        rubric = self._environment.rubric
+        return sum(
+            [
+                weight * await self._value(function)
+                for function, weight in zip(rubric.funcs, rubric.weights, strict=True)
+            ]
+        )
+
+    async def _value(self, function: Callable[..., Any]) -> float:
+        """What ``function`` says; it gets the values that its parameters name."""
+        known = {
+            **{name: self._state[name] for name in ("prompt", "completion", "answer", "info", "task")},
+            "state": self._state,
+            "parser": getattr(self._environment.rubric, "parser", None),
+        }
+        parameters = inspect.signature(function).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            known = {name: value for name, value in known.items() if name in parameters}
+        who = f"the rubric's function {name_of(function)}"
+        value = await guarded(call_user(partial(function, **known)), subject=who, function=function)
+        return as_reward(value, who, place_of(function))
+
+    async def close(self) -> None:
+        """There are no resources to free."""

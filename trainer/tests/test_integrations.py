@@ -1,0 +1,137 @@
+"""Environments and rewards of other libraries: reasoning-gym, verifiers and math-verify."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+from transformers import PreTrainedTokenizerFast
+
+from core_rl.errors import ConfigError, RolloutError
+from core_rl_trainer.environments import Observation
+from core_rl_trainer.integrations.verifiers import VerifiersEnvironment, verifiers_examples
+from core_rl_trainer.rewards.functions import load_callable
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}</s>="
+    "{% else %}+{{ m['content'] }}={% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return support.make_tokenizer()
+
+
+async def played(
+    environment: Any, data: dict[str, Any], completions: Sequence[Sequence[int]]
+) -> list[Observation]:
+    await environment.reset(data)
+    found = [await environment.step(completion) for completion in completions]
+    await environment.close()
+    return found
+
+
+def guess(tokenizer: Any) -> VerifiersEnvironment:
+    make = load_callable("rollout.environment", f"{EXAMPLES}/verifiers/guess.py:guess_environment")
+    return make(tokenizer)  # type: ignore[no-any-return]
+
+
+def test_a_rubric_is_summed_at_the_end_of_an_episode(tokenizer: PreTrainedTokenizerFast) -> None:
+    (row,) = verifiers_examples([{"question": "2+3=", "answer": "005"}])
+    data = row | {"prompt_ids": tokenizer("2+3=")["input_ids"]}
+    right, wrong = (tokenizer.encode(text, add_special_tokens=False) for text in ("5", "4"))
+    assert asyncio.run(played(guess(tokenizer), data, [right])) == [Observation(done=True, reward=1.1)]
+    first, second = asyncio.run(played(guess(tokenizer), data, [wrong, right]))
+    assert first == Observation(ids=tuple(tokenizer.encode("2+3=", add_special_tokens=False)))
+    assert second == Observation(done=True, reward=1.0)
+    assert asyncio.run(played(guess(tokenizer), data, [wrong, wrong]))[1].reward == 0.0
+
+
+def test_replies_go_through_the_chat_template_after_what_was_drawn() -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    prompt = [{"role": "user", "content": "2+3"}]
+    data = {"prompt": prompt, "answer": "5", "prompt_ids": []}
+    drawn = [*tokenizer.encode("4", add_special_tokens=False), support.EOS]
+    (found,) = asyncio.run(played(guess(tokenizer), data, [drawn]))
+    assert tokenizer.decode(list(found.ids)) == "=+2+3=", (
+        "what the template writes after the end, then the reply"
+    )
+
+
+def test_a_rubric_that_fails_names_its_function(tokenizer: PreTrainedTokenizerFast) -> None:
+    data = {"prompt": "2+3=", "answer": "five", "prompt_ids": [5]}
+    with pytest.raises((RolloutError, ValueError), match="five"):
+        asyncio.run(played(guess(tokenizer), data, [[5], [5]]))
+
+
+def test_reasoning_gym_scores_its_own_questions(tokenizer: PreTrainedTokenizerFast) -> None:
+    pytest.importorskip("reasoning_gym")
+    from core_rl_trainer.integrations.reasoning_gym import ReasoningGymEnvironment, reasoning_gym_examples
+
+    settings = {
+        "min_terms": 2,
+        "max_terms": 2,
+        "max_digits": 1,
+        "operators": ["+"],
+        "allow_parentheses": False,
+    }
+    examples = list(reasoning_gym_examples("basic_arithmetic", size=5, seed=3, settings=settings))
+    assert examples == list(reasoning_gym_examples("basic_arithmetic", size=5, seed=3, settings=settings))
+    for example in map(json.loads, map(json.dumps, examples)):
+        for answer, reward in ((example["answer"], 1.0), ("?", 0.0)):
+            ids = tokenizer.encode(answer, add_special_tokens=False)
+            (found,) = asyncio.run(
+                played(ReasoningGymEnvironment(tokenizer), example | {"prompt_ids": [5]}, [ids])
+            )
+            assert (found.done, found.reward) == (True, reward)
+    with pytest.raises(ConfigError, match="reasoning-gym task 'arithmetics'.*not registered"):
+        list(reasoning_gym_examples("arithmetics", size=1, seed=0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1),
+        ("The answer is 7", 7, 1),
+        ("The answer is 8", 7, 0),
+        ("$x^2+1$", "1+x^2", 1),
+        ("", "3", 0),
+    ],
+)
+def test_math_verify_compares_expressions(completion: str, answer: Any, reward: float) -> None:
+    from core_rl_trainer.rewards.math import math_verify
+
+    # In a thread, as rewards run.
+    assert asyncio.run(asyncio.to_thread(math_verify, completion, {"answer": answer})) == reward
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("core_rl_trainer.rewards.math:math_verify", "math_verify", "math"),
+        (
+            "core_rl_trainer.integrations.reasoning_gym:ReasoningGymEnvironment",
+            "reasoning_gym",
+            "reasoning-gym",
+        ),
+    ],
+)
+def test_a_missing_library_is_an_error_with_its_pip_line(
+    monkeypatch: pytest.MonkeyPatch, module: str, missing: str, extra: str
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, module.partition(":")[0], raising=False)
+    with pytest.raises(ConfigError, match=rf'pip install "core-rl-trainer\[{extra}\]"'):
+        load_callable("reward", module)
