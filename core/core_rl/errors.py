@@ -22,7 +22,10 @@ CoreRLError
 │   ├── RankFailed             a rank raised an error
 │   ├── RankDied               a rank's process ended
 │   └── RankTimeout            a rank did not answer in time
-└── RolloutError               generation, a workflow or a reward function failed
+├── RolloutError               generation, a workflow or a reward function failed
+└── RunStopped                 a run ended before its last step, as it was told to
+    ├── StoppedBySignal        by SIGTERM or SIGUSR1
+    └── NothingLearned         by a rule of the recipe: NaN, no signal, skipped updates
 
 Each message says what was wrong, with which value, and what to do about it.
 """
@@ -49,10 +52,13 @@ __all__ = [
     "GroupError",
     "LayoutError",
     "LossError",
+    "NothingLearned",
     "RankDied",
     "RankFailed",
     "RankTimeout",
     "RolloutError",
+    "RunStopped",
+    "StoppedBySignal",
     "UnsupportedCapability",
     "WeightsError",
     "raise_all",
@@ -158,6 +164,18 @@ class RankTimeout(GroupError):
 
 class RolloutError(CoreRLError):
     """Generation, a workflow or a reward function failed."""
+
+
+class RunStopped(CoreRLError):
+    """A run ended before its last step, as it was told to. It can be resumed."""
+
+
+class StoppedBySignal(RunStopped):
+    """SIGTERM or SIGUSR1 stopped the run; its state is saved."""
+
+
+class NothingLearned(RunStopped):
+    """A rule of the recipe (``stop_on``) ended a run that learned nothing."""
 
 
 def raise_all(kind: type[CoreRLError], subject: object, violations: Iterable[str]) -> None:

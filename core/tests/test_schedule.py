@@ -36,12 +36,20 @@ def test_learning_rate(kind: str, warmup: int, total: int | None, expected: list
 
 def test_a_decay_needs_an_end() -> None:
     config = OptimizerConfig(schedule=ScheduleConfig(type="cosine"))
-    with pytest.raises(ConfigError, match=r"set optimizer.schedule.total_steps or pass a FinetuneSpec"):
+    with pytest.raises(ConfigError, match=r"set optimizer.schedule_steps or pass a FinetuneSpec"):
         schedule_length(config, None)
     assert schedule_length(config, 7) == 7
     late = OptimizerConfig(schedule=ScheduleConfig(type="linear", warmup_steps=5, total_steps=5))
     with pytest.raises(ConfigError, match="warmup_steps = 5, and the schedule ends after"):
         schedule_length(late, None)
+
+
+def test_the_optimizer_names_the_end_of_its_schedule() -> None:
+    assert schedule_length(OptimizerConfig(schedule=ScheduleConfig(type="linear"), schedule_steps=9), 4) == 9
+    with pytest.raises(
+        ValueError, match="schedule_steps = 9 and schedule.total_steps = 8 are the same thing"
+    ):
+        OptimizerConfig(schedule=ScheduleConfig(type="linear", total_steps=8), schedule_steps=9)
 
 
 def test_only_matrices_decay() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.loop.run_directory import differing_fields
+from core_rl_trainer.loop.identity import differing_fields
 from core_rl_trainer.recipe.recipe import load_recipe
 
 KEY = "sk-0123456789"
@@ -41,4 +41,6 @@ def test_a_reference_is_no_error_of_its_own(tmp_path: Path) -> None:
 
 def test_the_key_of_an_earlier_run_is_not_repeated() -> None:
     old, new = ({"options": {"api_key": key}} for key in (KEY, "${env:SGLANG_KEY}"))
-    assert differing_fields(old, new) == ["options.api_key: '***' then, '${env:SGLANG_KEY}' now"]
+    assert differing_fields(old, new) == {
+        "options.api_key": "options.api_key: '***' then, '${env:SGLANG_KEY}' now"
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import training_support as support
 import core_rl_trainer
 from core_rl import errors
 from core_rl.cli import main
+from core_rl_trainer.loop.signals import EndedBySignal
 
 
 def run_command(*arguments: str) -> int:
@@ -74,6 +76,9 @@ OUTCOMES = [
     (errors.EngineNotFound("no engine"), 2, "error: no engine"),
     (errors.CheckpointDamaged("truncated"), 1, "error: truncated"),
     (errors.RankFailed("rank 1 failed", 1, "Traceback of rank 1"), 1, "Traceback of rank 1"),
+    (errors.NothingLearned("stop_on.nan"), 3, "stop_on.nan"),
+    (errors.StoppedBySignal("stopped by SIGTERM"), 75, "stopped by SIGTERM"),
+    (EndedBySignal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended at once by SIGUSR1"),
     (KeyboardInterrupt(), 130, "the same command resumes"),
 ]
 

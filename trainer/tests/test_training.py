@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer import load_recipe, run_recipe
 from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.loop.identity import differing_fields
 from core_rl_trainer.loop.loop import TrainingLoop
-from core_rl_trainer.loop.run_directory import differing_fields
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_the_output_directory_is_named_after_engine_and_seed(start: Path, tmp_pa
 def test_differing_fields_are_dotted_and_show_both_values() -> None:
     old = {"a": 1, "b": {"c": [1], "d": 2}, "gone": 0}
     new = {"a": 1, "b": {"c": [2], "d": 2}, "new": 0}
-    assert differing_fields(old, new) == [
+    assert list(differing_fields(old, new).values()) == [
         "b.c: [1] then, [2] now",
         "gone: 0 then, None now",
         "new: None then, 0 now",

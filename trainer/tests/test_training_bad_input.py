@@ -16,7 +16,7 @@ import torch
 import training_support as support
 from rich.console import Console
 
-from core_rl.errors import BatchError, ConfigError, CoreRLError, RolloutError
+from core_rl.errors import BatchError, ConfigError, CoreRLError, NothingLearned, RolloutError
 from core_rl_trainer import run_recipe
 
 REWARDS = """
@@ -73,15 +73,33 @@ def test_a_reward_that_is_not_finite_stops_the_run_and_its_prompt_is_named(
     assert "nan_of_one returned nan" in (tmp_path / "out" / "index.html").read_text()
 
 
-def test_equal_rewards_are_said_once_and_change_nothing(
+def test_equal_rewards_are_said_once_and_end_the_run_where_the_recipe_says_so(
     start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reward = f"{start}/rewards.py:constant"
-    with caplog.at_level(logging.WARNING):
-        run(tmp_path, support.recipe_values(start, tmp_path / "out", reward=reward, algorithm=GRPO, steps=2))
-    assert caplog.text.count("all have the same reward (0.5 on average)") == 1
+    values = support.recipe_values(
+        start,
+        tmp_path / "out",
+        reward=reward,
+        algorithm=GRPO,
+        steps=9,
+        save_every=9,
+        stop_on={"no_signal": 4},
+    )
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(
+            NothingLearned, match=r"step 4, stop_on.no_signal: .*The last good checkpoint is that of step 4"
+        ),
+    ):
+        run(tmp_path, values)
+    assert (
+        caplog.text.count("step 3: the completions of each prompt all have the same reward (0.5 on average)")
+        == 1
+    )
     rows = support.curve(tmp_path / "out")[1:]
-    assert [(row["groups_without_signal"], row["grad_norm"]) for row in rows] == [(1, 0), (1, 0)]
+    assert [(row["advantage_max"], row["grad_norm"]) for row in rows] == [(0, 0)] * 4
+    assert "stop_on.no_signal" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_a_filter_that_takes_nothing_ends_the_run(start: Path, tmp_path: Path) -> None:

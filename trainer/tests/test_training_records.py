@@ -215,4 +215,4 @@ def test_fresh_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     started = RunDirectory(_recipe(tmp_path, steps=9, fresh=True))
     assert started.result() is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "recipe.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["identity.json", "notes.txt", "recipe.yaml"]

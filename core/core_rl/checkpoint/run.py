@@ -12,17 +12,18 @@ from typing import Any
 
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.local import LocalPlace, remove_stale
-from core_rl.checkpoint.manifest import MANIFEST, to_json
+from core_rl.checkpoint.manifest import MANIFEST, read_manifest, to_json
 from core_rl.checkpoint.remote import is_url
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 
-__all__ = ["RunCheckpoint", "RunCheckpoints"]
+__all__ = ["RunCheckpoint", "RunCheckpoints", "open_run_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"^\.?step-(\d{8,})(\.core-rl-old)?$")
 STATE = "state.json"
+KIND = "run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class RunCheckpoints:
 
         self.root.mkdir(parents=True, exist_ok=True)
         remove_stale(self.root, ".step-")
-        publish(str(self._path(step)), write, Comm(), kind="run", state={"step": step})
+        publish(str(self._path(step)), write, Comm(), kind=KIND, state={"step": step})
         self._remove_old()
 
     def latest(self) -> RunCheckpoint | None:
@@ -111,9 +112,7 @@ class RunCheckpoints:
             raise CheckpointNotFound(
                 f"{self.root} has no checkpoint of step {step}; it has those of steps: {found}"
             )
-        with opened(str(self._path(step)), Comm(), kind="run") as directory:
-            state = json.loads((directory / STATE).read_text())
-            return RunCheckpoint(path=directory, step=step, state=state)
+        return _opened(self._path(step))
 
     def steps(self) -> list[int]:
         """The steps that are there, in order, not verified."""
@@ -130,3 +129,20 @@ class RunCheckpoints:
                 LocalPlace(str(self._path(step))).remove()
             except OSError as error:  # the new checkpoint is complete: not worth stopping a run for
                 logger.warning("cannot remove the old checkpoint of step %d: %s", step, error)
+
+
+def open_run_checkpoint(path: Path) -> RunCheckpoint | None:
+    """The run checkpoint in the directory ``path``, whatever its name, verified; None where it is none.
+
+    Raises `CheckpointDamaged` when it is not what was saved.
+    """
+    if not (path / MANIFEST).is_file() or read_manifest(path).kind != KIND:
+        return None
+    return _opened(path)
+
+
+def _opened(path: Path) -> RunCheckpoint:
+    with opened(str(path), Comm(), kind=KIND) as directory:
+        step = int(read_manifest(directory).state["step"])
+        state = json.loads((directory / STATE).read_text())
+        return RunCheckpoint(path=directory, step=step, state=state)

@@ -187,6 +187,11 @@ class TensorFiles:
         self._check(name)
         return self._shapes[name]
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds ``name``."""
+        self._check(name)
+        return self._files[name].name
+
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
         self._check(name)

@@ -1,4 +1,4 @@
-"""The command line ``core-rl``. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
+"""The command line ``core-rl``. Exit codes: `core_rl.exit_codes.ExitCode`.
 
 Installed distributions add commands under the entry-point group `GROUP`: each entry point names a function with
 typer's annotations, in a module that is light to import. A command that cannot be loaded is listed with its reason,
@@ -14,20 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from core_rl.cli.engines import app as engines_app
-from core_rl.errors import (
-    ConfigError,
-    CoreRLError,
-    EngineAmbiguous,
-    EngineBroken,
-    EngineIncompatible,
-    EngineNotFound,
-)
+from core_rl.errors import CoreRLError, EngineBroken, RunStopped
+from core_rl.exit_codes import exit_code_of
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
 from core_rl.version import __version__
 
 __all__ = ["GROUP", "build_app", "main", "plugin_commands"]
-
-_USAGE_ERRORS = (ConfigError, EngineNotFound, EngineAmbiguous, EngineBroken, EngineIncompatible)
 
 BUILT_IN = ("engines",)
 
@@ -110,5 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, prog_name="core-rl")
     except CoreRLError as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(2 if isinstance(error, _USAGE_ERRORS) else 1)
+        text = str(error) if isinstance(error, RunStopped) else f"error: {error}"
+        typer.secho(text, fg=typer.colors.RED, err=True)
+        sys.exit(exit_code_of(error))

@@ -70,7 +70,7 @@ class ScheduleConfig(Config):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of a linear rise from 0."""
     total_steps: int | None = Field(default=None, ge=1)
-    """The last step of the decay; required for ``linear`` and ``cosine`` unless `FinetuneSpec` has it."""
+    """The same as ``schedule_steps`` of the optimizer, which is the shorter name."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """The factor at and after the end of the decay."""
 
@@ -92,6 +92,18 @@ class OptimizerConfig(Config):
     """Clip the global gradient norm to this; null turns clipping off."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over the steps."""
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """The last step of the schedule's decay; by default that of the run. ``linear`` and ``cosine`` need one."""
+
+    @model_validator(mode="after")
+    def _one_horizon(self) -> Self:
+        longer = self.schedule.total_steps
+        if None not in (self.schedule_steps, longer) and self.schedule_steps != longer:
+            raise ValueError(
+                f"schedule_steps = {self.schedule_steps} and schedule.total_steps = {longer} are the same thing; leave "
+                "the latter out"
+            )
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,22 +89,22 @@ class Updates:
 
 
 def schedule_length(config: OptimizerConfig, total_train_steps: int | None) -> int | None:
-    """Steps until the decay ends: the config's ``total_steps``, else ``total_train_steps``.
+    """Steps until the decay ends: the config's ``schedule_steps``, else ``total_train_steps``.
 
     None for a constant schedule; `ConfigError` when a decaying one has no end.
     """
     schedule = config.schedule
     if schedule.type == "constant":
         return None
-    total = schedule.total_steps or total_train_steps
+    total = config.schedule_steps or schedule.total_steps or total_train_steps
     if total is None:
         raise ConfigError(
-            f"schedule.type = {schedule.type!r} needs an end; set optimizer.schedule.total_steps or pass a FinetuneSpec"
+            f"schedule.type = {schedule.type!r} needs an end; set optimizer.schedule_steps or pass a FinetuneSpec"
         )
     if total <= schedule.warmup_steps:
         raise ConfigError(
             f"optimizer.schedule.warmup_steps = {schedule.warmup_steps}, and the schedule ends after {total} steps: "
-            "none is left for the decay; lower it, or train for more steps"
+            "none is left for the decay; lower it, train for more steps, or set optimizer.schedule_steps"
         )
     return total
 

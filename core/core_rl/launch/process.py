@@ -19,9 +19,9 @@ from typing import Any
 from core_rl.distributed.comm import Channel
 from core_rl.errors import GroupError
 from core_rl.launch.process_tree import ProcessTree
-from core_rl.launch.worker import DUMP_SIGNAL, rank_main
+from core_rl.launch.worker import DRIVER_SIGNALS, DUMP_SIGNAL, rank_main
 
-__all__ = ["RankProcess", "start_fork_server", "start_process"]
+__all__ = ["RankProcess", "signals_for_driver", "start_fork_server", "start_process"]
 
 PRELOAD = "core_rl.launch.preload"
 DUMP_WAIT_S = 1.0
@@ -38,12 +38,23 @@ def start_fork_server() -> None:
     """
     # Without effect on a server that runs. It replaces the default: to import the main script there.
     multiprocessing.set_forkserver_preload([PRELOAD])
-    # The server ignores Ctrl-C only once its imports are done. A blocked signal stays blocked in a new
-    # process, so block it meanwhile; starting the tracker first, since that unblocks it.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with signals_for_driver():
+        # The tracker first: starting it unblocks some signals again.
+        resource_tracker.ensure_running()
+    with signals_for_driver():
         forkserver.ensure_running()
+
+
+@contextmanager
+def signals_for_driver() -> Iterator[None]:
+    """A process that is started inside never gets the signals that ask a program to end: the driver ends it.
+
+    A scheduler sends them to all processes of a job. The driver saves a checkpoint then, for which it needs the others.
+    """
+    # A blocked signal stays blocked in a new process, also while that is not ready to ignore it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, DRIVER_SIGNALS)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

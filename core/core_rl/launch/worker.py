@@ -26,6 +26,9 @@ __all__ = ["DUMP_SIGNAL", "RankState", "end_with_driver", "rank_main"]
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of its threads, even while it hangs in a collective."""
 
+DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a program to end. They are the driver's, also where a scheduler sends them to every process."""
+
 
 @dataclass(kw_only=True)
 class RankState:
@@ -79,15 +82,19 @@ def _adopt(streams: Mapping[int, int], environ: Mapping[str, str]) -> None:
 
 
 def end_with_driver() -> None:
-    """Kill this process and its children when the driver ends, and leave Ctrl-C to the driver.
+    """Kill this process and its children when the driver ends, and leave Ctrl-C and SIGTERM to the driver.
 
     It leads a process group of its own, so that its children end with it and a terminal's
-    signals reach the driver alone. A thread waits for the driver's end. On Linux the kernel does
-    the same, which works even while some C code holds the interpreter lock or the rank is stopped.
+    signals reach the driver alone. Programs that it starts take SIGTERM as usual. A thread waits for
+    the driver's end. On Linux the kernel does the same, which works even while some C code holds the
+    interpreter lock or the rank is stopped.
     """
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _leave_to_driver)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DRIVER_SIGNALS)
     driver = parent_process()
     assert driver is not None
     assert driver.pid is not None
@@ -98,6 +105,10 @@ def end_with_driver() -> None:
             fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
             fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     threading.Thread(target=_watch, args=(driver.pid, lifeline), name="driver-watch", daemon=True).start()
+
+
+def _leave_to_driver(_number: int, _frame: object) -> None:
+    """A handler, which programs that this process starts do not inherit, as they would inherit ``SIG_IGN``."""
 
 
 def _watch(driver_pid: int, lifeline: int) -> None:

@@ -124,6 +124,11 @@ class ModelInterface(ABC, Generic[ConfigT]):
         """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
         return frozenset()
 
+    @property
+    def compares_completions(self) -> bool:
+        """Whether it learns from the differences between completions of one prompt, and so needs several of them."""
+        return False
+
     def prepare(self, batch: SequenceBatch, comm: Comm | None = None) -> SequenceBatch:
         """``batch`` with what `train_step` and other interfaces of the step need, taken over all of its sequences.
 

@@ -133,6 +133,11 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
             self.config.advantage.fields - from_rollout
         )
 
+    @property
+    def compares_completions(self) -> bool:
+        """True for advantages against the group, and where groups without differences are left out."""
+        return GROUP in self.config.advantage.fields or self.config.drop_equal_groups
+
     def loss(self) -> PolicyLoss:
         """The loss with these settings and the present KL coefficient."""
         chosen = self.config

@@ -29,7 +29,8 @@ def train(
 ) -> None:
     """Train a model as RECIPE says.
 
-    The same command again, after a crash or Ctrl-C, resumes from the last complete checkpoint.
+    The same command again, after a crash or Ctrl-C, resumes from the last complete checkpoint. SIGTERM and SIGUSR1
+    save one at the end of the step.
 
     Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
     """
@@ -41,13 +42,18 @@ def train(
     from core_rl.launch.process import start_fork_server
 
     start_fork_server()  # imports torch for the ranks while this process does so for itself
+    from core_rl.exit_codes import SIGNAL_BASE, ExitCode
     from core_rl_trainer.loop.run import run_recipe
+    from core_rl_trainer.loop.signals import EndedBySignal
 
     try:
         result = run_recipe(recipe, changes)
+    except EndedBySignal as ended:
+        typer.secho(str(ended), err=True)
+        raise typer.Exit(SIGNAL_BASE + ended.number) from None
     except KeyboardInterrupt:
         typer.secho("interrupted; the same command resumes from the last complete checkpoint", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(result))
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Self
 
+from core_rl.errors import RunStopped
 from core_rl.pages.chart import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
@@ -79,6 +80,7 @@ class RunRecords:
     def _draw_last(self, error: BaseException) -> None:
         """The page says why the run stopped. A disk that is full must not hide the error that is on its way."""
         try:
-            self.draw("stopped", f"{type(error).__name__}: {error}".rstrip(": "))
+            text = str(error) if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}"
+            self.draw("stopped", text.rstrip(": "))
         except OSError as second:
             logger.warning("the page of the run could not be written: %s", second)

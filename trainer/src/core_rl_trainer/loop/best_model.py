@@ -31,7 +31,7 @@ class BestModel:
         self.prune()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Step, metric, its value, and where the model is; None before the first, and where none is kept."""
+        """Step, metric, its value, and the model's place in the run's directory; None where there is none yet."""
         return self._best
 
     def offer(self, step: int, metrics: Mapping[str, float], save: Callable[[Path], None]) -> None:
@@ -52,7 +52,12 @@ class BestModel:
         path = self._root / f"step-{step:08d}"
         self._root.mkdir(exist_ok=True)
         save(path)
-        self._best = {"step": step, "metric": rule.metric, "value": value, "model": str(path)}
+        self._best = {
+            "step": step,
+            "metric": rule.metric,
+            "value": value,
+            "model": f"{self._root.name}/{path.name}",
+        }
         self._update_link()
 
     def prune(self) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +16,19 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
-from core_rl.errors import CheckpointMismatch
-from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
 from core_rl_trainer.loop.evaluation import Evaluation
-from core_rl_trainer.loop.roles import Roles, saved_state
+from core_rl_trainer.loop.parts import part_writers, restore_parts
+from core_rl_trainer.loop.roles import Roles
 from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.loop.scoring import Scoring
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.terms import reward_metrics
 
-__all__ = ["Clock", "TrainingLoop", "interrupted", "restore_group", "save_group"]
-
-
-logger = logging.getLogger(__name__)
+__all__ = ["Clock", "TrainingLoop", "interrupted"]
 
 
 class TrainingLoop:
@@ -73,8 +67,6 @@ class TrainingLoop:
             mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
         )
         self._timeout_s = recipe.rollout.timeout_s
-        self._compares = recipe.rollout.group_size > 1
-        self._warned = False
         prompts = recipe.rollout.prompts_per_step
         loader = prompt_loader(data.train, prompts, recipe.seed)
         # Without a filter, the last steps need not run ahead of what is left to train on.
@@ -88,9 +80,7 @@ class TrainingLoop:
             batch = self._rollouts.training_batch(step, self._data)
         with clock.phase("logprobs"):
             complete, recomputed = self._scoring.complete(batch)
-        described = _describe(complete)
-        self._warn_once(step, described)
-        metrics = described | self._rollouts.counters() | staleness_of(batch, step - 1)
+        metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
         with clock.phase("update"):
             metrics |= self._scoring.train(complete)
         with clock.phase("sync"):
@@ -98,18 +88,6 @@ class TrainingLoop:
         metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)
         speed = {"tokens_per_s": batch.num_tokens / clock.total()}
         return metrics | speed | clock.seconds | {"version": float(step)}
-
-    def _warn_once(self, step: int, described: dict[str, float]) -> None:
-        """A run in which no group has a signal is no error: its rewards may come to differ."""
-        if self._warned or not self._compares or described["groups_without_signal"] < 1:
-            return
-        self._warned = True
-        logger.warning(
-            "step %d: the completions of each prompt all have the same reward (%g on average), so that an algorithm "
-            "that compares them learns nothing; look at samples.jsonl, and at the reward function",
-            step,
-            described["reward"],
-        )
 
     def publish(self, version: int) -> None:
         """Sync the actor's weights to the rollout engine as ``version``, while episodes run.
@@ -144,9 +122,9 @@ class TrainingLoop:
 
     # ----------------------------------------------------------------- state
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self, portable: bool = False) -> dict[str, Callable[[Path], None]]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return {name: partial(save_group, group) for name, group in self._roles.trained().items()}
+        return part_writers(self._roles.trained(), portable)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, and what was drawn and not trained on, as JSON."""
@@ -161,8 +139,7 @@ class TrainingLoop:
 
         Raises `CheckpointMismatch` when its parts do not belong together.
         """
-        for name, group in self._roles.trained().items():
-            restore_group(group, name, checkpoint)
+        restore_parts(self._roles.trained(), checkpoint)
         self._algorithm.load_state_dict(checkpoint.state["algorithm"])
         self.publish(checkpoint.step)
         self._data.load_state_dict(checkpoint.state["data"])
@@ -178,21 +155,6 @@ class _Sender:
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         with self.roles.working(self.roles.actor) as actor:
             actor.upload_weights(meta)
-
-
-def save_group(group: EngineGroup, path: Path) -> None:
-    """Save the part of a run checkpoint at ``path``."""
-    group.save(saved_state(group, str(path)))
-
-
-def restore_group(group: EngineGroup, name: str, checkpoint: RunCheckpoint) -> None:
-    """Load the part ``name`` of ``checkpoint``; `CheckpointMismatch` when it is of another step."""
-    group.load(saved_state(group, str(checkpoint.part(name))))
-    version = group.get_version()
-    if version != checkpoint.step:
-        raise CheckpointMismatch(
-            f"{checkpoint.path} is of step {checkpoint.step}, and its {name} of version {version}; remove it"
-        )
 
 
 @contextmanager
@@ -237,6 +199,8 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
         | {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(correction=0)),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
             "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
             "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
             "truncated": reasons.count("length") / len(reasons),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from core_rl.backend.meta import FinetuneSpec
 from core_rl.errors import ConfigError
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
 from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
@@ -49,7 +50,9 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[TrainingLoop]:
-        with open_roles(plan) as roles, open_user_code(recipe, loaded, tokenizer) as user:
+        prompts = recipe.rollout.prompts_per_step
+        finetune = FinetuneSpec(dataset_size=directory.schedule_steps * prompts, train_batch_size=prompts)
+        with open_roles(plan, finetune) as roles, open_user_code(recipe, loaded, tokenizer) as user:
             baseline = BASELINE_REWARDS in algorithm.wanted_fields
             rollouts = Rollouts(recipe, roles.rollout, user, tokenizer, baseline)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
@@ -135,6 +138,11 @@ def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:
     if wanted & FROM_CRITIC and recipe.critic is None:
         raise ConfigError(
             f"the interface {name!r} needs a critic; add a section 'critic' to the recipe ('critic: {{}}')"
+        )
+    if algorithm.compares_completions and recipe.rollout.group_size == 1:
+        raise ConfigError(
+            f"rollout.group_size = 1: the interface {name!r} compares the completions of a prompt with each other, so "
+            "that all advantages would be 0; set it to 2 or more (often 8), or take algorithm.type_=reinforce_plus_plus"
         )
     if recipe.critic is not None and not wanted & FROM_CRITIC:
         raise ConfigError(

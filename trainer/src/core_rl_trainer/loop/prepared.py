@@ -38,8 +38,11 @@ class Loop(Protocol):
     def save_adapter(self, path: Path) -> None:
         """Write the adapter that is trained, in the layout of ``peft``."""
 
-    def parts(self) -> dict[str, Any]:
-        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
+    def parts(self, portable: bool = False) -> dict[str, Callable[[Path], None]]:
+        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`.
+
+        With ``portable`` some of them are for engines of another kind or layout.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The rest of a run checkpoint, as JSON."""
@@ -86,3 +89,7 @@ class PreparedRun:
     workload: Workload
     data: DataStatistics
     open: Callable[[RunDirectory], AbstractContextManager[Loop]]
+
+    def trained(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
+        """The roles whose state a checkpoint holds."""
+        return {name: self.roles[name] for name in ("model", "actor", "critic") if name in self.roles}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
+from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
@@ -22,6 +22,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.spec import EngineKind, EngineSpec
 from core_rl_trainer.algorithms.fields import REFERENCE
+from core_rl_trainer.loop.parts import require_portable
 from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import PlacementSection
@@ -39,7 +40,6 @@ class Plan:
     """By role: ``actor`` and, where the run has them, ``critic``, ``reference`` and ``reward``. There is no
     ``reference`` where it is the actor with its adapter off."""
     rollout: tuple[EngineSpec, InferenceEngineConfig]
-    finetune: FinetuneSpec
     colocated: bool
     placement: PlacementSection
     call_timeout_s: float
@@ -126,12 +126,6 @@ class Roles:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
 
-def saved_state(group: EngineGroup, path: str) -> SaveLoadMeta:
-    """Path and format of a checkpoint to resume from: the engine's own format, which is exact, where it has one."""
-    own = group.spec.supports(Capability.SHARDED_CHECKPOINT)
-    return SaveLoadMeta(path=path, format="sharded" if own else "portable")
-
-
 def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
     """Specs and configs for ``recipe``; ``wanted_fields`` are those of its algorithm.
 
@@ -140,11 +134,9 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
     """
     actor, rollout = plan_trained(recipe), _rollout(recipe)
     require_sync(actor[0], recipe.rollout.sync)
-    prompts = recipe.rollout.prompts_per_step
     plan = Plan(
         trainers={"actor": actor, **_other_trainers(recipe, wanted_fields)},
         rollout=rollout,
-        finetune=FinetuneSpec(dataset_size=recipe.steps * prompts, train_batch_size=prompts),
         colocated=recipe.colocated,
         placement=recipe.placement,
         call_timeout_s=recipe.call_timeout_s,
@@ -169,6 +161,8 @@ def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
     lora = recipe.model.lora.model_dump() if recipe.model.lora is not None else None
     model = {"path": recipe.model.path, "head": head, "lora": lora}
     plan = _train_plan(recipe, model, recipe.optimizer.model_dump())
+    if recipe.save_portable_every:
+        require_portable(plan[0])
     if recipe.colocated and not plan[0].supports(Capability.OFFLOAD):
         raise UnsupportedCapability(
             f"colocated = true: the engine {plan[0].name!r} does not declare 'offload'"
@@ -253,15 +247,15 @@ def _config(
 
 
 @contextmanager
-def open_roles(plan: Plan) -> Iterator[Roles]:
-    """Start the engines; all are closed on the way out."""
+def open_roles(plan: Plan, finetune: FinetuneSpec) -> Iterator[Roles]:
+    """Start the engines; all are closed on the way out. ``finetune`` is the length of the training."""
     with ExitStack() as stack:
         groups: dict[str, EngineGroup] = {}
         for name, part in plan.trainers.items():
             host_role = plan.colocated_with(name)
             group = EngineGroup(
                 *part,
-                ft_spec=plan.finetune,
+                ft_spec=finetune,
                 timeout_s=plan.call_timeout_s,
                 devices=plan.devices(name) if host_role is None else None,
                 colocate_with=None if host_role is None else groups[host_role],
@@ -273,7 +267,7 @@ def open_roles(plan: Plan) -> Iterator[Roles]:
         rollout = load_engine(spec, config)
         assert isinstance(rollout, InferenceEngine)
         stack.callback(rollout.destroy)
-        rollout.initialize(None, plan.finetune)
+        rollout.initialize(None, finetune)
         yield Roles(
             actor=groups["actor"],
             critic=groups.get("critic"),

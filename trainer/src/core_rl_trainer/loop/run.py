@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,17 @@ from core_rl_trainer.algorithms.interface import (
     make_interface,
 )
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.logs.progress import TrainingProgress, print_result
+from core_rl_trainer.logs.progress import print_result
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.wandb_log import require_wandb
-from core_rl_trainer.loop.best_model import BestModel
 from core_rl_trainer.loop.online import prepare_online
-from core_rl_trainer.loop.prepared import Loop, PreparedRun
+from core_rl_trainer.loop.parts import has_portable, readable_part
+from core_rl_trainer.loop.prepared import PreparedRun
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.loop.run_plan import RunPlan, plan_run
+from core_rl_trainer.loop.signals import StopSignals
+from core_rl_trainer.loop.source import find_source
+from core_rl_trainer.loop.steps import RunSteps
 from core_rl_trainer.loop.supervised import prepare_supervised
 from core_rl_trainer.outputs.push import push_run, require_hub
 from core_rl_trainer.recipe.recipe import Recipe, load_recipe
@@ -50,36 +53,85 @@ def run_recipe(path: Path, overrides: list[str], console: Console | None = None)
 
 def train(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
-    prepared = prepare(recipe)
-    console.print(prepared.data.line(), highlight=False, soft_wrap=True)
-    with open_run_directory(recipe) as directory:
-        result = directory.result()
-        if result is None:
-            checkpoint = directory.checkpoints.latest()
-            done = checkpoint.step if checkpoint else -1
-            with (
-                RunRecords(recipe, directory, done, prepared.placements) as records,
-                prepared.open(directory) as loop,
-            ):
-                run = _Run(recipe=recipe, directory=directory, loop=loop, records=records, console=console)
-                result = run.run(checkpoint)
-                loop.save_model(directory.model)
-                if recipe.model.lora is not None:
-                    loop.save_adapter(directory.adapter)
-                records.draw("complete")
-            directory.finish(result)
-        else:
-            text = f"the run in {directory.path} is complete; fresh=true starts it over"
-            console.print(text, highlight=False, soft_wrap=True)
-        print_result(console, result)
-        if (url := push_run(recipe, directory, result)) is not None:
-            console.print(f"uploaded to {url}", highlight=False, soft_wrap=True)
+    signals = StopSignals()
+    with signals.caught():
+        prepared = prepare(recipe)
+        console.print(prepared.data.line(), highlight=False, soft_wrap=True)
+        with open_run_directory(recipe) as directory:
+            result = directory.result()
+            checkpoint = directory.checkpoint() if _goes_on(recipe, result) else None
+            if result is not None and (checkpoint is None or not _left_to_do(recipe, prepared, checkpoint)):
+                text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
+                console.print(text, highlight=False, soft_wrap=True)
+            else:
+                result = _train(recipe, prepared, directory, checkpoint, console, signals)
+            print_result(console, result)
+            if (url := push_run(recipe, directory, result)) is not None:
+                console.print(f"uploaded to {url}", highlight=False, soft_wrap=True)
     return result
+
+
+def _goes_on(recipe: Recipe, result: Mapping[str, Any] | None) -> bool:
+    """Whether a run with this ``result`` may have steps or checkpoints left to make."""
+    return result is None or result["steps"] != recipe.steps or recipe.save_portable_every > 0
+
+
+def _left_to_do(recipe: Recipe, prepared: PreparedRun, checkpoint: RunCheckpoint) -> bool:
+    """Whether ``checkpoint`` of a finished run is not its end: it has more steps now, or lacks a part."""
+    lacks_part = recipe.save_portable_every > 0 and not has_portable(checkpoint, prepared.trained())
+    return checkpoint.step < recipe.steps or lacks_part
+
+
+def _train(
+    recipe: Recipe,
+    prepared: PreparedRun,
+    directory: RunDirectory,
+    checkpoint: RunCheckpoint | None,
+    console: Console,
+    signals: StopSignals,
+) -> dict[str, Any]:
+    """The steps from ``checkpoint`` on, and the files of a finished run; its result."""
+    if checkpoint is not None:
+        for name, (spec, config) in prepared.trained().items():
+            readable_part(checkpoint, name, spec, config.layout)
+    directory.reopen()
+    _warn_of_ended_schedule(recipe, directory)
+    done = checkpoint.step if checkpoint else -1
+    with (
+        RunRecords(recipe, directory, done, prepared.placements) as records,
+        prepared.open(directory) as loop,
+    ):
+        run = RunSteps(
+            recipe=recipe, directory=directory, loop=loop, records=records, console=console, signals=signals
+        )
+        result = run.run(checkpoint)
+        loop.save_model(directory.model)
+        if recipe.model.lora is not None:
+            loop.save_adapter(directory.adapter)
+        records.draw("complete")
+    directory.finish(result)
+    return result
+
+
+def _warn_of_ended_schedule(recipe: Recipe, directory: RunDirectory) -> None:
+    """A run that is extended keeps the horizon of its schedule, at whose end the rate may be 0."""
+    chosen = recipe.optimizer
+    end = chosen.schedule_steps or chosen.schedule.total_steps or directory.schedule_steps
+    if chosen.schedule.type in ("linear", "cosine") and end < recipe.steps:
+        logger.warning(
+            "the learning rate stays at %g from step %d on, where its schedule ends; optimizer.schedule_steps=%d "
+            "stretches it over all steps of the run",
+            chosen.lr * chosen.schedule.min_lr_ratio,
+            end,
+            recipe.steps,
+        )
 
 
 def dry_run(recipe: Recipe) -> RunPlan:
     """The plan of `train`. The recipe is checked and the data is read; nothing starts, nothing is written."""
-    return plan_run(recipe, prepare(recipe))
+    prepared = prepare(recipe)
+    find_source(recipe)
+    return plan_run(recipe, prepared)
 
 
 def prepare(recipe: Recipe) -> PreparedRun:
@@ -125,82 +177,3 @@ def _make_algorithm(recipe: Recipe) -> ModelInterface[Any]:
     fields = interface_class(chosen.type_).config_class.model_fields
     shared = {"temperature": recipe.rollout.temperature} if "temperature" in fields else {}
     return make_interface(ModelInterfaceAbstraction(chosen.type_, shared | chosen.args))
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """The steps of a run, with all records of them."""
-
-    recipe: Recipe
-    directory: RunDirectory
-    loop: Loop
-    records: RunRecords
-    console: Console
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
-
-    def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
-        """Train to the last step, from the first or from ``checkpoint``; the result as plain values."""
-        recipe, directory, records = self.recipe, self.directory, self.records
-        done = checkpoint.step if checkpoint else 0
-        found = checkpoint.state.get("best") if checkpoint else None
-        best = BestModel(recipe.keep_best, directory.best, directory.best_model, found)
-        records.best = best.state_dict()
-        with TrainingProgress(self.console, recipe.steps, done) as progress:
-            self._begin(checkpoint, best, progress)
-            for step in range(done + 1, recipe.steps + 1):
-                metrics = self.loop.step(step)
-                progress.show(step, metrics)
-                last = step == recipe.steps
-                evaluated = last or (recipe.eval_every and step % recipe.eval_every == 0)
-                if evaluated:
-                    metrics |= self._evaluate(step, best)
-                records.write(step, metrics)
-                if last or step % recipe.save_every == 0:
-                    records.sync()
-                    self._save(step, best)
-                    records.draw()
-                elif evaluated:
-                    records.draw()
-        return self._result(best)
-
-    def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
-        if checkpoint is not None:
-            progress.say(f"resuming from the checkpoint of step {checkpoint.step} in {self.directory.path}")
-            self.loop.restore(checkpoint)
-            self.evaluations = dict(checkpoint.state["evaluations"])
-        else:
-            self.loop.start()
-            self.records.write(0, self._evaluate(0, best))
-        self.records.draw()
-
-    def _evaluate(self, step: int, best: BestModel) -> dict[str, float]:
-        found = self.loop.evaluate()
-        self.records.add_samples(step, found.samples)
-        self.evaluations[str(step)] = found.metrics
-        best.offer(step, found.metrics, self.loop.save_model)
-        self.records.best = best.state_dict()
-        return found.metrics
-
-    def _save(self, step: int, best: BestModel) -> None:
-        state = self.loop.state_dict() | {"evaluations": self.evaluations, "best": best.state_dict()}
-        self.directory.checkpoints.save(step, self.loop.parts(), state)
-        best.prune()
-
-    def _result(self, best: BestModel) -> dict[str, Any]:
-        recipe, directory = self.recipe, self.directory
-        return {
-            "engine": recipe.engine,
-            "seed": recipe.seed,
-            "steps": recipe.steps,
-            "before": self.evaluations["0"],
-            "after": self.evaluations[str(recipe.steps)],
-            "best": best.state_dict(),
-            "output_dir": str(directory.path),
-            "model": str(directory.model),
-            "adapter": str(directory.adapter) if recipe.model.lora is not None else None,
-            "best_model": str(directory.best_model) if best.state_dict() else None,
-            "metrics": str(directory.path / "metrics.jsonl"),
-            "page": str(directory.page),
-            "picture": str(directory.picture),
-        }

@@ -1,27 +1,37 @@
-"""The directory of a run: its files, its lock, and the recipe that it belongs to."""
+"""The directory of a run: its files, its lock, and the run that it belongs to."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
-from core_rl.checkpoint.run import RunCheckpoints
-from core_rl.config.secret import hidden
+from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import ConfigError, raise_all
-from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.loop.identity import RunIdentity
+from core_rl_trainer.loop.source import find_source
+from core_rl_trainer.recipe.recipe import HERE, Recipe
 
-__all__ = ["RunDirectory", "differing_fields", "open_run_directory"]
+__all__ = ["RunDirectory", "open_run_directory"]
 
-RECIPE, RESULT, PAGE, PICTURE, LOCK = "recipe.yaml", "result.json", "index.html", "curve.svg", ".lock"
+RECIPE, IDENTITY, RESULT, PAGE, PICTURE = (
+    "recipe.yaml",
+    "identity.json",
+    "result.json",
+    "index.html",
+    "curve.svg",
+)
+LOCK = ".lock"
 OWNED = (
     RECIPE,
+    IDENTITY,
     RESULT,
     "metrics.jsonl",
     "samples.jsonl",
@@ -39,8 +49,15 @@ OWNED = (
     PAGE,
     "reference",
 )
-CHANGEABLE = ("call_timeout_s", "push_to_hub")
-"""Fields that may differ when a run is resumed."""
+HEAD = """\
+# The recipe of the run in this directory, with all defaults.
+# {here} is the directory of this file: the run goes on wherever it is moved to.
+"""
+
+REMEDY = (
+    "Set output_dir to another directory for a run of its own (resume_from=DIR starts it from a checkpoint of this "
+    "one), or fresh=true to delete this one. Not to be changed"
+)
 
 
 @contextmanager
@@ -48,9 +65,10 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     """``recipe.output_dir``, for this process and this recipe alone.
 
     Raises `ConfigError` where nothing can be written, when another process is at work there, and one that names the
-    differing fields when another recipe's run is there.
+    fields that may not change when another recipe's run is there. What is wrong with ``resume_from`` is found before
+    anything is written.
     """
-    path = recipe.directory
+    path, source = recipe.directory, find_source(recipe)
     with _lock_file(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
@@ -58,7 +76,7 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
             raise ConfigError(
                 f"another process is at work in {path}; wait for its end, or set output_dir"
             ) from error
-        yield RunDirectory(recipe)
+        yield RunDirectory(recipe, source)
 
 
 def _lock_file(path: Path) -> TextIO:
@@ -75,7 +93,8 @@ def _lock_file(path: Path) -> TextIO:
 class RunDirectory:
     """The files of ``recipe.output_dir``; made by `open_run_directory`."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, source: RunCheckpoint | None = None) -> None:
+        """``source`` is the checkpoint of another run from which a new one starts."""
         self.path = recipe.directory
         self.weights = self.path / "weights"
         """The directory through which weights go to the rollout engine."""
@@ -93,8 +112,19 @@ class RunDirectory:
         """The page that shows the run."""
         if recipe.fresh:
             self._clear()
-        self._claim(recipe.model_dump(mode="json", exclude={"fresh"}))
         self.checkpoints = RunCheckpoints(self.path / "checkpoints", recipe.keep)
+        self._source = source
+        self.identity = self._claim(RunIdentity.of(recipe))
+        """What a later resume of the run is compared with."""
+
+    @property
+    def schedule_steps(self) -> int:
+        """The last step of a decaying learning rate: the steps of the run when it began."""
+        return self.identity.schedule_steps
+
+    def checkpoint(self) -> RunCheckpoint | None:
+        """The checkpoint to go on from: the newest of this run, else that of the run which it starts from."""
+        return self.checkpoints.latest() or self._source
 
     def reference(self, name: str) -> Path:
         """The file of the reference's log-probs of the training data (``train``) or the evaluation data (``eval``)."""
@@ -102,13 +132,33 @@ class RunDirectory:
         directory.mkdir(exist_ok=True)
         return directory / f"{name}.safetensors"
 
+    def owns(self, checkpoint: RunCheckpoint) -> bool:
+        """Whether ``checkpoint`` is one of this run, not of the one that it starts from."""
+        return checkpoint.path.parent == self.checkpoints.root
+
     def result(self) -> dict[str, Any] | None:
-        """The result of a finished run; None before."""
+        """The result of a finished run, with the present places of its files; None before."""
         path = self.path / RESULT
         if not path.is_file():
             return None
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        return found | {name: place for name, place in self.places().items() if found.get(name)}
+
+    def places(self) -> dict[str, str]:
+        """The files of a finished run, by their names in its result."""
+        return {
+            "output_dir": str(self.path),
+            "model": str(self.model),
+            "adapter": str(self.adapter),
+            "best_model": str(self.best_model),
+            "metrics": str(self.path / "metrics.jsonl"),
+            "page": str(self.page),
+            "picture": str(self.picture),
+        }
+
+    def reopen(self) -> None:
+        """The finished run goes on: it has no result until it is finished again."""
+        (self.path / RESULT).unlink(missing_ok=True)
 
     def write_page(self, page: str, picture: str | None) -> None:
         """Replace the page and the picture; nobody sees half of one."""
@@ -120,17 +170,43 @@ class RunDirectory:
         """Record that the run is complete; the last thing that a run does."""
         self._write(RESULT, json.dumps(result, indent=2) + "\n")
 
-    def _claim(self, recipe: dict[str, Any]) -> None:
-        path = self.path / RECIPE
-        if path.is_file():
-            before = yaml.safe_load(path.read_text(encoding="utf-8"))
-            differences = differing_fields(_values(before), _values(recipe))
-            subject = (
-                f"{self.path} holds a run of another recipe; set output_dir to another directory, or fresh=true to "
-                "delete that run. Differing"
+    def _claim(self, now: RunIdentity) -> RunIdentity:
+        """The identity of the run that is here, or begins here; raises `ConfigError` where ``now`` is another one."""
+        before, steps = self._found(), self.checkpoints.steps()
+        if before is not None:
+            raise_all(ConfigError, f"{self.path} holds another run. {REMEDY}", before.refused_changes(now))
+            self._check_steps(before.recipe["steps"], now.recipe["steps"], steps)
+        begun = before
+        if not steps:  # it begins now, or again
+            begun = RunIdentity.from_dict(self._source.state["run"]) if self._source is not None else None
+        if begun is not None:
+            now = replace(now, schedule_steps=begun.schedule_steps)
+        self._write(IDENTITY, json.dumps({"schedule_steps": now.schedule_steps, "data": now.data}, indent=2))
+        self._write(RECIPE, HEAD + yaml.safe_dump({**now.recipe, "output_dir": HERE}, sort_keys=False))
+        return now
+
+    def _check_steps(self, before: int, now: int, saved: list[int]) -> None:
+        """Raise `ConfigError` where a run of ``before`` steps, with checkpoints, cannot become one of ``now``."""
+        if saved and now < saved[-1]:
+            raise ConfigError(
+                f"steps = {now}, and the run in {self.path} has a checkpoint of step {saved[-1]}; set steps to "
+                f"{saved[-1]} or more, or remove the later checkpoints to go back"
             )
-            raise_all(ConfigError, subject, differences)
-        self._write(RECIPE, yaml.safe_dump(recipe, sort_keys=False))
+        if not saved and now != before and (self.path / RESULT).is_file():
+            raise ConfigError(
+                f"steps = {now}, and the complete run in {self.path} has no checkpoint any more from which it could go "
+                "on; set output_dir to another directory, or fresh=true"
+            )
+
+    def _found(self) -> RunIdentity | None:
+        """The identity of the run that is here."""
+        if not (self.path / RECIPE).is_file():
+            return None
+        recipe = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
+        identity = {"schedule_steps": recipe["steps"], "data": {}}
+        if (self.path / IDENTITY).is_file():
+            identity = json.loads((self.path / IDENTITY).read_text(encoding="utf-8"))
+        return RunIdentity(recipe=recipe, **identity)
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.path / f".{name}.tmp"
@@ -145,20 +221,3 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-
-
-def _values(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that decide on the values of a run."""
-    return {name: value for name, value in recipe.items() if name not in CHANGEABLE}
-
-
-def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted fields in which two recipes, as plain values, differ, with both values."""
-    found: list[str] = []
-    for name in sorted({*old, *new}):
-        left, right = old.get(name), new.get(name)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found += differing_fields(left, right, f"{prefix}{name}.")
-        elif left != right:
-            found.append(f"{prefix}{name}: {hidden(name, left)!r} then, {hidden(name, right)!r} now")
-    return found

@@ -12,6 +12,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import RolloutError
 from core_rl_trainer.algorithms.fields import (
+    ADVANTAGES,
     BEHAVIOUR,
     BOOTSTRAP,
     PROXIMAL,
@@ -74,7 +75,7 @@ class Scoring:
     def train(self, batch: SequenceBatch) -> dict[str, float]:
         """The updates on a completed batch, the critic's first; its metrics begin with ``critic_``."""
         prepared = self.actor.prepare(batch)
-        metrics: dict[str, float] = {}
+        metrics = _largest_advantage(prepared)
         if self.critic is not None and self.roles.critic is not None:
             with self.roles.working(self.roles.critic) as engine:
                 own = self.critic.train_step(engine, prepared, self.mb_spec)
@@ -84,3 +85,10 @@ class Scoring:
             metrics |= self.actor.train_step(engine, prepared, self.mb_spec)
             engine.lr_scheduler_step()
         return metrics
+
+
+def _largest_advantage(batch: SequenceBatch) -> dict[str, float]:
+    """The largest magnitude among the trained tokens: 0 where nothing is learned. None for rules without advantages."""
+    if ADVANTAGES not in batch:
+        return {}
+    return {"advantage_max": max(batch[ADVANTAGES][batch.loss_mask].abs().tolist(), default=0.0)}

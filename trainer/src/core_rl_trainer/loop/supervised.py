@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, Sample
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.evaluation import Evaluation
-from core_rl_trainer.loop.loop import Clock, restore_group, save_group
+from core_rl_trainer.loop.loop import Clock
+from core_rl_trainer.loop.parts import part_writers, restore_parts
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.loop.reference_cache import ReferenceCache
 from core_rl_trainer.loop.roles import plan_trained
@@ -57,10 +57,10 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
     size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
     data = load_training_data(recipe.data, kind, tokenizer, recipe.seed, limit=limit, budget=budget)
-    finetune = FinetuneSpec(dataset_size=recipe.steps * size, train_batch_size=size)
 
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
+        finetune = FinetuneSpec(dataset_size=directory.schedule_steps * size, train_batch_size=size)
         with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.call_timeout_s) as group:
             yield SupervisedLoop(recipe, interface, group, data, directory)
 
@@ -158,9 +158,9 @@ class SupervisedLoop:
 
     # ----------------------------------------------------------------- state
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self, portable: bool = False) -> dict[str, Callable[[Path], None]]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return {MODEL: partial(save_group, self._engine)}
+        return part_writers({MODEL: self._engine}, portable)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, as JSON."""
@@ -168,9 +168,16 @@ class SupervisedLoop:
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
         """Resume from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
-        restore_group(self._engine, MODEL, checkpoint)
+        self._read_references()
+        restore_parts({MODEL: self._engine}, checkpoint)
         self._data.load_state_dict(checkpoint.state["data"])
-        if REFERENCE in self._interface.wanted_fields:
-            self._references = {
-                name: ReferenceCache.load(self._directory.reference(name)) for name in self._datasets
-            }
+
+    def _read_references(self) -> None:
+        """The reference's log-probs from the disk; a run that starts from another one's checkpoint computes them."""
+        if REFERENCE not in self._interface.wanted_fields:
+            return
+        places = {name: self._directory.reference(name) for name in self._datasets}
+        if not all(place.is_file() for place in places.values()):
+            self.start()  # with the initial weights, which the engine still has
+            return
+        self._references = {name: ReferenceCache.load(place) for name, place in places.items()}

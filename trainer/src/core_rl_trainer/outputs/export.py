@@ -14,7 +14,8 @@ from core_rl.errors import CheckpointNotFound, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.loop.roles import plan_trained, saved_state
+from core_rl_trainer.loop.parts import readable_part
+from core_rl_trainer.loop.roles import plan_trained
 from core_rl_trainer.loop.run_directory import RECIPE
 from core_rl_trainer.loop.supervised import trained_head
 from core_rl_trainer.recipe.recipe import Recipe, with_local_models
@@ -79,7 +80,7 @@ def _export(recipe: Recipe, checkpoint: RunCheckpoint, kind: ExportFormat, outpu
     weights = config.model_copy(update={"optimizer": None})
     output.parent.mkdir(parents=True, exist_ok=True)
     with EngineGroup(spec, weights, ft_spec=finetune, timeout_s=recipe.call_timeout_s) as group:
-        saved = saved_state(group, str(checkpoint.part(part)))
+        saved = readable_part(checkpoint, part, spec, config.layout)
         group.load(SaveLoadMeta(path=saved.path, format=saved.format, with_optimizer=False))
         save = interface.save if kind == "hf" else interface.save_adapter
         save(group, str(output), tokenizer_path=recipe.model.path)

@@ -26,10 +26,14 @@ from core_rl_trainer.recipe.sections import (
     ModelSection,
     PlacementSection,
     RewardModelSection,
+    StopSection,
     WandbSection,
 )
 
-__all__ = ["Recipe", "load_recipe", "with_local_models"]
+__all__ = ["HERE", "Recipe", "load_recipe", "with_local_models"]
+
+HERE = "{here}"
+"""Stands in ``output_dir`` for the directory of the recipe's file."""
 
 RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
 """The hint for a path that does not exist."""
@@ -78,9 +82,13 @@ class Recipe(Config):
     """The time limit of each call of a train engine, in seconds: building it, one update over its batch, one save. Its
     ranks wait as long for each other. A call that exceeds it ends the run. It may change when a run is resumed."""
     steps: int = Field(ge=1)
-    """Training steps; each ends with new weights in the rollout engine."""
+    """Training steps; each ends with new weights in the rollout engine. More of them extend a run, also a finished
+    one."""
     save_every: int = Field(default=10, ge=1)
     """Steps between run checkpoints; the last step always has one."""
+    save_portable_every: int = Field(default=0, ge=0)
+    """Steps between run checkpoints that hold the models and their moments in the format ``portable`` as well, from
+    which a run under another engine or layout starts (``resume_from``); the last step has one then. 0: none."""
     keep: int = Field(default=2, ge=1)
     """Run checkpoints that are kept."""
     keep_best: KeepBest | None = None
@@ -97,7 +105,13 @@ class Recipe(Config):
     seed: int = Field(default=0, ge=0)
     """Of the data order and of the sampling."""
     output_dir: str
-    """The directory of all files of the run; ``{engine}`` and ``{seed}`` stand for the values of those fields."""
+    """The directory of all files of the run; ``{engine}`` and ``{seed}`` stand for the values of those fields, and
+    ``{here}`` for the directory of the recipe."""
+    resume_from: str | None = None
+    """Start from a checkpoint of another run: the directory of that run, whose last checkpoint it is, or of one
+    checkpoint. Engine, layout and optimizer may be others; model, data and seed are the same."""
+    stop_on: StopSection = StopSection()
+    """What ends a run that learns nothing."""
     fresh: bool = False
     """Start over: delete what an earlier run wrote to ``output_dir``."""
 
@@ -145,10 +159,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     raise_all(ConfigError, str(path), literal_secrets(values))
     recipe = parse_config(Recipe, values, str(path))
     try:
-        directory = recipe.output_dir.format(engine=recipe.engine, seed=recipe.seed)
+        here = path.parent if path.parent.name else path.parent.resolve()
+        directory = recipe.output_dir.format(engine=recipe.engine, seed=recipe.seed, here=here)
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(
-            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}} can stand in braces"
+            f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}}, and {{here}} for the "
+            "directory of the recipe, can stand in braces"
         ) from error
     recipe = recipe.model_copy(update={"output_dir": directory})
     missing = [

@@ -16,6 +16,7 @@ __all__ = [
     "ModelSection",
     "PlacementSection",
     "RewardModelSection",
+    "StopSection",
     "WandbSection",
 ]
 
@@ -76,6 +77,21 @@ class KeepBest(Config):
     """A metric of evaluations, such as ``eval_reward`` or ``eval_loss``."""
     mode: Literal["max", "min"]
     """Whether more of it is better, or less."""
+
+
+Patience = Annotated[bool, Field(strict=True)] | Annotated[int, Field(strict=True, ge=1)]
+"""False for never, true for as many steps as the warning takes, or a number of steps in a row."""
+
+
+class StopSection(Config):
+    """What ends a run that learns nothing, with an exit code of its own; there are warnings in any case."""
+
+    nan: bool = False
+    """A loss or a gradient that is not finite."""
+    no_signal: Patience = False
+    """All advantages 0, for so many steps in a row."""
+    skipped: Patience = False
+    """Every update skipped, for so many steps in a row."""
 
 
 class WandbSection(Config):

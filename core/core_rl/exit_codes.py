@@ -1,0 +1,53 @@
+"""Exit codes of the command line: one table for all commands."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from core_rl.errors import (
+    ConfigError,
+    EngineAmbiguous,
+    EngineBroken,
+    EngineIncompatible,
+    EngineNotFound,
+    NothingLearned,
+    StoppedBySignal,
+)
+
+__all__ = ["SIGNAL_BASE", "ExitCode", "exit_code_of"]
+
+SIGNAL_BASE = 128
+"""A command that a signal ends at once exits with this plus the signal's number, as shells count."""
+
+
+class ExitCode(IntEnum):
+    """The exit code of a command, and what it means."""
+
+    DONE = 0
+    """The command did what it was asked for; a run is complete."""
+    FAILED = 1
+    """An engine, a checkpoint, a rollout or a check failed."""
+    USAGE = 2
+    """An argument, a field of a recipe or an engine's name is wrong. Nothing was started."""
+    NOTHING_LEARNED = 3
+    """The field ``stop_on`` of the recipe ended the run. The last good checkpoint is kept."""
+    STOPPED = 75
+    """SIGTERM or SIGUSR1 stopped the run. Nothing is lost: the same command goes on."""
+    INTERRUPTED = 130
+    """Ctrl-C. The same command goes on from the last checkpoint."""
+
+
+_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
+    (StoppedBySignal, ExitCode.STOPPED),
+    (NothingLearned, ExitCode.NOTHING_LEARNED),
+    (ConfigError, ExitCode.USAGE),
+    (EngineNotFound, ExitCode.USAGE),
+    (EngineAmbiguous, ExitCode.USAGE),
+    (EngineBroken, ExitCode.USAGE),
+    (EngineIncompatible, ExitCode.USAGE),
+)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a command that ends with ``error``."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)

@@ -1,0 +1,81 @@
+"""Weights of a model that are not finite: found in its files, and blamed on them instead of on an engine."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.errors import CheckpointError, ConfigError, CoreRLError, RunStopped, WeightsError, raise_all
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["require_finite_weights", "weights_are_blamed"]
+
+SIGNS = re.compile(r"\b(nan|inf|infinite|finite|probability)\b", re.IGNORECASE)
+"""Words of an error that weights which are not finite may have caused."""
+SHOWN = 3
+"""Tensors that an error names."""
+
+
+@contextmanager
+def weights_are_blamed(recipe: Recipe) -> Iterator[None]:
+    """Errors inside that speak of NaN become a `WeightsError`, where the model's files have some.
+
+    Reading all weights takes a while: it is done only then.
+    """
+    try:
+        yield
+    except (ConfigError, RunStopped):
+        raise
+    except (CoreRLError, RuntimeError) as error:
+        if SIGNS.search(str(error)):
+            _raise_if_bad(recipe, error)
+        raise
+
+
+def require_finite_weights(recipe: Recipe, metrics: Mapping[str, float]) -> None:
+    """Where ``metrics`` at the start have NaN: raise `WeightsError` if the model's files have some."""
+    if not all(math.isfinite(value) for value in metrics.values()):
+        _raise_if_bad(recipe, None)
+
+
+def _raise_if_bad(recipe: Recipe, cause: Exception | None) -> None:
+    sections = {
+        "model.path": recipe.model,
+        "critic.path": recipe.critic,
+        "reward_model.path": recipe.reward_model,
+    }
+    paths = {field: section.path for field, section in sections.items() if section is not None}
+    found = [text for field, path in paths.items() if path is not None for text in _bad(field, Path(path))]
+    try:
+        raise_all(WeightsError, "the weights that the run starts from are not finite", found)
+    except WeightsError as error:
+        raise error from cause
+
+
+def _bad(field: str, directory: Path) -> Iterator[str]:
+    """A line for each file with such weights."""
+    by_file: dict[str, list[str]] = {}
+    try:
+        files = TensorFiles(directory, "model")
+        for name in files.names():
+            tensor = files.read(name)
+            wrong = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+            if wrong:
+                by_file.setdefault(files.file_of(name), []).append(
+                    f"{name} ({wrong:,} of {tensor.numel():,} values)"
+                )
+    except CheckpointError:
+        return  # files that cannot be read are an error of their own
+    for file, tensors in by_file.items():
+        more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+        shown = ", ".join(tensors[:SHOWN])
+        yield (
+            f"{field}: {directory / file} has NaN or infinity in {shown}{more}; replace the file, for example by "
+            "a new download or an earlier checkpoint"
+        )

@@ -1,0 +1,177 @@
+"""What identifies a run: its recipe, the horizon of its schedule, and the content of its data files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from core_rl.config.base import parse_config
+from core_rl.config.secret import hidden
+from core_rl.errors import ConfigError
+from core_rl_trainer.recipe.data import DataSection
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["RunIdentity", "differing_fields"]
+
+CHANGEABLE = (
+    "steps",
+    "save_every",
+    "save_portable_every",
+    "eval_every",
+    "keep",
+    "stop_on*",
+    "wandb*",
+    "push_to_hub*",
+    "placement*",
+    "*timeout_s",
+    "*optimizer.schedule_steps",
+    "*optimizer.schedule.total_steps",
+    "output_dir",
+    "fresh",
+    "resume_from",
+)
+"""Fields that may differ when a run is resumed, as patterns."""
+
+REASONS = (
+    ("engine*", "the state of an engine is exact under the same engine and layout only"),
+    ("dtype", "the values before and after would be of two precisions"),
+    ("device", "the values before and after would be of two devices"),
+    ("data*", "the order of the data follows from it"),
+    ("seed", "the order of the data follows from it"),
+    ("rollout*", "the completions follow from it"),
+    ("model*", "the checkpoint is of this model"),
+    ("critic*", "the checkpoint is of this critic"),
+    ("optimizer*", "the moments in the checkpoint were made with it"),
+    ("algorithm*", "one run learns by one rule"),
+    ("reward*", "one run learns by one reward"),
+    ("eval_samples", "evaluations before and after could not be compared"),
+    ("keep_best*", "evaluations before and after could not be compared"),
+    ("*", "the values of the run follow from it"),
+)
+"""Why a field may not change, by the first pattern that matches."""
+
+SHARED = ("seed", "data*", "model*", "critic", "critic.path", "algorithm.type_", "rollout.prompts_per_step")
+"""Fields, as patterns, that a run shares with the one from whose checkpoint it starts."""
+
+FILES = ("train", "eval")
+"""Fields of the section ``data`` that name sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """Kept in the directory of a run, and in each of its checkpoints."""
+
+    recipe: Mapping[str, Any]
+    """The recipe with all defaults, as plain values."""
+    schedule_steps: int
+    """The last step of a decaying schedule, where the optimizer does not set its own: the steps that the run had
+    when it began. More steps do not change it, so that the learning rate never jumps."""
+    data: Mapping[str, str]
+    """The digests of the local data files, by field and number of the source."""
+
+    @staticmethod
+    def of(recipe: Recipe) -> RunIdentity:
+        """The identity of a run of ``recipe`` that begins now; reads its data files."""
+        files = {name: digest for field in FILES for name, digest in _digests(recipe, field)}
+        values = recipe.model_dump(mode="json", exclude={"fresh"})
+        return RunIdentity(recipe=values, schedule_steps=recipe.steps, data=files)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> RunIdentity:
+        """What `to_dict` gave."""
+        return RunIdentity(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return asdict(self)
+
+    def refused_changes(self, now: RunIdentity) -> list[str]:
+        """What may not differ in ``now``, which resumes this run: field, both values, and the reason."""
+        changed = {
+            name: text
+            for name, text in self._differences(now).items()
+            if not any(fnmatch(name, pattern) for pattern in CHANGEABLE)
+        }
+        return [f"{text} ({_reason(name)})" for name, text in changed.items()] + self._changed_files(now)
+
+    def refused_start(self, now: RunIdentity) -> list[str]:
+        """What may not differ in ``now``, which starts from a checkpoint of this run."""
+        changed = {
+            name: text
+            for name, text in self._differences(now).items()
+            if any(fnmatch(name, pattern) for pattern in SHARED)
+        }
+        return [f"{text} ({_reason(name)})" for name, text in changed.items()] + self._changed_files(now)
+
+    def _differences(self, now: RunIdentity) -> dict[str, str]:
+        """Differing fields with both values. A data file counts by its content, not by its name."""
+        known = self.data.keys() & now.data.keys()
+        before = _sources_numbered(_with_defaults(self.recipe), known)
+        return differing_fields(before, _sources_numbered(now.recipe, known))
+
+    def _changed_files(self, now: RunIdentity) -> list[str]:
+        return [
+            f"{name}: the content of the file has changed since the run began (sha256 {self.data[name][:12]}… then, "
+            f"{digest[:12]}… now); restore it, since the order of the data would lead to other examples"
+            for name, digest in now.data.items()
+            if name in self.data and digest != self.data[name]
+        ]
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The dotted fields in which two recipes, as plain values, differ, each with a text that has both values."""
+    found: dict[str, str] = {}
+    for name in sorted({*old, *new}):
+        left, right, field = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found |= differing_fields(left, right, f"{field}.")
+        elif left != right:
+            found[field] = f"{field}: {hidden(name, left)!r} then, {hidden(name, right)!r} now"
+    return found
+
+
+def _reason(field: str) -> str:
+    return next(reason for pattern, reason in REASONS if fnmatch(field, pattern))
+
+
+def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``recipe`` with the defaults of fields that it was written without, by an earlier version."""
+    try:
+        return parse_config(Recipe, dict(recipe)).model_dump(mode="json", exclude={"fresh"})
+    except ConfigError:  # it has fields that there are no more: those differ
+        return recipe
+
+
+def _digests(recipe: Recipe, field: str) -> Iterator[tuple[str, str]]:
+    """Name and digest of each source of ``data.field`` that is a local file or directory."""
+    for number, source in enumerate(getattr(recipe.data, field) or ()):
+        if Path(source.path).exists():
+            yield f"data.{field}.{number}", _digest(Path(source.path))
+
+
+def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+    """``recipe`` with its data sources by number, and without the paths of those that are ``known`` by content."""
+    data = parse_config(DataSection, recipe["data"])
+    numbered = {
+        field: {
+            str(number): source.model_dump(exclude={"path"} if f"data.{field}.{number}" in known else None)
+            for number, source in enumerate(getattr(data, field) or ())
+        }
+        for field in FILES
+    }
+    return {**recipe, "data": {**recipe["data"], **numbered}}
+
+
+def _digest(path: Path) -> str:
+    """The sha256 of a file, or of the names and contents of all files in a directory; read in blocks."""
+    if path.is_file():
+        with path.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    total = hashlib.sha256()
+    for file in sorted(found for found in path.rglob("*") if found.is_file()):
+        total.update(f"{file.relative_to(path)} {_digest(file)}\n".encode())
+    return total.hexdigest()

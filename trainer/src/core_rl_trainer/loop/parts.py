@@ -1,0 +1,93 @@
+"""The engines' parts of a run checkpoint: written in an engine's own format and in ``portable``, read in either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.config.capability import Capability
+from core_rl.config.engine import EngineConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.errors import CheckpointMismatch, UnsupportedCapability
+from core_rl.launch.group import EngineGroup
+from core_rl.registry.spec import EngineSpec
+
+__all__ = ["has_portable", "own_format", "part_writers", "readable_part", "require_portable", "restore_parts"]
+
+PORTABLE = "-portable"
+"""The end of the name of a part that is written in ``portable`` besides the engine's own format."""
+
+
+def own_format(spec: EngineSpec) -> CheckpointFormat:
+    """The format to resume from: the engine's own, which is exact, where it has one."""
+    return "sharded" if spec.supports(Capability.SHARDED_CHECKPOINT) else "portable"
+
+
+def require_portable(spec: EngineSpec) -> None:
+    """Raise `UnsupportedCapability` for ``save_portable_every`` with an engine that cannot do so."""
+    if not spec.supports(Capability.PORTABLE_CHECKPOINT):
+        raise UnsupportedCapability(
+            f"save_portable_every: the engine {spec.name!r} does not declare 'portable_checkpoint'; leave it out"
+        )
+
+
+def part_writers(groups: Mapping[str, EngineGroup], portable: bool) -> dict[str, Callable[[Path], None]]:
+    """Writers by the names of their parts, with ``portable`` for other engines and layouts too."""
+    writers: dict[str, Callable[[Path], None]] = {}
+    for name, group in groups.items():
+        own = own_format(group.spec)
+        writers[name] = partial(_save, group, own)
+        if portable and own != "portable":
+            writers[f"{name}{PORTABLE}"] = partial(_save, group, "portable")
+    return writers
+
+
+def _save(group: EngineGroup, name: CheckpointFormat, path: Path) -> None:
+    group.save(SaveLoadMeta(path=str(path), format=name))
+
+
+def has_portable(checkpoint: RunCheckpoint, roles: Mapping[str, tuple[EngineSpec, EngineConfig]]) -> bool:
+    """Whether engines of another kind or layout can read the parts of ``roles``."""
+    return all(
+        own_format(spec) == "portable" or (checkpoint.path / f"{name}{PORTABLE}").is_dir()
+        for name, (spec, _) in roles.items()
+    )
+
+
+def readable_part(
+    checkpoint: RunCheckpoint, name: str, spec: EngineSpec, layout: ParallelLayout
+) -> SaveLoadMeta:
+    """Path and format of the part ``name`` for an engine ``spec`` at ``layout``: the exact one where it can read that.
+
+    Raises `CheckpointMismatch` where it can read neither.
+    """
+    part = checkpoint.part(name)
+    manifest = read_manifest(part)
+    portable = part.with_name(f"{name}{PORTABLE}")
+    if manifest.kind == "portable":
+        return SaveLoadMeta(path=str(part), format="portable")
+    engine, saved = manifest.state["engine"], ParallelLayout.model_validate(manifest.state["layout"])
+    if engine == spec.name and (saved == layout or spec.supports(Capability.RESHARDING)):
+        return SaveLoadMeta(path=str(part), format="sharded")
+    if portable.is_dir():
+        return SaveLoadMeta(path=str(portable), format="portable")
+    raise CheckpointMismatch(
+        f"the {name} in {checkpoint.path} was saved by the engine {engine!r} at {saved} in a format of its own, and "
+        f"this run has {spec.name!r} at {layout}. Resume the earlier run with save_portable_every=N, also if it is "
+        "complete: its next checkpoint can be read by any engine"
+    )
+
+
+def restore_parts(groups: Mapping[str, EngineGroup], checkpoint: RunCheckpoint) -> None:
+    """Load the parts of ``checkpoint``; `CheckpointMismatch` when they do not belong together."""
+    for name, group in groups.items():
+        group.load(readable_part(checkpoint, name, group.spec, group.layout))
+        version = group.get_version()
+        if version != checkpoint.step:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} is of step {checkpoint.step}, and its {name} of version {version}; remove it"
+            )

@@ -1,0 +1,93 @@
+"""SIGTERM and SIGUSR1: a run saves a checkpoint at the end of its step, and ends. A second one ends it at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from core_rl.errors import StoppedBySignal
+
+__all__ = ["EndedBySignal", "StopSignals"]
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What job schedulers send before they kill: Slurm's ``--signal=USR1@120`` and its own SIGTERM, Kubernetes' SIGTERM."""
+
+
+class EndedBySignal(KeyboardInterrupt):
+    """A signal that ends the run at once: like Ctrl-C, and like it nothing that ``except Exception`` swallows."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"ended at once by {number.name}; the same command resumes from the last checkpoint")
+        self.number = number
+
+
+class StopSignals:
+    """Notes the first signal while the run takes steps; any other ends the run at once."""
+
+    def __init__(self) -> None:
+        self._noted: signal.Signals | None = None
+        self._again = False
+        self._in_steps = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Inside the context, signals that would kill this process stop the run instead.
+
+        A program that handles them itself, and one that trains outside of its main thread, keeps its own ways. Raises
+        `StoppedBySignal` where the first signal came outside of the steps, and `EndedBySignal` for a second one.
+        """
+        mine = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+        if threading.current_thread() is not threading.main_thread():
+            mine = []
+        for number in mine:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        except EndedBySignal as ended:
+            if self._again:
+                raise
+            raise StoppedBySignal(
+                f"stopped by {ended.number.name} outside of the steps, with nothing to save; the same command goes on"
+            ) from None
+        finally:
+            for number in mine:
+                signal.signal(number, signal.SIG_DFL)
+
+    @contextmanager
+    def during_steps(self) -> Iterator[None]:
+        """Inside the context, the first signal waits for the end of the step."""
+        self._in_steps = True
+        try:
+            yield
+        finally:
+            self._in_steps = False
+
+    @property
+    def noted(self) -> bool:
+        """Whether the run is to end after this step."""
+        return self._noted is not None
+
+    def raise_if_noted(self, step: int) -> None:
+        """Raise `StoppedBySignal` if a signal has come; a checkpoint of ``step`` is there."""
+        if self._noted is not None:
+            raise StoppedBySignal(
+                f"stopped by {self._noted.name} after step {step}, of which there is a checkpoint; the same command "
+                "goes on"
+            )
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        self._again = self._noted is not None
+        self._noted = self._noted or received
+        if self._again or not self._in_steps:
+            raise EndedBySignal(received)
+        logger.warning(
+            "%s: the run saves a checkpoint at the end of this step and ends; a second signal ends it at once",
+            received.name,
+        )

@@ -1,0 +1,158 @@
+"""The steps of a run: training, evaluations, records and checkpoints, and an early end."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.errors import NothingLearned
+from core_rl_trainer.logs.progress import TrainingProgress
+from core_rl_trainer.logs.records import RunRecords
+from core_rl_trainer.loop.bad_weights import require_finite_weights, weights_are_blamed
+from core_rl_trainer.loop.best_model import BestModel
+from core_rl_trainer.loop.prepared import Loop
+from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.loop.signals import StopSignals
+from core_rl_trainer.loop.watch import Watch
+from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["RunSteps"]
+
+
+@dataclass(kw_only=True)
+class RunSteps:
+    """The steps of a run, with all records of them."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    loop: Loop
+    records: RunRecords
+    console: Console
+    signals: StopSignals
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
+
+    def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
+        """Train to the last step, from the first or from ``checkpoint``; the result as plain values.
+
+        Raises `StoppedBySignal` and `NothingLearned` after the step that ends the run early.
+        """
+        recipe, directory = self.recipe, self.directory
+        done = checkpoint.step if checkpoint else 0
+        own = checkpoint is not None and directory.owns(checkpoint)
+        best = BestModel(
+            recipe.keep_best,
+            directory.best,
+            directory.best_model,
+            checkpoint.state.get("best") if checkpoint and own else None,
+        )
+        self.records.best = best.state_dict()
+        watch = Watch(recipe.stop_on)
+        with TrainingProgress(self.console, recipe.steps, done) as progress:
+            self._begin(checkpoint, best, progress)
+            with self.signals.during_steps():
+                for step in range(done + 1, recipe.steps + 1):
+                    self._step(step, best, watch, progress)
+                self._complete(checkpoint, best)
+        return self._result(best)
+
+    def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
+        if checkpoint is not None:
+            progress.say(
+                f"resuming from the checkpoint of step {checkpoint.step} in {checkpoint.path.parents[1]}"
+            )
+            self.loop.restore(checkpoint)
+            self.evaluations = dict(checkpoint.state["evaluations"])
+        else:
+            with weights_are_blamed(self.recipe):
+                self.loop.start()
+                metrics = self._evaluate(0, best)
+            require_finite_weights(self.recipe, metrics)
+            self.records.write(0, metrics)
+        self.records.draw()
+
+    def _step(self, step: int, best: BestModel, watch: Watch, progress: TrainingProgress) -> None:
+        """One step with its evaluation, its records and its checkpoint, as far as they are due."""
+        recipe, records = self.recipe, self.records
+        with weights_are_blamed(recipe) if step == 1 else nullcontext():
+            metrics = self.loop.step(step)
+        progress.show(step, metrics)
+        last = step == recipe.steps
+        evaluated = last or _is_due(step, recipe.eval_every)
+        if evaluated:
+            metrics |= self._evaluate(step, best)
+        records.write(step, metrics)
+        if step == 1:
+            require_finite_weights(recipe, metrics)
+        verdict = watch.see(step, metrics)
+        due = last or _is_due(step, recipe.save_every) or _is_due(step, recipe.save_portable_every)
+        wanted = due or verdict is not None or self.signals.noted
+        if wanted and (verdict is None or verdict.weights_are_good):
+            self._save(step, best)
+        elif evaluated:
+            records.draw()
+        if verdict is not None:
+            raise NothingLearned(f"{verdict.reason}. {self._last_checkpoint()}")
+        self.signals.raise_if_noted(step)
+
+    def _last_checkpoint(self) -> str:
+        steps = self.directory.checkpoints.steps()
+        if not steps:
+            return "There is no checkpoint yet"
+        return f"The last good checkpoint is that of step {steps[-1]}, from which the same command goes on"
+
+    def _complete(self, checkpoint: RunCheckpoint | None, best: BestModel) -> None:
+        """Add what the last checkpoint lacks, where ``steps`` or ``save_portable_every`` was changed to end with it."""
+        step = self.recipe.steps
+        if checkpoint is None or checkpoint.step != step:
+            return
+        evaluated = str(step) in self.evaluations
+        if not evaluated:
+            self.records.write(step, self._evaluate(step, best))
+        if not evaluated or self.recipe.save_portable_every:
+            self._save(step, best)
+
+    def _evaluate(self, step: int, best: BestModel) -> dict[str, float]:
+        found = self.loop.evaluate()
+        self.records.add_samples(step, found.samples)
+        self.evaluations[str(step)] = found.metrics
+        best.offer(step, found.metrics, self.loop.save_model)
+        self.records.best = best.state_dict()
+        return found.metrics
+
+    def _save(self, step: int, best: BestModel) -> None:
+        recipe = self.recipe
+        self.records.sync()
+        state = self.loop.state_dict() | {
+            "evaluations": self.evaluations,
+            "best": best.state_dict(),
+            "run": self.directory.identity.to_dict(),
+        }
+        last = step == recipe.steps and recipe.save_portable_every > 0
+        parts = self.loop.parts(portable=last or _is_due(step, recipe.save_portable_every))
+        self.directory.checkpoints.save(step, parts, state)
+        best.prune()
+        self.records.draw()
+
+    def _result(self, best: BestModel) -> dict[str, Any]:
+        recipe, directory = self.recipe, self.directory
+        return {
+            "engine": recipe.engine,
+            "seed": recipe.seed,
+            "steps": recipe.steps,
+            "before": self.evaluations["0"],
+            "after": self.evaluations[str(recipe.steps)],
+            "best": best.state_dict(),
+            **directory.places(),
+            "adapter": str(directory.adapter) if recipe.model.lora is not None else None,
+            "best_model": str(directory.best_model) if best.state_dict() else None,
+        }
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Whether ``step`` is one of every so many; 0 is never."""
+    return every > 0 and step % every == 0
