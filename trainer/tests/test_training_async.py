@@ -341,7 +341,7 @@ def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Pat
         "    if sample['_number'] == 8:\n        time.sleep(600)\n    return len(set(answer)) / 4\n"
     )
     named = [f"reward={tmp_path}/slow.py:slow", "rollout.reward_processes=2", "rollout.reward_timeout_s=2"]
-    message = r"sample 8, completion \d: the reward function slow: gave no result in 2 s \(slow.py:6\); its process was killed"
+    message = r"sample 8, completion \d: the reward function slow: gave no result in 2 s \(slow.py:6\)"
     with pytest.raises(RolloutError, match=message):
         run(recipe, *named)
     assert [row["step"] for row in support.curve(tmp_path / "out")] == [0, 1]
