@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from core_rl.backend.metrics import Metric, merge_metrics
+from core_rl.backend.parameter_rules import decays
 from core_rl.backend.tensors import LocalSlice
 from core_rl.config.engine import OptimizerConfig, ScheduleConfig
 from core_rl.distributed.comm import Comm
 from core_rl.engine.updates import learning_rate, schedule_length
 from core_rl.errors import ConfigError, LossError
 from core_rl.state.store import global_grad_norm
-from core_rl.toolkit.optimizer import decays
 
 COSINE_HALF = 0.1 + 0.9 * 0.5
 RATES = [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 
 from core_rl.backend.meta import Scheduling
+from core_rl.backend.parameter_rules import ParameterRules
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import ShardedState
 from core_rl.config.engine import TrainEngineConfig
@@ -54,6 +55,12 @@ class BuildContext(Generic[C]):
     def layout(self) -> ParallelLayout:
         """The parallel degrees."""
         return self.config.layout
+
+    @property
+    def parameter_rules(self) -> ParameterRules | None:
+        """The optimizer's settings for each parameter, by checkpoint name; None without an optimizer."""
+        optimizer = self.config.optimizer
+        return None if optimizer is None else ParameterRules(optimizer)
 
     @property
     def seed(self) -> int:

@@ -28,6 +28,8 @@ class Capability(StrEnum):
     BFLOAT16 = "bfloat16"
     CUDA = "cuda"
     FROZEN_PARAMETERS = "frozen_parameters"
+    OPTIMIZER_RULES = "optimizer_rules"
+    MUON = "muon"
     LORA = "lora"
     MOE = "moe"
     AUX_LOSS = "aux_loss"

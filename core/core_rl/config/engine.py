@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
+from core_rl.config.optimizer import MuonConfig, ParameterRule
 
 Head = Literal["lm", "value", "reward"]
 DType = Literal["float32", "bfloat16"]
@@ -73,13 +74,35 @@ class ScheduleConfig(Config):
     """The same as ``schedule_steps`` of the optimizer, which is the shorter name."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """The factor at and after the end of the decay."""
+    function: str | None = None
+    """``module:function`` or ``file.py:function``, which replaces all of the above. It takes the number of schedule
+    steps so far and the total number (None without one), and returns the factor. ``schedule: "module:function"`` is
+    short for this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _function_alone(self) -> Self:
+        shape = {"type", "warmup_steps", "min_lr_ratio"} & self.model_fields_set
+        set_ = sorted(name for name in shape if getattr(self, name) != type(self).model_fields[name].default)
+        if self.function is not None and set_:
+            raise ValueError(
+                f"'function' replaces {', '.join(set_)}; remove these fields, or compute them in the function"
+            )
+        return self
 
 
 class OptimizerConfig(Config):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), or Muon for the matrices of layers
+    and AdamW for all other parameters.
+    """
 
-    type: Literal["adamw"] = "adamw"
-    """The only one so far."""
+    type: Literal["adamw", "muon"] = "adamw"
+    """``muon`` updates the matrices inside of transformer layers by Muon: each matrix of the checkpoint (q, k and v,
+    each expert) as a whole, at every layout. Embeddings, heads, norms and biases stay with AdamW."""
     lr: float = Field(default=1e-5, ge=0.0)
     """The highest learning rate, which the schedule scales."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -88,6 +111,10 @@ class OptimizerConfig(Config):
     """Added to the root of the second mean."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Applied to matrices only: the core decides which parameters decay."""
+    rules: tuple[ParameterRule, ...] = ()
+    """Other settings for some parameters. Where several rules match, the last one that sets a field counts."""
+    muon: MuonConfig = MuonConfig()
+    """Fields of Muon alone."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Clip the global gradient norm to this; null turns clipping off."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -104,6 +131,11 @@ class OptimizerConfig(Config):
                 "the latter out"
             )
         return self
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether Muon is asked for, for some parameters at least."""
+        return "muon" in (self.type, *(rule.type for rule in self.rules))
 
 
 @dataclass(frozen=True, kw_only=True)

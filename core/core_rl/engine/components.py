@@ -18,6 +18,7 @@ from core_rl.engine.modes import Modes
 from core_rl.engine.passes import Passes
 from core_rl.engine.persistence import Persistence
 from core_rl.engine.runtime import Runtime, Status
+from core_rl.engine.schedule_function import ScheduleFunction
 from core_rl.engine.updates import Updates, schedule_length
 from core_rl.registry.spec import EngineSpec
 from core_rl.seeds import derive_seed
@@ -69,6 +70,7 @@ class TrainComponents:
         schedule_steps = None
         if config.optimizer is not None:
             schedule_steps = schedule_length(config.optimizer, ft_spec.total_train_steps if ft_spec else None)
+        schedule_function = ScheduleFunction.of(config.optimizer, schedule_steps)
         membership = join(addr, device)
         resources.callback(membership.leave)
         world = membership.world
@@ -98,6 +100,8 @@ class TrainComponents:
             lora=config.model.lora is not None,
         )
         guards.check_experts(spec, config.model, backend.hf_config())
+        if context.parameter_rules is not None:
+            context.parameter_rules.check(tensors.shapes("grads"))
         tensors.check()
         backend.set_training(False)
         backend.verify()
@@ -111,6 +115,7 @@ class TrainComponents:
             device=device,
             rng=rng,
             schedule_steps=schedule_steps,
+            schedule_function=schedule_function,
             tensors=tensors,
         )
         modes = Modes(runtime)

@@ -57,6 +57,8 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         Capability.REWARD_HEAD: config.model.head == "reward",
         Capability.BFLOAT16: config.dtype == "bfloat16",
         Capability.FROZEN_PARAMETERS: config.model.frozen,
+        Capability.OPTIMIZER_RULES: config.optimizer is not None and config.optimizer.rules,
+        Capability.MUON: config.optimizer is not None and config.optimizer.uses_muon,
         Capability.LORA: config.model.lora,
         Capability.OFFLOAD: config.offload_params or config.offload_optimizer,
         Capability.AUX_LOSS: config.model.router_aux_coef,

@@ -11,6 +11,7 @@ from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.engine.guards import require_state
+from core_rl.engine.schedule_function import ScheduleFunction
 from core_rl.errors import EngineStateError
 from core_rl.registry.spec import EngineSpec
 from core_rl.state.rng_state import RngState
@@ -79,6 +80,8 @@ class Runtime:
     rng: RngState
     schedule_steps: int | None
     """The number of steps of the learning rate's schedule; None where it has no end."""
+    schedule_function: ScheduleFunction | None
+    """The schedule, where it is a function."""
     tensors: TensorStore
     progress: EngineProgress = field(default_factory=EngineProgress)
     pending: Pending = field(default_factory=Pending)

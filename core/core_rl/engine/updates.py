@@ -10,6 +10,7 @@ from core_rl.config.engine import OptimizerConfig
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
+from core_rl.engine.schedule_function import ScheduleFunction
 from core_rl.errors import ConfigError, EngineStateError
 
 __all__ = ["Updates", "learning_rate", "schedule_length"]
@@ -74,7 +75,8 @@ class Updates:
 
     def learning_rate(self, optimizer: OptimizerConfig) -> float:
         """The learning rate of the next step."""
-        return learning_rate(optimizer, self.runtime.progress.lr_steps, self.runtime.schedule_steps)
+        run = self.runtime
+        return learning_rate(optimizer, run.progress.lr_steps, run.schedule_steps, run.schedule_function)
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one; returns the learning rate of the next step."""
@@ -91,9 +93,12 @@ class Updates:
 def schedule_length(config: OptimizerConfig, total_train_steps: int | None) -> int | None:
     """Steps until the decay ends: the config's ``schedule_steps``, else ``total_train_steps``.
 
-    None for a constant schedule; `ConfigError` when a decaying one has no end.
+    None for a constant schedule, and for a function where neither is known; `ConfigError` when a decaying one has no
+    end.
     """
     schedule = config.schedule
+    if schedule.function is not None:
+        return schedule.total_steps or total_train_steps
     if schedule.type == "constant":
         return None
     total = config.schedule_steps or schedule.total_steps or total_train_steps
@@ -109,12 +114,16 @@ def schedule_length(config: OptimizerConfig, total_train_steps: int | None) -> i
     return total
 
 
-def learning_rate(config: OptimizerConfig, step: int, total: int | None) -> float:
+def learning_rate(
+    config: OptimizerConfig, step: int, total: int | None, function: ScheduleFunction | None = None
+) -> float:
     """The learning rate after ``step`` calls of ``lr_scheduler_step()``; a pure function.
 
     Warm-up is linear and reaches the full rate at ``warmup_steps``; ``cosine`` follows
-    Loshchilov and Hutter (arXiv:1608.03983) without restarts.
+    Loshchilov and Hutter (arXiv:1608.03983) without restarts. A ``function`` replaces all of it.
     """
+    if function is not None:
+        return config.lr * function(step, total)
     schedule = config.schedule
     if step < schedule.warmup_steps:
         return config.lr * (step + 1) / (schedule.warmup_steps + 1)

@@ -20,11 +20,19 @@ from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm
 from core_rl.state.gather import buckets
 from core_rl.state.host_copies import own_memory
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import local_part
-from core_rl.toolkit.hf_state import HFShardedState
+from core_rl.toolkit.hf_state import HFShardedState, checkpoint_layout
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, enable_adapter, low_rank_products
 from core_rl.toolkit.model_files import carried_tensors, exported_config
-from core_rl.toolkit.optimizer import build_adamw, create_moments, set_step_count
+from core_rl.toolkit.muon import Muon
+from core_rl.toolkit.optimizer import (
+    MOMENTUM,
+    build_optimizer,
+    create_moments,
+    set_learning_rate,
+    set_step_count,
+)
 from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.packing_probe import check_packing
 
@@ -40,6 +48,8 @@ class HFBackend(TrainBackend[C]):
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer | None
+    muon: Muon | None = None
+    """The update of the parameters that have Muon's momentum, if there are some."""
     owned: Mapping[str, nn.Parameter]
     """The parameters that the optimizer has, by checkpoint name: the module's, or this rank's parts of them."""
     context: BuildContext[C]
@@ -54,29 +64,46 @@ class HFBackend(TrainBackend[C]):
     ) -> None:
         """Take a model whose parameters are final (sharded, on their device); collective.
 
-        Without an ``optimizer``, AdamW is built over this rank's parts as plain tensors, whatever type the module's
-        parameters have. One that is given has the module's own parameters, the weight decay that `decays` allows, and
-        the moments in its ``state``, perhaps of some parameters only (ZeRO-1). A wrapper of another optimizer returns
-        that one's ``state``. `step` sets the learning rate of its groups.
+        Without an ``optimizer``, the one of the config is built over this rank's parts as plain tensors, whatever type
+        the module's parameters have. One that is given has the module's own parameters, the settings that
+        ``context.parameter_rules`` has for them, and the moments in its ``state``, perhaps of some parameters only
+        (ZeRO-1). A wrapper of another optimizer returns that one's ``state``. `step` sets the learning rate of its
+        groups, times their ``lr_factor``.
         """
         self.model, self.context = model, context
         # Tensors of a mapped file are not aligned, and kernels round by alignment: offloading would change results.
         own_memory(parameter for parameter in model.parameters() if type(parameter) is nn.Parameter)
-        config = context.config.optimizer
         named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+        layout = checkpoint_layout(model)
         if optimizer is None:
             self.owned = {name: _owned(parameter) for name, parameter in named.items()}
-            trainable = any(parameter.requires_grad for parameter in self.owned.values())
-            optimizer = build_adamw(self.owned.values(), config) if config and trainable else None
+            optimizer = self._built_optimizer(named, layout)
         else:
             self.owned = named
             create_moments(optimizer)
         self.optimizer = optimizer
         self.__updates = 0
-        self.__state = HFShardedState(model, optimizer, self.owned, context.world)
+        self.__state = HFShardedState(model, optimizer, self.owned, context.world, layout)
+        rules = context.parameter_rules
+        if rules is not None and MOMENTUM in self.__state.optimizer_kinds:
+            self.muon = Muon(self.__state, rules, context.world)
         written = {*self.__state.shapes("params"), *self.__state.shapes("buffers")}
         self.__state.carried = carried_tensors(model, context.config.model, written)
         self.__exported_config = exported_config(model, context.config.model, self.__state.carried)
+
+    def _built_optimizer(
+        self, named: Mapping[str, nn.Parameter], layout: CheckpointLayout
+    ) -> torch.optim.Optimizer | None:
+        """The config's optimizer over the trained part of `owned`; None without one, or without such parameters."""
+        config, rules = self.context.config.optimizer, self.context.parameter_rules
+        if config is None or rules is None:
+            return None
+        options = {
+            self.owned[name]: rules.common(name, layout.shapes({name: tuple(parameter.shape)}))
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        }
+        return build_optimizer(options, config) if options else None
 
     # ------------------------------------------------------------------ state
 
@@ -138,11 +165,12 @@ class HFBackend(TrainBackend[C]):
         for name, parameter in self.owned.items():
             if not isinstance(parameter, DTensor):  # whose gradient is the module's own
                 parameter.grad = grads.get(name)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         if count != self.__updates + 1:
             set_step_count(self.optimizer, count - 1)
         self.optimizer.step()
+        if self.muon is not None:
+            self.muon.step(lr)
         self.__updates = count
 
     def verify(self) -> None:

@@ -14,9 +14,9 @@ from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart, local_part
 from core_rl.toolkit.lora import checkpoint_name, exported_name, has_kind
-from core_rl.toolkit.optimizer import moment_kinds
+from core_rl.toolkit.optimizer import moments_of
 
-__all__ = ["HFShardedState", "fill"]
+__all__ = ["HFShardedState", "checkpoint_layout", "fill"]
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -28,7 +28,8 @@ class HFShardedState:
 
     ``owned`` gives the parameters that the optimizer has, by name: the module's own ones, or this rank's parts of them
     in the same memory. The constructor is collective: ranks with the same box number its replicas. ``optimizer`` has
-    its moments already; a rank may have those of some parameters only (ZeRO-1).
+    its moments already; a rank may have those of some parameters only (ZeRO-1), and parameters may have moments of
+    different kinds. ``layout`` is `checkpoint_layout` of ``model``, where it is known.
     """
 
     def __init__(
@@ -37,20 +38,25 @@ class HFShardedState:
         optimizer: torch.optim.Optimizer | None,
         owned: Mapping[str, nn.Parameter],
         world: Comm,
+        layout: CheckpointLayout | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._owned = owned
         self._world = world
         self._named = {checkpoint_name(name): p for name, p in model.named_parameters()}
-        self._layout = CheckpointLayout.of(model, {n: tuple(p.shape) for n, p in self._of("params")})
+        self._layout = layout or checkpoint_layout(model)
         regions = {name: local_part(parameter.detach()).region for name, parameter in self._named.items()}
         self._replicas = _replicas(regions, world)
         stepped: Collection[Tensor] = () if optimizer is None else optimizer.state.keys()
         with_moments = {name: region for name, region in regions.items() if owned.get(name) in stepped}
         self._moment_replicas = _replicas(with_moments, world)
-        kinds = () if optimizer is None else moment_kinds(optimizer)
-        self._kinds = max(world.gather(kinds), key=len)
+        own = {} if optimizer is None else {n: moments_of(optimizer, owned[n]) for n in with_moments}
+        self._moments = {name: kinds for each in world.gather(own) for name, kinds in each.items()}
+        """The kinds of moments of each parameter, on whichever rank they are."""
+        self._kinds = tuple(
+            dict.fromkeys(kind for name in self._named for kind in self._moments.get(name, ()))
+        )
         self.carried: TensorSource | None = None
         """Tensors of the model's files that the module does not hold."""
 
@@ -84,7 +90,8 @@ class HFShardedState:
     def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of ``kind``; a tied one comes once."""
         for name, parameter in self._named.items():
-            if has_kind(name, kind, trained=parameter.requires_grad):
+            other = kind in self._kinds and kind not in self._moments.get(name, self._kinds)
+            if has_kind(name, kind, trained=parameter.requires_grad) and not other:
                 yield name, parameter
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -104,6 +111,13 @@ class HFShardedState:
         if isinstance(moment, DTensor):
             return local_part(moment)
         return LocalPart(moment, local_part(parameter.detach()).offsets)
+
+
+def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:
+    """The checkpoint layout of ``model`` under the checkpoint names of its parameters, without those of an adapter."""
+    named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    held = {name: tuple(p.shape) for name, p in named.items() if has_kind(name, "params", trained=False)}
+    return CheckpointLayout.of(model, held)
 
 
 def _replicas(regions: Mapping[str, Region], world: Comm) -> dict[str, int]:

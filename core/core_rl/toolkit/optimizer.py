@@ -1,41 +1,89 @@
-"""AdamW over named parameters, and the state of any torch optimizer."""
+"""AdamW over the parameters of a module, and the state of any torch optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core_rl.backend.parameter_rules import ParameterOptions, decays
 from core_rl.config.engine import OptimizerConfig
 
-__all__ = ["build_adamw", "create_moments", "decays", "moment_kinds", "set_step_count"]
+__all__ = [
+    "MOMENTUM",
+    "build_adamw",
+    "build_optimizer",
+    "create_moments",
+    "moment_kinds",
+    "moments_of",
+    "set_learning_rate",
+    "set_step_count",
+]
+
+MOMENTUM = "momentum"
+"""The kind of Muon's running mean of the gradients."""
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable ``parameters``, with moments of 0; matrices decay, all others don't.
 
-    A parameter may be a part of the full one, with as many dimensions.
+    For engines without `Capability.OPTIMIZER_RULES`. A parameter may be a part of the full one, with as many
+    dimensions.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if decays(tuple(p.shape))], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if not decays(tuple(p.shape))], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+    options = {
+        parameter: ParameterOptions(
+            "adamw", 1.0, config.weight_decay if decays(tuple(parameter.shape)) else 0.0
+        )
+        for parameter in parameters
+        if parameter.requires_grad
+    }
+    return build_optimizer(options, config)
+
+
+def build_optimizer(
+    options: Mapping[nn.Parameter, ParameterOptions], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """AdamW over trainable parameters (or this rank's parts of them) with their ``options``, and moments of 0.
+
+    Those of Muon have their momentum in the optimizer's ``state``, and `core_rl.toolkit.muon.Muon` updates them.
+    """
+    groups: dict[ParameterOptions, list[nn.Parameter]] = {}
+    for parameter, own in options.items():
+        groups.setdefault(own, []).append(parameter)
+    optimizer = _AdamWNextToMuon(
+        [
+            {
+                "params": groups[own],
+                "type": own.type,
+                "lr_factor": own.lr_factor,
+                "weight_decay": own.weight_decay,
+            }
+            for own in sorted(groups, reverse=True)  # those that decay come first
+        ],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         foreach=True,
     )
     create_moments(optimizer)
+    for parameter, own in options.items():
+        if own.type == "muon":
+            optimizer.state[parameter] = {MOMENTUM: torch.zeros_like(parameter, requires_grad=False)}
     return optimizer
 
 
-def decays(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of this full (Hugging Face) shape decays: matrices do, norms and biases don't."""
-    return len(shape) >= 2
+class _AdamWNextToMuon(torch.optim.AdamW):
+    """AdamW, whose `step` leaves out the groups of Muon."""
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["type"] == "adamw"]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
 
 
 @torch.no_grad()
@@ -62,15 +110,26 @@ def create_moments(optimizer: torch.optim.Optimizer) -> None:
     set_step_count(optimizer, 0)
 
 
+def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[str, ...]:
+    """Names of the optimizer's tensors for ``parameter`` that have its shape; none where it has no state."""
+    state = optimizer.state.get(parameter, {})
+    return tuple(
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+    )
+
+
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the optimizer's tensors that have a parameter's shape."""
-    for parameter, state in optimizer.state.items():
-        return tuple(
-            name
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
-        )
-    return ()
+    """Names of the optimizer's tensors that have the shape of their parameter."""
+    kinds = (kind for parameter in optimizer.state for kind in moments_of(optimizer, parameter))
+    return tuple(dict.fromkeys(kinds))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each group ``lr``, times its ``lr_factor`` if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:

@@ -20,6 +20,8 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
+            Capability.OPTIMIZER_RULES,
+            Capability.MUON,
             Capability.OFFLOAD,
             Capability.SHARDED_CHECKPOINT,
             Capability.RESHARDING,

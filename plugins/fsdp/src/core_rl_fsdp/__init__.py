@@ -23,6 +23,8 @@ SPEC = EngineSpec(
             Capability.REWARD_HEAD,
             Capability.LOGITS,
             Capability.FROZEN_PARAMETERS,
+            Capability.OPTIMIZER_RULES,
+            Capability.MUON,
             Capability.MOE,
             Capability.AUX_LOSS,
             Capability.ROUTING_REPLAY,

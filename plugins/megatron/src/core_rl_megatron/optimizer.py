@@ -15,9 +15,10 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
+from core_rl.backend.parameter_rules import decays
 from core_rl.backend.protocols import MemoryPart
 from core_rl.config.engine import OptimizerConfig
-from core_rl.toolkit.optimizer import create_moments, decays, set_step_count
+from core_rl.toolkit.optimizer import create_moments, set_step_count
 from core_rl_megatron.naming import FlatRange
 
 __all__ = ["MOMENTS", "ShardedOptimizer"]

@@ -1,0 +1,95 @@
+"""The optimizer of each parameter: one rule by checkpoint name, the same for every engine and layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from core_rl.config.engine import OptimizerConfig
+from core_rl.config.optimizer import ParameterRule, UpdateType
+from core_rl.errors import ConfigError, raise_all
+
+__all__ = ["ParameterOptions", "ParameterRules", "decays", "is_hidden_matrix"]
+
+Shape = tuple[int, ...]
+IN_LAYER = re.compile(r"\.\d+\.")
+"""The number of a layer: embeddings, heads and the last norm have none."""
+
+
+def decays(shape: Shape) -> bool:
+    """Whether a parameter of this checkpoint shape decays by default: matrices do, norms and biases don't."""
+    return len(shape) >= 2
+
+
+def is_hidden_matrix(name: str, shape: Shape) -> bool:
+    """Whether a checkpoint tensor is a matrix inside of a layer, which Muon is for."""
+    return len(shape) == 2 and IN_LAYER.search(name) is not None
+
+
+@dataclass(frozen=True, order=True)
+class ParameterOptions:
+    """Settings of the optimizer for one parameter."""
+
+    type: UpdateType
+    lr_factor: float
+    """Multiplies the learning rate that `TrainBackend.step` gets."""
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class ParameterRules:
+    """Settings for each parameter, by its name and shape in the checkpoint."""
+
+    config: OptimizerConfig
+
+    def of(self, name: str, shape: Shape) -> ParameterOptions:
+        """The settings for one checkpoint tensor.
+
+        Raises `ConfigError` where a rule asks for Muon for what is no matrix.
+        """
+        kind: UpdateType = self.config.type
+        if kind == "muon" and not is_hidden_matrix(name, shape):
+            kind = "adamw"
+        factor, decay = 1.0, self.config.weight_decay if decays(shape) else 0.0
+        for rule in self._matching(name):
+            kind = rule.type or kind
+            factor = factor if rule.lr_factor is None else rule.lr_factor
+            decay = decay if rule.weight_decay is None else rule.weight_decay
+        if kind == "muon" and len(shape) != 2:
+            raise ConfigError(
+                f"optimizer.rules: type 'muon' is for matrices, and {name!r} has the shape {list(shape)}; "
+                "narrow the pattern, or add a later rule with type 'adamw' for it"
+            )
+        return ParameterOptions(kind, factor, decay)
+
+    def common(self, parameter: str, parts: Mapping[str, Shape]) -> ParameterOptions:
+        """The settings for an in-memory ``parameter`` that holds the checkpoint tensors ``parts`` (or slices of them).
+
+        Raises `ConfigError` where they differ: an optimizer updates a parameter as one.
+        """
+        found: dict[ParameterOptions, str] = {}
+        for name, shape in parts.items():
+            found.setdefault(self.of(name, shape), name)
+        if len(found) > 1:
+            raise ConfigError(
+                f"optimizer.rules differ for {' and '.join(map(repr, found.values()))}, which are one parameter in "
+                f"memory, {parameter!r}; give all its parts the same settings: {', '.join(parts)}"
+            )
+        return next(iter(found))
+
+    def check(self, trained: Mapping[str, Shape]) -> None:
+        """Raise `ConfigError` for rules that match none of the ``trained`` checkpoint tensors."""
+        raise_all(ConfigError, "optimizer.rules", self._violations(trained))
+
+    def _violations(self, trained: Mapping[str, Shape]) -> Iterator[str]:
+        for rule in self.config.rules:
+            if not any(fnmatchcase(name, rule.pattern) for name in trained):
+                yield (
+                    f"the pattern {rule.pattern!r} matches no trained parameter; their names look like "
+                    f"{', '.join(list(trained)[:3])}"
+                )
+
+    def _matching(self, name: str) -> Iterator[ParameterRule]:
+        return (rule for rule in self.config.rules if fnmatchcase(name, rule.pattern))
