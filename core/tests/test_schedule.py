@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 from core_rl.backend.metrics import Metric, merge_metrics
 from core_rl.backend.parameter_rules import decays
 from core_rl.backend.tensors import LocalSlice
+from core_rl.config.base import parse_config
 from core_rl.config.engine import OptimizerConfig, ScheduleConfig
 from core_rl.distributed.comm import Comm
+from core_rl.engine.schedule_function import ScheduleFunction
 from core_rl.engine.updates import learning_rate, schedule_length
 from core_rl.errors import ConfigError, LossError
 from core_rl.state.store import global_grad_norm
@@ -50,6 +53,44 @@ def test_the_optimizer_names_the_end_of_its_schedule() -> None:
         ValueError, match="schedule_steps = 9 and schedule.total_steps = 8 are the same thing"
     ):
         OptimizerConfig(schedule=ScheduleConfig(type="linear", total_steps=8), schedule_steps=9)
+
+
+def halved(step: int, total: int | None) -> float:
+    return 1.0 if step < 2 else 0.5 * (total or 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "total", "expected"),
+    [("test_schedule:halved", None, [2.0, 1.0]), ({"function": "test_schedule:halved"}, 3, [2.0, 3.0])],
+)
+def test_a_schedule_may_be_a_function(schedule: object, total: int | None, expected: list[float]) -> None:
+    config = parse_config(OptimizerConfig, {"lr": 2.0, "schedule": schedule})
+    length = schedule_length(config, total)
+    function = ScheduleFunction.of(config, length)
+    assert [learning_rate(config, step, length, function) for step in (1, 2)] == expected
+
+
+BAD_FUNCTIONS = {
+    "lambda step: 1.0": r"\(0, 9\) raised TypeError: .*takes the steps of the schedule so far and their total",
+    "lambda step, total: 1 / step": r"\(0, 9\) raised ZeroDivisionError: division by zero",
+    "lambda step, total: None": "returned None; return the factor of the learning rate, a number",
+    "lambda step, total: float('nan')": "returned nan; return a finite factor",
+    "lambda step, total: -0.1": "returned -0.1; return a finite factor that is not negative",
+    "3": "is 3, which is no function",
+}
+
+
+@pytest.mark.parametrize("code", BAD_FUNCTIONS)
+def test_a_wrong_schedule_function_is_named(code: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"f = {code}\n")
+    config = OptimizerConfig(schedule=ScheduleConfig(function=f"{tmp_path / 'own.py'}:f"))
+    with pytest.raises(ConfigError, match=rf"optimizer.schedule: .*own.py:f'?.*{BAD_FUNCTIONS[code]}"):
+        ScheduleFunction.of(config, 9)
+
+
+def test_a_schedule_function_replaces_the_other_fields() -> None:
+    with pytest.raises(ConfigError, match="'function' replaces type, warmup_steps"):
+        parse_config(ScheduleConfig, {"function": "m:f", "type": "linear", "warmup_steps": 3})
 
 
 def test_only_matrices_decay() -> None:

@@ -72,6 +72,10 @@ def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]
         C.REWARD_HEAD: lambda: subject.start(subject.model(head="reward")),
         C.LOGITS: lambda: subject.start().forward(data, ONE_PASS, ("logits",)),
         C.FROZEN_PARAMETERS: lambda: subject.start(frozen=[subject.first_layer]),
+        C.OPTIMIZER_RULES: lambda: subject.start(
+            optimizer={"rules": [{"pattern": subject.first_layer, "lr_factor": 0.5}]}
+        ),
+        C.MUON: lambda: subject.start(optimizer={"type": "muon"}),
         C.ROUTING_REPLAY: lambda: subject.start().forward(data, ONE_PASS, ("routing",)),
         C.MOE: lambda: subject.start(replace(subject.model(), family=MOE)),
         C.BFLOAT16: lambda: subject.start(changes={"dtype": "bfloat16"}),

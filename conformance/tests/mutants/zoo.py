@@ -30,6 +30,8 @@ CAPABILITIES = frozenset(
         C.REWARD_HEAD,
         C.LOGITS,
         C.FROZEN_PARAMETERS,
+        C.OPTIMIZER_RULES,
+        C.MUON,
         C.LORA,
         C.OFFLOAD,
         C.DATA_PARALLEL,

@@ -84,6 +84,7 @@ class Contents:
             "layout": self.config.layout.model_dump(),
             "model": self._model_fields(),
             "optimizer": with_optimizer,
+            "moments": list(self.tensors.optimizer_kinds) if with_optimizer else [],
             "progress": asdict(self.progress),
         }
 
@@ -123,6 +124,13 @@ class Contents:
         ]
         if self.with_moments(meta) and not manifest.state["optimizer"]:
             problems.append("it has no optimizer state; load with with_optimizer=False for the weights alone")
+        kinds, saved_kinds = list(self.tensors.optimizer_kinds), manifest.state.get("moments") or []
+        if self.with_moments(meta) and saved_kinds and set(saved_kinds) != set(kinds):
+            problems.append(
+                f"it is of another optimizer, with {', '.join(saved_kinds)}, and this one has {', '.join(kinds)}; set "
+                "optimizer.type and optimizer.rules as they were, or load with with_optimizer=False for the weights "
+                "alone"
+            )
         raise_all(CheckpointMismatch, "it does not fit this engine", problems)
         return manifest.state
 

@@ -32,6 +32,7 @@ SPEC = EngineSpec(
             Capability.CUDA,
             Capability.BFLOAT16,
             Capability.FROZEN_PARAMETERS,
+            Capability.OPTIMIZER_RULES,
             Capability.SHARDED_CHECKPOINT,
             Capability.RESHARDING,
             Capability.PORTABLE_CHECKPOINT,

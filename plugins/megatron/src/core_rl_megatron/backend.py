@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from core_rl.backend.parameter_rules import ParameterOptions
 from core_rl.backend.protocols import LowRank, MemoryPart, SupportsRngState
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import TensorDict, TensorSource
@@ -75,8 +76,11 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
             if config.optimizer is not None:
                 half, spread = config.dtype == "bfloat16", config.options.distributed_optimizer
                 self.wrapped = wrap_chunks(self.model, distributed=spread)
+                options = on_all(
+                    context.world, lambda: self._parameter_options(context, tensors), "optimizer.rules"
+                )
                 self.optimizer = ShardedOptimizer(
-                    self.wrapped, config.optimizer, half=half, distributed=spread
+                    self.wrapped, config.optimizer, options, half=half, distributed=spread
                 )
         self._state = MegatronState(tensors, self.model.boxes, self.optimizer, context.world)
         self.schedule = Schedule(context, self.model, self.wrapped)
@@ -108,6 +112,21 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         self._products = low_rank_products(model)
         if chosen.lora is not None:
             self._adapter_config = adapter_config(model, chosen.lora, chosen.head, chosen.path)
+
+    def _parameter_options(
+        self, context: BuildContext[MegatronConfig], tensors: CheckpointTensors
+    ) -> dict[nn.Parameter, ParameterOptions]:
+        """The optimizer's settings for each trained parameter of this rank."""
+        rules = context.parameter_rules
+        assert rules is not None  # there is an optimizer
+        names = {
+            parameter: name for chunk in self.model.chunks for name, parameter in chunk.named_parameters()
+        }
+        return {
+            parameter: rules.common(names[parameter], {box.name: tensors.shapes[box.name] for box in boxes})
+            for parameter, boxes in self.model.boxes.items()
+            if parameter.requires_grad
+        }
 
     # ------------------------------------------------------------------- state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
-from core_rl.backend.parameter_rules import decays
+from core_rl.backend.parameter_rules import ParameterOptions
 from core_rl.backend.protocols import MemoryPart
 from core_rl.config.engine import OptimizerConfig
 from core_rl.toolkit.optimizer import create_moments, set_step_count
@@ -50,18 +51,23 @@ class _Owned:
 class ShardedOptimizer:
     """Adam over the parameters of ``chunks``, which Megatron's DistributedDataParallel wraps, with moments of 0.
 
-    The distributed optimizer gives each data parallel rank a range of every parameter's elements, or none. Making one
-    is collective.
+    ``options`` are the settings for each trained parameter. The distributed optimizer gives each data parallel rank a
+    range of every parameter's elements, or none. Making one is collective.
     """
 
     def __init__(
-        self, chunks: Sequence[Any], config: OptimizerConfig, *, half: bool, distributed: bool
+        self,
+        chunks: Sequence[Any],
+        config: OptimizerConfig,
+        options: Mapping[nn.Parameter, ParameterOptions],
+        *,
+        half: bool,
+        distributed: bool,
     ) -> None:
         self._chunks = chunks
-        self._weight_decay = config.weight_decay
         # Without a graph: the distributed optimizer takes views of float32 parameters, which are then leaves.
         with torch.no_grad():
-            self._optimizer = _build(chunks, config, half=half, distributed=distributed)
+            self._optimizer = _build(chunks, config, options, half=half, distributed=distributed)
         chained = isinstance(self._optimizer, ChainedOptimizer)
         parts = self._optimizer.chained_optimizers if chained else [self._optimizer]
         self._parts = [part for part in parts if not part.is_stub_optimizer]
@@ -89,9 +95,9 @@ class ShardedOptimizer:
             torch._foreach_mul_(grads, scale)
         for part in self._parts:
             for group in part.optimizer.param_groups:
-                group["lr"] = lr
-                # Megatron sets it in a scheduler of its own.
-                group["weight_decay"] = self._weight_decay * group["wd_mult"]
+                # Megatron sets both in a scheduler of its own.
+                group["lr"] = lr * group["own_lr_factor"]
+                group["weight_decay"] = group["own_weight_decay"]
             if count != self._updates + 1:
                 set_step_count(part.optimizer, count - 1)
             part.prepare_grads()
@@ -119,7 +125,14 @@ class ShardedOptimizer:
             yield from (owned.values(kind) for kind in (("master",) if part == "weights" else MOMENTS))
 
 
-def _build(chunks: Sequence[Any], config: OptimizerConfig, *, half: bool, distributed: bool) -> Any:
+def _build(
+    chunks: Sequence[Any],
+    config: OptimizerConfig,
+    options: Mapping[nn.Parameter, ParameterOptions],
+    *,
+    half: bool,
+    distributed: bool,
+) -> Any:
     """Megatron's optimizer. Clipping is off: the core computes the norm of all gradients in float64."""
     plain = MegatronOptimizerConfig(
         optimizer="adam",
@@ -133,10 +146,22 @@ def _build(chunks: Sequence[Any], config: OptimizerConfig, *, half: bool, distri
         use_distributed_optimizer=distributed,
         clip_grad=0.0,
     )
-    undecayed = ParamKey(predicate=ParamPredicate(name="undecayed", fn=lambda p: not decays(tuple(p.shape))))
+    overrides = {
+        ParamKey(predicate=ParamPredicate(name=str(own), fn=partial(_has_options, options, own))): {
+            "own_lr_factor": own.lr_factor,
+            "own_weight_decay": own.weight_decay,
+        }
+        for own in sorted(set(options.values()))
+    }
     return get_megatron_optimizer(
-        plain, list(chunks), config_overrides={undecayed: {"wd_mult": 0.0}}, use_gloo_process_groups=False
+        plain, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
+
+
+def _has_options(
+    options: Mapping[nn.Parameter, ParameterOptions], own: ParameterOptions, parameter: nn.Parameter
+) -> bool:
+    return options[parameter] == own
 
 
 def _owned_by(part: Any) -> Iterator[_Owned]:
