@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core_rl_conformance.hints.muon import FUSED, MixedSteps, _of_fused, _of_shards, likely_mistake
+from core_rl_conformance.hints.muon import FUSED, MixedSteps, of_fused, of_shards, likely_mistake
 from core_rl_oracle.muon import MixedOptimizer, MixedState, Settings, hidden_matrix, mixed_tolerances
 from core_rl_oracle.oracle import AdamW, AdamWState
 
@@ -86,9 +86,9 @@ def test_other_parameters_take_the_steps_of_adamw() -> None:
 @pytest.mark.parametrize(
     ("sentence", "config"),
     [
-        ("a shard, 1 of 2 parts", replace(CONFIG, updates=partial(_of_shards, parts=2, dim=0, factor=True))),
-        ("a shard, 1 of 4 parts", replace(CONFIG, updates=partial(_of_shards, parts=4, dim=1, factor=False))),
-        ("with q, k and v", replace(CONFIG, updates=partial(_of_fused, pattern=FUSED["q, k and v"]))),
+        ("a shard, 1 of 2 parts", replace(CONFIG, updates=partial(of_shards, parts=2, dim=0, factor=True))),
+        ("a shard, 1 of 4 parts", replace(CONFIG, updates=partial(of_shards, parts=4, dim=1, factor=False))),
+        ("with q, k and v", replace(CONFIG, updates=partial(of_fused, pattern=FUSED["q, k and v"]))),
         ("without Nesterov", replace(CONFIG, nesterov=False)),
         ("the rules are ignored", replace(CONFIG, settings=DEFAULTS)),
     ],

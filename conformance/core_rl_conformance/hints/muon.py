@@ -13,7 +13,7 @@ from torch import Tensor
 from core_rl_oracle.muon import MixedOptimizer, MixedState, Settings, newton_schulz, rate_factor, scaled
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
-__all__ = ["MixedSteps", "likely_mistake"]
+__all__ = ["FUSED", "MixedSteps", "likely_mistake", "of_fused", "of_shards"]
 
 Matrices = Mapping[str, Tensor]
 FUSED = {
@@ -78,14 +78,14 @@ def _mistakes(
     if any(own.muon for own in config.settings.values()):
         for parts in dict.fromkeys((2, ranks)):
             shards = [
-                replace(config, updates=partial(_of_shards, parts=parts, dim=dim, factor=factor))
+                replace(config, updates=partial(of_shards, parts=parts, dim=dim, factor=factor))
                 for dim in (0, 1)
                 for factor in (False, True)
             ]
             yield f"Muon's update is that of a shard, 1 of {parts} parts of a matrix", shards
         for what, pattern in FUSED.items():
             sentence = f"Muon's update is that of one matrix with {what}"
-            yield sentence, [replace(config, updates=partial(_of_fused, pattern=pattern))]
+            yield sentence, [replace(config, updates=partial(of_fused, pattern=pattern))]
         yield "Muon's momentum is without Nesterov's step", [replace(config, nesterov=False)]
     own = config.settings
     decay = {name: replace(own[name], weight_decay=plain.weight_decay) for name, plain in defaults.items()}
@@ -101,10 +101,10 @@ def _mistakes(
         yield sentence, [replace(config, settings=settings)]
 
 
-def _of_shards(
+def of_shards(
     config: MixedOptimizer, matrices: Matrices, parts: int, dim: int, factor: bool
 ) -> dict[str, Tensor]:
-    """With ``factor``, that of the learning rate comes from the shape of the shard as well."""
+    """The updates of each of ``parts`` along ``dim`` alone; with ``factor``, that of its rate is of its shape as well."""
     updates = {}
     for name, matrix in matrices.items():
         updates[name] = torch.cat(
@@ -117,7 +117,8 @@ def _of_shards(
     return updates
 
 
-def _of_fused(config: MixedOptimizer, matrices: Matrices, pattern: re.Pattern[str]) -> dict[str, Tensor]:
+def of_fused(config: MixedOptimizer, matrices: Matrices, pattern: re.Pattern[str]) -> dict[str, Tensor]:
+    """The updates of matrices with equal groups of ``pattern`` as one matrix."""
     groups: dict[object, list[str]] = {}
     for name in matrices:
         found = pattern.fullmatch(name)
