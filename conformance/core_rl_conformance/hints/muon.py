@@ -104,7 +104,7 @@ def _mistakes(
 def of_shards(
     config: MixedOptimizer, matrices: Matrices, parts: int, dim: int, factor: bool
 ) -> dict[str, Tensor]:
-    """The updates of each of ``parts`` along ``dim`` alone; with ``factor``, that of its rate is of its shape as well."""
+    """The updates of shards along ``dim``; with ``factor``, their learning rate is that of their shape as well."""
     updates = {}
     for name, matrix in matrices.items():
         updates[name] = torch.cat(
