@@ -36,7 +36,7 @@ INVARIANTS = {
     "I17": "Replayed routing is the recorded one",
     "I18": "However a batch is cut, the balance of routers is the same",
     "I19": "Prompts go in as they are, and an end of sequence is a token like others",
-    "I20": "Every parameter that should move does, as AdamW says",
+    "I20": "Every parameter that should move does, as the optimizer says",
     "contract": "Rules of the interface",
 }
 """What the checks of one invariant show together."""

@@ -102,6 +102,12 @@ class MomentumIsNotSaved(OwnCheckpoint):
 
 MUTANTS = (
     Mutant(
+        engine=RulesAreIgnored,
+        killed_by="I20.rules",
+        issue="groups of an optimizer",
+        says="the rules are ignored",
+    ),
+    Mutant(
         engine=MuonOfAShard,
         killed_by="I20.muon",
         issue="torch.optim.Muon on a shard",
@@ -113,12 +119,6 @@ MUTANTS = (
         killed_by="I20.muon",
         issue="torch.optim.Muon on a fused parameter",
         says="weights after 3 steps of Muon[\\s\\S]*one matrix with q, k and v",
-    ),
-    Mutant(
-        engine=RulesAreIgnored,
-        killed_by="I20.rules",
-        issue="groups of an optimizer",
-        says="the rules are ignored",
     ),
     Mutant(
         engine=DecayOfTheNeighbour,

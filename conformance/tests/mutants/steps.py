@@ -91,8 +91,8 @@ class NormsAreNotTrained(ReferenceBackend):
 
     def build(self, context: TrainContext) -> None:
         super().build(context)
-        if self.optimizer is not None:
-            self.optimizer.param_groups = self.optimizer.param_groups[:1]
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["params"] = [parameter for parameter in group["params"] if parameter.dim() >= 2]
 
 
 class FrozenParametersDecay(ReferenceBackend):
