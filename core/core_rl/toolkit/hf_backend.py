@@ -85,6 +85,7 @@ class HFBackend(TrainBackend[C]):
         self.__updates = 0
         self.__state = HFShardedState(model, optimizer, self.owned, context.world, layout)
         rules = context.parameter_rules
+        self.muon = None
         if rules is not None and MOMENTUM in self.__state.optimizer_kinds:
             self.muon = Muon(self.__state, rules, context.world)
         written = {*self.__state.shapes("params"), *self.__state.shapes("buffers")}

@@ -9,7 +9,7 @@ orthogonal factor of a part is no part of that of the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,7 +62,7 @@ class Muon:
             part.momentum.tensor.lerp_(part.grad, 1 - self._config.momentum)
         names, size = list(self._placed.shapes), self._world.size
         for start in range(0, len(names), size):
-            for name, update in self._updates(names[start : start + size], parts).items():
+            for name, update in self._updates(names[start : start + size], parts):
                 self._apply(name, parts.get(name, ()), update, lr)
 
     def _parts(self) -> dict[str, list[_Part]]:
@@ -78,15 +78,14 @@ class Muon:
             found.setdefault(momentum.name, []).append(part)
         return found
 
-    def _updates(self, names: Sequence[str], parts: Mapping[str, Sequence[_Part]]) -> dict[str, Tensor]:
-        """Whole orthogonalized matrices, at most one for each rank; the same on all ranks."""
+    def _updates(
+        self, names: Sequence[str], parts: Mapping[str, Sequence[_Part]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The whole orthogonalized matrices ``names``, at most one for each rank, one after another on all ranks."""
         gathered = [self._gathered(name, parts.get(name, ()), rank) for rank, name in enumerate(names)]
-        own = [None if whole is None else self.update(whole) for whole in gathered]
-        return {name: self._broadcast(own[rank], name, rank) for rank, name in enumerate(names)}
-
-    def update(self, matrix: Tensor) -> Tensor:
-        """The update of a whole matrix from its momentum, before the learning rate."""
-        return orthogonalize(matrix, self._config.ns_steps)
+        own = [None if whole is None else orthogonalize(whole, self._config.ns_steps) for whole in gathered]
+        for rank, name in enumerate(names):
+            yield name, self._broadcast(own[rank], name, rank)
 
     def _gathered(self, name: str, parts: Sequence[_Part], rank: int) -> Tensor | None:
         """The whole momentum (with Nesterov's look ahead) on ``rank``, and None on all others."""
