@@ -28,7 +28,7 @@ CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_
 KINDS: tuple[TensorKind, ...] = ("master", "momentum", "exp_avg", "exp_avg_sq")
 
 
-@check("I20.muon", requires=[Capability.MUON], provisional=True)
+@check("I20.muon", requires=[Capability.MUON])
 def matrices_take_the_steps_of_muon(subject: EngineUnderTest) -> None:
     """With ``optimizer.type = "muon"``, matrices of layers take the steps of a float64 Muon, each as a whole.
 
@@ -50,7 +50,7 @@ def matrices_take_the_steps_of_muon(subject: EngineUnderTest) -> None:
     verify_outputs(subject, group, model, what)
 
 
-@check("I20.rules", requires=[Capability.OPTIMIZER_RULES], each="layout", provisional=True)
+@check("I20.rules", requires=[Capability.OPTIMIZER_RULES], each="layout")
 def rules_hold_for_what_they_match(subject: EngineUnderTest) -> None:
     """Rates and decay that ``optimizer.rules`` give to a pattern hold for all parameters that match, and no others.
 
@@ -85,7 +85,6 @@ def rules_hold_for_what_they_match(subject: EngineUnderTest) -> None:
     "I11.resume-muon",
     requires=[Capability.MUON, Capability.SHARDED_CHECKPOINT],
     each="layout",
-    provisional=True,
 )
 def resume_with_muon_is_bitwise(subject: EngineUnderTest) -> None:
     """Training with Muon continues bit for bit from a checkpoint at the same layout, also after an offload.

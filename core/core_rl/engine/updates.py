@@ -97,11 +97,11 @@ def schedule_length(config: OptimizerConfig, total_train_steps: int | None) -> i
     end.
     """
     schedule = config.schedule
+    total = config.schedule_steps or schedule.total_steps or total_train_steps
     if schedule.function is not None:
-        return schedule.total_steps or total_train_steps
+        return total
     if schedule.type == "constant":
         return None
-    total = config.schedule_steps or schedule.total_steps or total_train_steps
     if total is None:
         raise ConfigError(
             f"schedule.type = {schedule.type!r} needs an end; set optimizer.schedule_steps or pass a FinetuneSpec"
