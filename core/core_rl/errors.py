@@ -23,6 +23,7 @@ CoreRLError
 │   ├── RankDied               a rank's process ended
 │   └── RankTimeout            a rank did not answer in time
 ├── RolloutError               generation, a workflow or a reward function failed
+├── CallbackError              a callback of a run failed
 └── RunStopped                 a run ended before its last step, as it was told to
     ├── StoppedBySignal        by SIGTERM or SIGUSR1
     └── NothingLearned         by a rule of the recipe: NaN, no signal, skipped updates
@@ -36,6 +37,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BatchError",
+    "CallbackError",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointMismatch",
@@ -164,6 +166,10 @@ class RankTimeout(GroupError):
 
 class RolloutError(CoreRLError):
     """Generation, a workflow or a reward function failed."""
+
+
+class CallbackError(CoreRLError):
+    """A callback of a run raised an error."""
 
 
 class RunStopped(CoreRLError):

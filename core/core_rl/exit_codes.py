@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
     DONE = 0
     """The command did what it was asked for; a run is complete."""
     FAILED = 1
-    """An engine, a checkpoint, a rollout or a check failed."""
+    """An engine, a checkpoint, a rollout, a callback or a check failed."""
     USAGE = 2
     """An argument, a field of a recipe or an engine's name is wrong. Nothing was started."""
     NOTHING_LEARNED = 3

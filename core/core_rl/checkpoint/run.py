@@ -56,8 +56,8 @@ class RunCheckpoints:
         self.root = Path(root).expanduser().resolve()
         self.keep = keep
 
-    def save(self, step: int, parts: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> None:
-        """Save step ``step``: each part writes into an empty directory of its own.
+    def save(self, step: int, parts: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> Path:
+        """Save step ``step``: each part writes into an empty directory of its own. Returns the checkpoint's path.
 
         A part may itself save a checkpoint at that path. Only when all parts are complete does the
         step appear, and only then are old ones removed. Raises `CheckpointError`, with everything
@@ -86,6 +86,7 @@ class RunCheckpoints:
         remove_stale(self.root, ".step-")
         publish(str(self._path(step)), write, Comm(), kind=KIND, state={"step": step})
         self._remove_old()
+        return self._path(step)
 
     def latest(self) -> RunCheckpoint | None:
         """The newest complete checkpoint, verified; None if there is none.

@@ -21,7 +21,13 @@ from core_rl.errors import GroupError
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import DRIVER_SIGNALS, DUMP_SIGNAL, rank_main
 
-__all__ = ["RankProcess", "signals_for_driver", "start_fork_server", "start_process"]
+__all__ = [
+    "RankProcess",
+    "end_if_rank_imports_script",
+    "signals_for_driver",
+    "start_fork_server",
+    "start_process",
+]
 
 PRELOAD = "core_rl.launch.preload"
 DUMP_WAIT_S = 1.0
@@ -43,6 +49,16 @@ def start_fork_server() -> None:
         resource_tracker.ensure_running()
     with signals_for_driver():
         forkserver.ensure_running()
+
+
+def end_if_rank_imports_script() -> None:
+    """End a rank that imports the driver's script and comes to something that only the driver does.
+
+    The script has no ``if __name__ == "__main__":`` then. The driver says so when the rank is gone; without this, the
+    rank would first print an error that comes from running the script twice.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as in multiprocessing's own check
+        raise SystemExit(1)
 
 
 @contextmanager

@@ -7,6 +7,14 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from core_rl_trainer.callbacks import Callback as Callback
+    from core_rl_trainer.callbacks import CheckpointSaved as CheckpointSaved
+    from core_rl_trainer.callbacks import EvaluationEnd as EvaluationEnd
+    from core_rl_trainer.callbacks import Event as Event
+    from core_rl_trainer.callbacks import RunEnd as RunEnd
+    from core_rl_trainer.callbacks import RunFailed as RunFailed
+    from core_rl_trainer.callbacks import StepEnd as StepEnd
+    from core_rl_trainer.callbacks import StopRun as StopRun
     from core_rl_trainer.loop.run import dry_run as dry_run
     from core_rl_trainer.loop.run import run_recipe as run_recipe
     from core_rl_trainer.loop.run import train as train
@@ -16,7 +24,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "core_rl_trainer.callbacks",
+    "CheckpointSaved": "core_rl_trainer.callbacks",
+    "EvaluationEnd": "core_rl_trainer.callbacks",
+    "Event": "core_rl_trainer.callbacks",
     "Recipe": "core_rl_trainer.recipe.recipe",
+    "RunEnd": "core_rl_trainer.callbacks",
+    "RunFailed": "core_rl_trainer.callbacks",
+    "StepEnd": "core_rl_trainer.callbacks",
+    "StopRun": "core_rl_trainer.callbacks",
     "dry_run": "core_rl_trainer.loop.run",
     "load_recipe": "core_rl_trainer.recipe.recipe",
     "run_recipe": "core_rl_trainer.loop.run",

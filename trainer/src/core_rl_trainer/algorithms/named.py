@@ -15,25 +15,31 @@ from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point, 
 __all__ = ["Custom", "declared", "find_object", "named_kind", "named_or_fields"]
 
 
-def declared(name: str | None = None) -> list[EntryPoint]:
-    """The readable entry points of the group ``rl_interfaces``, or those called ``name``."""
-    points = [point for point in declared_in("rl_interfaces") if point.error is None]
+GROUP = "rl_interfaces"
+"""The entry-point group of interfaces, advantage rules and policy losses."""
+
+
+def declared(name: str | None = None, group: str = GROUP) -> list[EntryPoint]:
+    """The readable entry points of ``group``, or those called ``name``."""
+    points = [point for point in declared_in(group) if point.error is None]
     return [point for point in points if name in (None, point.name)]
 
 
-def find_object(kind: str, name: str, known: Collection[str], form: str) -> object:
-    """The object of the entry point ``name``, or of the ``module:attribute`` that it is.
+def find_object(kind: str, name: str, known: Collection[str], form: str, group: str = GROUP) -> object:
+    """The object of the entry point ``name`` of ``group``, or of the ``module:attribute`` that it is.
 
     ``known`` are further names, and ``form`` is what to write, for the message. Raises `ConfigError`.
     """
-    if claims := declared(name):
+    if claims := declared(name, group):
         return load_entry_point(kind, claims, ConfigError)
     if ":" in name:
         return load_object(name, f"{kind} {name!r}", ConfigError)
-    names = sorted({*known, *(point.name for point in declared())})
+    names = sorted({*known, *(point.name for point in declared(group=group))})
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(f"there is no {kind} {name!r}; {hint}Known: {', '.join(names)}; or write {form!r}")
+    raise ConfigError(
+        f"there is no {kind} {name!r}; {hint}Known: {', '.join(names) or 'none'}; or write {form!r}"
+    )
 
 
 class Custom(Config):

@@ -1,8 +1,9 @@
-"""The progress of a run: a bar on a terminal, some lines elsewhere."""
+"""The progress of a run: a bar on a terminal and in a notebook, some lines elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +36,7 @@ class TrainingProgress(Progress):
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=not _shows_bar(console),
         )
         self._total = total
         self._task = self.add_task("training", total=total, completed=done, headline="-")
@@ -48,8 +49,13 @@ class TrainingProgress(Progress):
         """Show the metrics of ``step``."""
         headline = f"{_headline(metrics)}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self.update(self._task, completed=step, headline=headline)
-        if not self.console.is_terminal and step % max(1, self._total // LINES) == 0:
+        if self.disable and step % max(1, self._total // LINES) == 0:
             self.say(f"step {step}/{self._total}  {headline}")
+
+
+def _shows_bar(console: Console) -> bool:
+    """Whether a bar can be drawn again and again: on a terminal, and in a notebook that has widgets."""
+    return find_spec("ipywidgets") is not None if console.is_jupyter else console.is_terminal
 
 
 def _headline(metrics: Mapping[str, float]) -> str:
@@ -62,6 +68,9 @@ def _headline(metrics: Mapping[str, float]) -> str:
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the end of a run: the change of the evaluation metrics, and the paths of its files."""
+    if result.get("stopped"):
+        text = f"stopped after step {result['steps']} by the {result['stopped']}; the same run again goes on from there"
+        console.print(text, highlight=False, soft_wrap=True)
     before, after = result["before"], result["after"]
     for name, label in HELD_OUT.items():
         if name in after:

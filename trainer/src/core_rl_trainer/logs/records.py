@@ -70,12 +70,13 @@ class RunRecords:
         self._samples.sync()
 
     def draw(self, status: Status = "running", problem: str = "") -> None:
-        """Write the page and the picture as of now."""
+        """Write the page, the picture and the status as of now."""
         text = self._page.render(
             self._metrics.rows, self._samples.rows, status=status, best=self.best, problem=problem
         )
         chart = main_chart(self._metrics.rows)
         self._directory.write_page(text, svg_document(chart) if chart else None)
+        self._directory.write_status(status, problem)
 
     def _draw_last(self, error: BaseException) -> None:
         """The page says why the run stopped. A disk that is full must not hide the error that is on its way."""

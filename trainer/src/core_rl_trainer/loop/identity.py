@@ -13,6 +13,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.recipe.data import DataSection
+from core_rl_trainer.recipe.plain import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["RunIdentity", "differing_fields"]
@@ -26,6 +27,7 @@ CHANGEABLE = (
     "stop_on*",
     "wandb*",
     "push_to_hub*",
+    "callbacks",
     "placement*",
     "*timeout_s",
     "*optimizer.schedule_steps",
@@ -122,16 +124,16 @@ class RunIdentity:
         ]
 
 
-def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """The dotted fields in which two recipes, as plain values, differ, each with a text that has both values."""
-    found: dict[str, str] = {}
-    for name in sorted({*old, *new}):
-        left, right, field = old.get(name), new.get(name), f"{prefix}{name}"
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found |= differing_fields(left, right, f"{field}.")
-        elif left != right:
-            found[field] = f"{field}: {hidden(name, left)!r} then, {hidden(name, right)!r} now"
-    return found
+    return {
+        field: f"{field}: {_shown(field, left)} then, {_shown(field, right)} now"
+        for field, (left, right) in differing_values(old, new).items()
+    }
+
+
+def _shown(field: str, value: Any) -> str:
+    return repr(hidden(field.rpartition(".")[2], value))
 
 
 def _reason(field: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
 from core_rl.errors import ConfigError
+from core_rl.launch.process import end_if_rank_imports_script
 from core_rl_trainer.algorithms.interface import (
     ModelInterface,
     ModelInterfaceAbstraction,
@@ -19,9 +20,11 @@ from core_rl_trainer.algorithms.interface import (
     make_interface,
 )
 from core_rl_trainer.algorithms.sft import SupervisedInterface
+from core_rl_trainer.callbacks import Callback
 from core_rl_trainer.logs.progress import print_result
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.wandb_log import require_wandb
+from core_rl_trainer.loop.callbacks import Callbacks
 from core_rl_trainer.loop.online import prepare_online
 from core_rl_trainer.loop.parts import has_portable, readable_part
 from core_rl_trainer.loop.prepared import PreparedRun
@@ -32,7 +35,7 @@ from core_rl_trainer.loop.source import find_source
 from core_rl_trainer.loop.steps import RunSteps
 from core_rl_trainer.loop.supervised import prepare_supervised
 from core_rl_trainer.outputs.push import push_run, require_hub
-from core_rl_trainer.recipe.recipe import Recipe, load_recipe
+from core_rl_trainer.recipe.recipe import Recipe, RecipeSource, load_recipe
 
 __all__ = ["dry_run", "prepare", "run_recipe", "train"]
 
@@ -43,30 +46,43 @@ FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "pl
 
 
 def run_recipe(path: Path, overrides: list[str], console: Console | None = None) -> dict[str, Any]:
-    """Train as the recipe at ``path`` says, with dotted ``overrides``; the result as plain values.
+    """`train`, as the command line calls it."""
+    return train(path, overrides, console=console)
 
-    An interrupted run resumes from its last complete checkpoint; one that is complete is only reported.
-    Progress goes to ``console``, by default to stderr.
+
+def train(
+    recipe: RecipeSource,
+    overrides: Sequence[str] = (),
+    *,
+    callbacks: Sequence[Callback] = (),
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Train as ``recipe`` says, with dotted ``overrides``; the result as plain values.
+
+    ``callbacks`` get the events of the run, after those that the recipe names. An interrupted run resumes from its
+    last complete checkpoint; one that is complete is only reported. Progress goes to ``console``, by default to stderr.
+
+    Raises `ConfigError` for what is wrong in the recipe, before an engine starts; `CallbackError` for an error of a
+    callback; `RunStopped` where a signal or ``stop_on`` ends the run.
     """
-    return train(load_recipe(path, overrides), console or Console(stderr=True))
-
-
-def train(recipe: Recipe, console: Console) -> dict[str, Any]:
-    """Train as ``recipe`` says; see `run_recipe`. What is wrong in it is found before an engine starts."""
-    signals = StopSignals()
+    end_if_rank_imports_script()
+    console, signals = console or Console(stderr=True), StopSignals()
     with signals.caught():
-        prepared = prepare(recipe)
+        chosen = load_recipe(recipe, overrides)
+        called = Callbacks(chosen, callbacks)
+        prepared = prepare(chosen)
         console.print(prepared.data.line(), highlight=False, soft_wrap=True)
-        with open_run_directory(recipe) as directory:
+        with open_run_directory(chosen) as directory:
             result = directory.result()
-            checkpoint = directory.checkpoint() if _goes_on(recipe, result) else None
-            if result is not None and (checkpoint is None or not _left_to_do(recipe, prepared, checkpoint)):
+            checkpoint = directory.checkpoint() if _goes_on(chosen, result) else None
+            if result is not None and (checkpoint is None or not _left_to_do(chosen, prepared, checkpoint)):
                 text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
                 console.print(text, highlight=False, soft_wrap=True)
             else:
-                result = _train(recipe, prepared, directory, checkpoint, console, signals)
+                with called:
+                    result = _train(chosen, prepared, directory, checkpoint, console, signals, called)
             print_result(console, result)
-            if (url := push_run(recipe, directory, result)) is not None:
+            if not result.get("stopped") and (url := push_run(chosen, directory, result)) is not None:
                 console.print(f"uploaded to {url}", highlight=False, soft_wrap=True)
     return result
 
@@ -89,6 +105,7 @@ def _train(
     checkpoint: RunCheckpoint | None,
     console: Console,
     signals: StopSignals,
+    callbacks: Callbacks,
 ) -> dict[str, Any]:
     """The steps from ``checkpoint`` on, and the files of a finished run; its result."""
     if checkpoint is not None:
@@ -102,14 +119,21 @@ def _train(
         prepared.open(directory) as loop,
     ):
         run = RunSteps(
-            recipe=recipe, directory=directory, loop=loop, records=records, console=console, signals=signals
+            recipe=recipe,
+            directory=directory,
+            loop=loop,
+            records=records,
+            console=console,
+            signals=signals,
+            callbacks=callbacks,
         )
         result = run.run(checkpoint)
         loop.save_model(directory.model)
         if recipe.model.lora is not None:
             loop.save_adapter(directory.adapter)
-        records.draw("complete")
+        records.draw("stopped" if result["stopped"] else "complete", result["stopped"] or "")
     directory.finish(result)
+    callbacks.run_end(result)
     return result
 
 
@@ -129,6 +153,7 @@ def _warn_of_ended_schedule(recipe: Recipe, directory: RunDirectory) -> None:
 
 def dry_run(recipe: Recipe) -> RunPlan:
     """The plan of `train`. The recipe is checked and the data is read; nothing starts, nothing is written."""
+    Callbacks(recipe)
     prepared = prepare(recipe)
     find_source(recipe)
     return plan_run(recipe, prepared)

@@ -16,24 +16,18 @@ import yaml
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.loop.identity import RunIdentity
+from core_rl_trainer.loop.run_files import IDENTITY, LOCK, METRICS, PAGE, PICTURE, RECIPE, RESULT, STATUS
 from core_rl_trainer.loop.source import find_source
 from core_rl_trainer.recipe.recipe import HERE, Recipe
 
 __all__ = ["RunDirectory", "open_run_directory"]
 
-RECIPE, IDENTITY, RESULT, PAGE, PICTURE = (
-    "recipe.yaml",
-    "identity.json",
-    "result.json",
-    "index.html",
-    "curve.svg",
-)
-LOCK = ".lock"
 OWNED = (
     RECIPE,
     IDENTITY,
+    STATUS,
     RESULT,
-    "metrics.jsonl",
+    METRICS,
     "samples.jsonl",
     "tensorboard",
     "wandb",
@@ -151,7 +145,7 @@ class RunDirectory:
             "model": str(self.model),
             "adapter": str(self.adapter),
             "best_model": str(self.best_model),
-            "metrics": str(self.path / "metrics.jsonl"),
+            "metrics": str(self.path / METRICS),
             "page": str(self.page),
             "picture": str(self.picture),
         }
@@ -165,6 +159,11 @@ class RunDirectory:
         self._write(PAGE, page)
         if picture is not None:
             self._write(PICTURE, picture)
+
+    def write_status(self, status: str, problem: str) -> None:
+        """Record whether the run is ``running``, ``stopped`` or ``complete``, and the ``problem`` that stopped it."""
+        values = {"status": status, "problem": problem, "working_directory": str(Path.cwd())}
+        self._write(STATUS, json.dumps(values, indent=2) + "\n")
 
     def finish(self, result: dict[str, Any]) -> None:
         """Record that the run is complete; the last thing that a run does."""

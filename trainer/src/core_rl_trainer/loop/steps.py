@@ -14,6 +14,7 @@ from core_rl_trainer.logs.progress import TrainingProgress
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.loop.bad_weights import require_finite_weights, weights_are_blamed
 from core_rl_trainer.loop.best_model import BestModel
+from core_rl_trainer.loop.callbacks import Callbacks
 from core_rl_trainer.loop.prepared import Loop
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.loop.signals import StopSignals
@@ -33,11 +34,12 @@ class RunSteps:
     records: RunRecords
     console: Console
     signals: StopSignals
+    callbacks: Callbacks
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
 
     def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
-        """Train to the last step, from the first or from ``checkpoint``; the result as plain values.
+        """Train to the last step, or to the one after which a callback stops the run; the result as plain values.
 
         Raises `StoppedBySignal` and `NothingLearned` after the step that ends the run early.
         """
@@ -55,10 +57,11 @@ class RunSteps:
         with TrainingProgress(self.console, recipe.steps, done) as progress:
             self._begin(checkpoint, best, progress)
             with self.signals.during_steps():
-                for step in range(done + 1, recipe.steps + 1):
-                    self._step(step, best, watch, progress)
+                while done < recipe.steps and self.callbacks.stopped is None:
+                    done += 1
+                    self._step(done, best, watch, progress)
                 self._complete(checkpoint, best)
-        return self._result(best)
+        return self._result(done, best)
 
     def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
         if checkpoint is not None:
@@ -67,12 +70,16 @@ class RunSteps:
             )
             self.loop.restore(checkpoint)
             self.evaluations = dict(checkpoint.state["evaluations"])
+            self.callbacks.step = checkpoint.step
         else:
             with weights_are_blamed(self.recipe):
                 self.loop.start()
                 metrics = self._evaluate(0, best)
             require_finite_weights(self.recipe, metrics)
             self.records.write(0, metrics)
+            self.callbacks.evaluation_end(0, metrics)
+            if self.callbacks.stopped is not None:
+                self._save(0, best)
         self.records.draw()
 
     def _step(self, step: int, best: BestModel, watch: Watch, progress: TrainingProgress) -> None:
@@ -83,14 +90,16 @@ class RunSteps:
         progress.show(step, metrics)
         last = step == recipe.steps
         evaluated = last or _is_due(step, recipe.eval_every)
-        if evaluated:
-            metrics |= self._evaluate(step, best)
-        records.write(step, metrics)
+        evaluation = self._evaluate(step, best) if evaluated else {}
+        records.write(step, metrics | evaluation)
         if step == 1:
-            require_finite_weights(recipe, metrics)
+            require_finite_weights(recipe, metrics | evaluation)
+        self.callbacks.step_end(step, metrics)
+        if evaluated:
+            self.callbacks.evaluation_end(step, evaluation)
         verdict = watch.see(step, metrics)
         due = last or _is_due(step, recipe.save_every) or _is_due(step, recipe.save_portable_every)
-        wanted = due or verdict is not None or self.signals.noted
+        wanted = due or verdict is not None or self.signals.noted or self.callbacks.stopped is not None
         if wanted and (verdict is None or verdict.weights_are_good):
             self._save(step, best)
         elif evaluated:
@@ -112,7 +121,9 @@ class RunSteps:
             return
         evaluated = str(step) in self.evaluations
         if not evaluated:
-            self.records.write(step, self._evaluate(step, best))
+            metrics = self._evaluate(step, best)
+            self.records.write(step, metrics)
+            self.callbacks.evaluation_end(step, metrics)
         if not evaluated or self.recipe.save_portable_every:
             self._save(step, best)
 
@@ -134,18 +145,21 @@ class RunSteps:
         }
         last = step == recipe.steps and recipe.save_portable_every > 0
         parts = self.loop.parts(portable=last or _is_due(step, recipe.save_portable_every))
-        self.directory.checkpoints.save(step, parts, state)
+        path = self.directory.checkpoints.save(step, parts, state)
         best.prune()
         self.records.draw()
+        self.callbacks.checkpoint_saved(step, path)
 
-    def _result(self, best: BestModel) -> dict[str, Any]:
+    def _result(self, step: int, best: BestModel) -> dict[str, Any]:
+        """The result of a run that ends after ``step``."""
         recipe, directory = self.recipe, self.directory
         return {
             "engine": recipe.engine,
             "seed": recipe.seed,
-            "steps": recipe.steps,
+            "steps": step,
+            "stopped": self.callbacks.stopped if step < recipe.steps else None,
             "before": self.evaluations["0"],
-            "after": self.evaluations[str(recipe.steps)],
+            "after": self.evaluations[max(self.evaluations, key=int)],
             "best": best.state_dict(),
             **directory.places(),
             "adapter": str(directory.adapter) if recipe.model.lora is not None else None,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.hub import HubSection
+from core_rl_trainer.recipe.plain import plain_values
 from core_rl_trainer.recipe.rewards import RewardSection, duplicate_names, with_one_kind_of_reward
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
@@ -30,7 +31,7 @@ from core_rl_trainer.recipe.sections import (
     WandbSection,
 )
 
-__all__ = ["HERE", "Recipe", "load_recipe", "with_local_models"]
+__all__ = ["HERE", "Recipe", "RecipeSource", "load_recipe", "with_local_models"]
 
 HERE = "{here}"
 """Stands in ``output_dir`` for the directory of the recipe's file."""
@@ -98,6 +99,9 @@ class Recipe(Config):
     push_to_hub: HubSection | None = None
     """Upload the result of the complete run to the Hugging Face Hub. It may change when a run is resumed: a complete
     run is uploaded then."""
+    callbacks: tuple[str, ...] = ()
+    """Functions of the events of the run (`core_rl_trainer.callbacks`), or classes of them: each a name that an
+    installed distribution declares, ``module:name`` or ``file.py:name``."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on the evaluation prompts; 0: only before and after the training."""
     eval_samples: int = Field(default=1, ge=1)
@@ -117,8 +121,8 @@ class Recipe(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_kind_of_reward(cls, values: Any) -> Any:
-        return with_one_kind_of_reward(values)
+    def _plain(cls, values: Any) -> Any:
+        return with_one_kind_of_reward(plain_values(values)) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -150,12 +154,20 @@ class Recipe(Config):
         return Path(self.output_dir)
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read ``path`` and apply dotted ``overrides``.
+RecipeSource: TypeAlias = Path | str | Mapping[str, Any] | Recipe
+"""A YAML file by its path, the same values as a mapping, or a recipe built in Python."""
+
+
+def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in ``source``, with dotted ``overrides``, and with the directories of its models.
 
     Raises `ConfigError` with every field that is wrong, its value unless that is a secret, and the fix.
     """
-    values = apply_overrides(load_yaml(path), overrides)
+    if isinstance(source, str | Path):
+        path, values = Path(source), load_yaml(source)
+    else:
+        path, values = Path("recipe"), plain_values(source)
+    values = apply_overrides(values, overrides)
     raise_all(ConfigError, str(path), literal_secrets(values))
     recipe = parse_config(Recipe, values, str(path))
     try:
