@@ -1,0 +1,120 @@
+"""``core-rl runs``: list runs, and compare two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from core_rl_trainer.logs.listing import RunSummary
+
+DIFF = "diff"
+
+
+def runs(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A directory, by default this one; or 'diff' and the directories of two runs.",
+            metavar="[DIR | diff A B]",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The page of 'diff'; by default diff-A-B.html.", show_default=False)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the runs, or the differences, as JSON.")
+    ] = False,
+) -> None:
+    """List the runs below DIR with state, step, reward or loss, and how to go on.
+
+    'diff A B' writes a page with the fields in which two runs differ and the curves of both.
+
+    Example: core-rl runs diff runs/sums-seed0 runs/sums-seed1
+    """
+    from core_rl.errors import ConfigError
+
+    chosen = arguments or ["."]
+    if chosen[0] == DIFF and len(chosen) == 3:
+        _diff(Path(chosen[1]), Path(chosen[2]), output, as_json)
+    elif len(chosen) > 1 or chosen[0] == DIFF:
+        raise ConfigError(
+            f"runs {' '.join(chosen)}: write 'core-rl runs DIR', or 'core-rl runs diff A B' with two runs"
+        )
+    else:
+        _list(Path(chosen[0]), as_json)
+
+
+def _list(root: Path, as_json: bool) -> None:
+    from core_rl.errors import ConfigError
+    from core_rl_trainer.logs.listing import find_runs, read_run
+
+    found: list[RunSummary] = []
+    for path in find_runs(root):
+        try:
+            found.append(read_run(path))
+        except ConfigError as error:  # it hides no other
+            typer.secho(f"warning: {error}", err=True)
+    if as_json:
+        typer.echo(json.dumps([_plain(run) for run in found], indent=2))
+    elif found:
+        _print(found)
+    else:
+        typer.echo(
+            f"There are no runs below {root}; a run is a directory that 'core-rl train' wrote (output_dir)."
+        )
+
+
+def _plain(run: RunSummary) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(run) | {"path": str(run.path)}
+
+
+def _print(found: Sequence[RunSummary]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("run", "state", box=None, padding=(0, 2, 0, 0))
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("newest", no_wrap=True)
+    for run in found:
+        value = "-" if run.value is None else f"{run.value:.4g}"
+        newest = f"{run.metric} {value}" if run.metric else "-"
+        table.add_row(escape(str(run.path)), run.state, f"{run.step}/{run.steps}", newest)
+    console = Console()
+    console.print(table)
+    for run in found:
+        if run.state in ("stopped", "interrupted"):
+            reason = f": {run.reason.splitlines()[0]}" if run.reason else ""
+            typer.echo(f"\n{run.path} {run.state}{reason}\n  {run.command}")
+    if any(run.state == "complete" for run in found):
+        typer.echo("\nA complete run goes on with more steps: core-rl train RUN/recipe.yaml steps=N")
+
+
+def _diff(first: Path, second: Path, output: Path | None, as_json: bool) -> None:
+    from core_rl.errors import ConfigError
+    from core_rl_trainer.logs.diff import differing_recipes, render_diff
+    from core_rl_trainer.logs.listing import read_run
+
+    runs = read_run(first), read_run(second)
+    page = output or Path(f"diff-{first.resolve().name}-{second.resolve().name}.html")
+    try:
+        page.write_text(render_diff(*runs), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{page}: cannot be written: {error.strerror}; set --output to another file"
+        ) from error
+    fields = differing_recipes(*runs)
+    if as_json:
+        typer.echo(json.dumps({"fields": fields, "page": str(page)}, indent=2))
+        return
+    for field, (left, right) in fields.items():
+        typer.echo(f"{field}: {left!r} | {right!r}")
+    typer.echo(f"page: {page}")

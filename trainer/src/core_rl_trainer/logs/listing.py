@@ -1,0 +1,139 @@
+"""Runs on the disk: their state, their progress, and the command that continues each."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from core_rl.errors import ConfigError
+from core_rl_trainer.logs.step_log import Row, read_steps
+from core_rl_trainer.loop.run_files import LOCK, METRICS, RECIPE, RESULT, STATUS
+
+__all__ = ["RunSummary", "State", "find_runs", "read_rows", "read_run"]
+
+State = Literal["running", "complete", "stopped", "interrupted"]
+
+HEADLINES = ("reward", "loss", "eval_reward", "eval_loss")
+"""The metric that is shown of a run: the first of these that it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """A run as its directory shows it."""
+
+    path: Path
+    state: State
+    """``running``: a process is at work on it. ``stopped``: it ended before its last step, for the ``reason``.
+    ``interrupted``: its process was killed."""
+    reason: str
+    step: int
+    """The last step with metrics."""
+    steps: int
+    metric: str | None
+    """The name of the reward or the loss; None before the first row of metrics."""
+    value: float | None
+    """Its newest value; None also where it is not finite."""
+    command: str | None
+    """The command that continues the run, or extends one that is complete; None while it is running."""
+    recipe: Mapping[str, Any]
+    """The recipe with all defaults, as plain values."""
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """The directories of all runs below ``root``, itself included, in alphabetical order.
+
+    Raises `ConfigError` when there is no such directory.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{root}: there is no such directory; name one that holds runs, as output_dir does")
+    for path, directories, files in os.walk(root):
+        directories.sort()
+        if RECIPE in files and LOCK in files:
+            directories.clear()
+            yield Path(path)
+
+
+def read_run(path: Path) -> RunSummary:
+    """The run in the directory ``path``. Raises `ConfigError` when there is none, or when a file of it is damaged."""
+    if not (path / RECIPE).is_file():
+        raise ConfigError(f"{path} holds no run: it has no {RECIPE}; name the output_dir of a run")
+    try:
+        recipe = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
+        status = _read_json(path / STATUS)
+        result = _read_json(path / RESULT)
+        steps = int(recipe["steps"])
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path}: a file of the run is damaged: {line}; restore it, or remove the directory"
+        ) from error
+    state = _state(path, status, bool(result))
+    rows = read_rows(path)
+    metric, value = _headline(rows)
+    return RunSummary(
+        path=path,
+        state=state,
+        reason=status.get("problem", "") if state == "stopped" else "",
+        step=int(max((row["step"] for row in rows), default=0)),
+        steps=steps,
+        metric=metric,
+        value=value,
+        command=None
+        if state == "running"
+        else _command(path, status, steps * 2 if state == "complete" else None),
+        recipe=recipe,
+    )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of metrics of the run in the directory ``path``."""
+    return read_steps(path / METRICS)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``, empty where there is no such file."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _state(path: Path, status: Mapping[str, Any], has_result: bool) -> State:
+    if _is_locked(path / LOCK):
+        return "running"
+    if status.get("status") == "stopped":
+        return "stopped"
+    return "complete" if has_result else "interrupted"
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # a copy of a run
+        return False
+    return False
+
+
+def _headline(rows: Sequence[Row]) -> tuple[str | None, float | None]:
+    for metric in HEADLINES:
+        values = [row[metric] for row in rows if metric in row]
+        if values:
+            return metric, values[-1]
+    return None, None
+
+
+def _command(path: Path, status: Mapping[str, Any], steps: int | None) -> str:
+    """The command that goes on with the run; relative paths of its recipe start at its working directory."""
+    where = status.get("working_directory", str(Path.cwd()))
+    elsewhere = where != str(Path.cwd())
+    recipe = (path.resolve() if elsewhere else path) / RECIPE
+    command = f"core-rl train {shlex.quote(str(recipe))}" + (f" steps={steps}" if steps else "")
+    return f"cd {shlex.quote(where)} && {command}" if elsewhere else command
