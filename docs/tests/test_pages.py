@@ -37,7 +37,7 @@ NOT_RUN = {
     "needs an SGLang environment": 3,
     "needs reports": 1,
     "takes minutes": 2,
-    "needs a run": 1,
+    "needs a run": 2,
 }
 PUBLIC_PACKAGES = ["core_rl_trainer", "core_rl_trainer.algorithms"]
 # Every public name of these modules has an entry as well.
