@@ -85,3 +85,10 @@ def test_an_output_directory_that_cannot_be_one(start: Path, tmp_path: Path, nam
         open_run_directory(recipe),
     ):
         pass
+
+
+def test_a_schedule_that_ends_before_its_warm_up(start: Path, tmp_path: Path) -> None:
+    recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
+    with pytest.raises(ConfigError, match="warmup_steps = 7, and the schedule ends after 4 steps"):
+        dry_run(load_recipe(recipe, ["optimizer.schedule.warmup_steps=7"]))
+    assert not (tmp_path / "out").exists()

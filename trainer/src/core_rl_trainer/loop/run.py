@@ -11,6 +11,7 @@ from rich.console import Console
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
+from core_rl.engine.updates import schedule_length
 from core_rl.errors import ConfigError
 from core_rl.launch.process import end_if_rank_imports_script
 from core_rl_trainer.algorithms.interface import (
@@ -161,6 +162,7 @@ def dry_run(recipe: Recipe) -> RunPlan:
 
 def prepare(recipe: Recipe) -> PreparedRun:
     """All checks of ``recipe``, and its data."""
+    schedule_length(recipe.optimizer, recipe.steps)
     prepared = _prepared(recipe)
     largest, budget = prepared.workload.largest_unit, recipe.micro_batch_tokens
     if largest > budget:
