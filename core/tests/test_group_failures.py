@@ -169,7 +169,7 @@ def test_a_failure_inside_a_real_collective(group: EngineGroup) -> None:
         ("exit", "rank 1 ended with exit code 4 during die"),
         ("with children", "rank 1 ended with exit code 5 during die"),
         ("SIGKILL", r"rank 1 was killed by SIGKILL \(out of memory is a common reason\) during die"),
-        ("SIGTERM", "rank 1 was killed by SIGTERM during die"),
+        ("SIGHUP", "rank 1 was killed by SIGHUP during die"),
         (
             "SIGSEGV",
             "rank 1 was killed by SIGSEGV during die\nFatal Python error: Segmentation fault(.|\n)*in die",

@@ -112,8 +112,8 @@ def test_unknown_name_gives_known_names_and_the_closest(install: Install) -> Non
     [
         ("megatron", 'pip install "core-rl[megatron]"'),
         ("megatorn", "Did you mean 'megatron'? Install it: pip install \"core-rl[megatron]\""),
-        ("quux", "pip install core-rl-quux"),
-        ("train", "pip install core-rl-train"),  # an extra, but no engine's
+        ("quux", "Install the distribution that declares it under the entry point 'rl_engines'"),
+        ("train", 'core-rl\'s own: "core-rl[fsdp]", '),  # an extra, but no engine's
     ],
 )
 def test_unknown_name_gives_the_line_that_installs_it(
