@@ -28,8 +28,7 @@ SPEC = EngineSpec(
             Capability.RELEASE_MEMORY,
             Capability.LAUNCH_SERVER,
             Capability.MIN_P,
-            Capability.REPETITION_PENALTY,
-            Capability.PRESENCE_PENALTY,
+            # Not the penalties: on a real server the token just before is not yet counted (I8.repetition-penalty).
             Capability.LOGIT_BIAS,
         }
     ),
