@@ -16,9 +16,9 @@ from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
 from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
-from core_rl_trainer.data.sources import is_missing, open_source
+from core_rl_trainer.data.sources import data_files, is_missing, open_source
 from core_rl_trainer.data.statistics import describe_data
-from core_rl_trainer.data.training_data import TrainingData, load_training_data, recipe_data_files
+from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.recipe.data import DataSection, DataSource
 
 LIMIT = 28
@@ -139,7 +139,7 @@ def test_fields_of_the_hub_are_refused_for_files(tmp_path: Path, tokenizer: Any)
 def test_files_of_a_recipe(tmp_path: Path) -> None:
     first, second = (write(tmp_path / name, rows_of(1)) for name in ("a.jsonl", "b.jsonl"))
     section = DataSection.model_validate({"train": [second, "org/name"], "eval": first})
-    assert recipe_data_files(section) == [Path(second), Path(first)]
+    assert [*data_files(section.train), *data_files(section.eval or ())] == [Path(second), Path(first)]
 
 
 # -------------------------------------------------------------------- columns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +15,13 @@ from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.kinds import ExampleKind
-from core_rl_trainer.data.sources import data_files, open_source
+from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.recipe.data import DataSection, DataSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["OpenedSource", "TrainingData", "load_training_data", "recipe_data_files"]
+__all__ = ["OpenedSource", "TrainingData", "load_training_data"]
 
 SPLIT = 0x5EED
 """Separates the seed of the split from those of the data order."""
@@ -80,11 +79,6 @@ def load_training_data(
         sources=tuple(sources),
         parts=train_parts,
     )
-
-
-def recipe_data_files(section: DataSection) -> list[Path]:
-    """The local files that the data is read from, those of ``train`` first; see `data_files`."""
-    return [*data_files(section.train), *data_files(section.eval or ())]
 
 
 @dataclass(frozen=True, kw_only=True)

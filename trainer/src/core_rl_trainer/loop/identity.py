@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from core_rl.config.base import parse_config
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
+from core_rl_trainer.data.sources import data_files
 from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.plain import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
@@ -151,8 +152,8 @@ def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 def _digests(recipe: Recipe, field: str) -> Iterator[tuple[str, str]]:
     """Name and digest of each source of ``data.field`` that is a local file or directory."""
     for number, source in enumerate(getattr(recipe.data, field) or ()):
-        if Path(source.path).exists():
-            yield f"data.{field}.{number}", _digest(Path(source.path))
+        if files := list(data_files((source,))):
+            yield f"data.{field}.{number}", _digest(Path(source.path).expanduser(), files)
 
 
 def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
@@ -168,12 +169,17 @@ def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapp
     return {**recipe, "data": {**recipe["data"], **numbered}}
 
 
-def _digest(path: Path) -> str:
-    """The sha256 of a file, or of the names and contents of all files in a directory; read in blocks."""
+def _digest(path: Path, files: Sequence[Path]) -> str:
+    """The sha256 of a file, or of the names and contents of all ``files`` in the directory ``path``."""
     if path.is_file():
-        with path.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        return _sha256(path)
     total = hashlib.sha256()
-    for file in sorted(found for found in path.rglob("*") if found.is_file()):
-        total.update(f"{file.relative_to(path)} {_digest(file)}\n".encode())
+    for file in files:
+        total.update(f"{file.relative_to(path)} {_sha256(file)}\n".encode())
     return total.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    """Of one file, read in blocks."""
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -141,8 +141,8 @@ def _train(
 def _warn_of_ended_schedule(recipe: Recipe, directory: RunDirectory) -> None:
     """A run that is extended keeps the horizon of its schedule, at whose end the rate may be 0."""
     chosen = recipe.optimizer
-    end = chosen.schedule_steps or chosen.schedule.total_steps or directory.schedule_steps
-    if chosen.schedule.type in ("linear", "cosine") and end < recipe.steps:
+    end = schedule_length(chosen, directory.schedule_steps)
+    if end is not None and chosen.schedule.function is None and end < recipe.steps:
         logger.warning(
             "the learning rate stays at %g from step %d on, where its schedule ends; optimizer.schedule_steps=%d "
             "stretches it over all steps of the run",

@@ -62,7 +62,8 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     fields that may not change when another recipe's run is there. What is wrong with ``resume_from`` is found before
     anything is written.
     """
-    path, source = recipe.directory, find_source(recipe)
+    path, now = recipe.directory, RunIdentity.of(recipe)
+    source = find_source(recipe, now)
     with _lock_file(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
@@ -70,7 +71,7 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
             raise ConfigError(
                 f"another process is at work in {path}; wait for its end, or set output_dir"
             ) from error
-        yield RunDirectory(recipe, source)
+        yield RunDirectory(recipe, source, now)
 
 
 def _lock_file(path: Path) -> TextIO:
@@ -87,8 +88,10 @@ def _lock_file(path: Path) -> TextIO:
 class RunDirectory:
     """The files of ``recipe.output_dir``; made by `open_run_directory`."""
 
-    def __init__(self, recipe: Recipe, source: RunCheckpoint | None = None) -> None:
-        """``source`` is the checkpoint of another run from which a new one starts."""
+    def __init__(
+        self, recipe: Recipe, source: RunCheckpoint | None = None, now: RunIdentity | None = None
+    ) -> None:
+        """``source`` is the checkpoint of another run from which a new one starts; ``now`` as for `find_source`."""
         self.path = recipe.directory
         self.weights = self.path / "weights"
         """The directory through which weights go to the rollout engine."""
@@ -108,7 +111,7 @@ class RunDirectory:
             self._clear()
         self.checkpoints = RunCheckpoints(self.path / "checkpoints", recipe.keep)
         self._source = source
-        self.identity = self._claim(RunIdentity.of(recipe))
+        self.identity = self._claim(now or RunIdentity.of(recipe))
         """What a later resume of the run is compared with."""
 
     @property

@@ -12,9 +12,10 @@ from core_rl_trainer.recipe.recipe import Recipe
 __all__ = ["find_source"]
 
 
-def find_source(recipe: Recipe) -> RunCheckpoint | None:
+def find_source(recipe: Recipe, now: RunIdentity | None = None) -> RunCheckpoint | None:
     """The checkpoint that ``recipe.resume_from`` names, verified; None where there is none, or no need for it.
 
+    ``now`` is the identity of ``recipe`` where it is known: making one reads all data files.
     A run that has a checkpoint of its own goes on from that. Raises `ConfigError` where the place holds no
     checkpoint, is the run itself, or is of a run with other data or another model.
     """
@@ -34,7 +35,7 @@ def find_source(recipe: Recipe) -> RunCheckpoint | None:
         )
     begun = RunIdentity.from_dict(checkpoint.state["run"])
     shared = f"{subject}: a run that starts from another one shares its model and the order of its data, and differs in"
-    raise_all(ConfigError, shared, begun.refused_start(RunIdentity.of(recipe)))
+    raise_all(ConfigError, shared, begun.refused_start(now or RunIdentity.of(recipe)))
     if recipe.steps < checkpoint.step:
         raise ConfigError(
             f"steps = {recipe.steps}, and {subject} is of step {checkpoint.step}, from which the run counts on; set "
