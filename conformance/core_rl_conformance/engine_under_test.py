@@ -32,7 +32,7 @@ from core_rl_conformance.expected_values import (
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
-from core_rl_conformance.inputs.data import LENGTHS, Ragged, ragged
+from core_rl_conformance.inputs.data import LENGTHS, Ragged, Repeated, ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
@@ -177,6 +177,10 @@ class EngineUnderTest:
     def gradients(self, model: Judged, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
         """Loss, gradients (with an adapter also those of its factors) and norm."""
         return self.expected.gradients(model, data, loss, self.dtype, self.case.device)
+
+    def gradients_of_many(self, model: Judged, data: Repeated) -> ExpectedGradients:
+        """The same of a mean over all tokens of ``data``."""
+        return self.expected.gradients_of_many(model, data, self.dtype, self.case.device)
 
     def snapshot(self, group: EngineGroup, model: TinyModel, name: str) -> Snapshot:
         """The weights that ``group`` exports, in the directory ``name``, as something to expect values of."""

@@ -15,15 +15,15 @@ from torch import Tensor
 from core_rl.config.engine import Head
 from core_rl.engine.loading import load_engine
 from core_rl_conformance.hints.explanations import Mistakes
-from core_rl_conformance.inputs.data import Ragged
-from core_rl_conformance.inputs.losses import CheckLoss, wrong_temperatures
+from core_rl_conformance.inputs.data import Ragged, Repeated
+from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMeanLoss, wrong_temperatures
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
-from core_rl_oracle.plain import VARIANTS, PlainModel
+from core_rl_oracle.plain import MANY_VARIANTS, VARIANTS, PlainModel
 from core_rl_oracle.tolerance import (
     MeanSquare,
     SignedMean,
@@ -151,6 +151,19 @@ class ExpectedValues:
             lambda: _run_gradients(self.oracle(of), self.plain(of, dtype, device), data, loss),
         )
 
+    def gradients_of_many(
+        self, of: Judged, data: Repeated, dtype: torch.dtype, device: str = "cpu"
+    ) -> ExpectedGradients:
+        """The same of `TokenMeanLoss` over all sequences of ``data``."""
+
+        def run() -> ExpectedGradients:
+            # Sums over all tokens round more than sums over those of the sequences that differ.
+            plain, loss, all_ = self.plain(of, dtype, device), TokenMeanLoss(), data.all.for_oracle()
+            whole = [plain.gradients(variant, all_, loss.of_sequence, 1.0) for variant in MANY_VARIANTS]
+            return _run_gradients(self.oracle(of), plain, data.distinct, RepeatedLoss(), whole)
+
+        return self._keep(of, ("gradients of many", data, dtype, device), run)
+
     def training(
         self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedTraining:
@@ -223,10 +236,18 @@ def _run_outputs(oracle: Oracle, plain: PlainModel, data: Ragged, temperature: f
     )
 
 
-def _run_gradients(oracle: Oracle, plain: PlainModel, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
+def _run_gradients(
+    oracle: Oracle,
+    plain: PlainModel,
+    data: Ragged,
+    loss: CheckLoss,
+    others: Sequence[tuple[float, dict[str, Tensor]]] = (),
+) -> ExpectedGradients:
+    """``others`` are runs of the plain model that compute the same from more sequences."""
     sequences = data.for_oracle()
     truth = oracle.gradients(sequences, loss.of_sequence, loss.temperature)
     runs = [plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS]
+    runs += others
     return ExpectedGradients(
         oracle=truth,
         tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),

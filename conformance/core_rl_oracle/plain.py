@@ -21,7 +21,7 @@ from core_rl_oracle.experts import balance, overwrite, watched, written
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
 
-__all__ = ["EXACT_VARIANTS", "VARIANTS", "PlainModel", "Variant", "nudged"]
+__all__ = ["EXACT_VARIANTS", "MANY_VARIANTS", "VARIANTS", "PlainModel", "Variant", "nudged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class Variant:
     fused heads use, rounds at the size of the logits, in the backward pass too."""
     shuffle: int | None = None
     """Seed of the row order; None keeps it."""
+    alone: int | None = None
+    """Sequences with more tokens are batches of their own."""
     nudge: int | None = None
     """Seed of moving each weight by one unit in the last place, up or down; None leaves them."""
 
@@ -48,6 +50,14 @@ VARIANTS = (
     Variant(rows_at_once=7, attention="sdpa", softmax="logsumexp", shuffle=2, nudge=2),
     Variant(rows_at_once=11, padding="left", nudge=3),
 )
+
+
+MANY_VARIANTS = (
+    Variant(rows_at_once=1),
+    Variant(rows_at_once=1000, alone=64, nudge=1),
+    Variant(rows_at_once=1000, alone=64, softmax="logsumexp", shuffle=1, nudge=2),
+)
+"""For hundreds of sequences: sums over few tokens each, and sums over nearly all, which round most."""
 
 
 EXACT_VARIANTS = (
@@ -94,7 +104,7 @@ class PlainModel:
         model = self.model(variant)
         found: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad():
-            for rows in _cuts(variant, len(sequences)):
+            for rows in _cuts(variant, sequences):
                 found |= self._batch(model, variant, rows, sequences, temperature)
         return [found[index] for index in range(len(sequences))]
 
@@ -104,7 +114,7 @@ class PlainModel:
         """Loss and gradients of (sum of totals) / (sum of weights), accumulated over the cuts."""
         model = self.model(variant)
         total, weight = 0.0, sum(_weight(loss, sequence, self.head) for sequence in sequences)
-        for rows in _cuts(variant, len(sequences)):
+        for rows in _cuts(variant, sequences):
             outputs = self._batch(model, variant, rows, sequences, temperature)
             parts = [loss(outputs[index], sequences[index].in_dtype(torch.float32))[0] for index in rows]
             part = torch.stack(parts).sum() / weight
@@ -251,11 +261,14 @@ def _lse(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids[:, None])[:, 0] - lse, lse - (p * logits).sum(-1)
 
 
-def _cuts(variant: Variant, count: int) -> Iterator[list[int]]:
-    order = list(range(count))
+def _cuts(variant: Variant, sequences: Sequence[OracleSequence]) -> Iterator[list[int]]:
+    order = list(range(len(sequences)))
     if variant.shuffle is not None:
         random.Random(variant.shuffle).shuffle(order)
-    for start in range(0, count, variant.rows_at_once):
+    alone = [row for row in order if variant.alone and len(sequences[row].input_ids) > variant.alone]
+    yield from ([row] for row in alone)
+    order = [row for row in order if row not in alone]
+    for start in range(0, len(order), variant.rows_at_once):
         yield order[start : start + variant.rows_at_once]
 
 

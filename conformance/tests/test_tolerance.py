@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.hints.diagnose import compare_mean_square
-from core_rl_conformance.inputs.data import LENGTHS, ragged
-from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.data import LENGTHS, Repeated, ragged
+from core_rl_conformance.inputs.losses import RepeatedLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.profile import FAMILIES
 from core_rl_oracle.plain import VARIANTS, PlainModel
@@ -118,6 +118,18 @@ def test_variants_agree_and_differ(tmp_path: Path, family: str) -> None:
     assert len(set(errors)) >= 3
     assert all(t.baseline < 1e-4 for t in gradients.tolerances.values())
     assert expected.signed_mean(expected.variants[0]).passes
+
+
+def test_what_sums_over_many_sequences_round_is_in_the_baseline(tmp_path: Path) -> None:
+    """The seed is one with which a correct engine was over the limit that the different sequences alone give."""
+    model = TinyModel(family="gpt2", seed=48698)
+    data = Repeated.of(ragged(model.vocab_size, 0), [number % len(LENGTHS) for number in range(300)])
+    with ExpectedValues(tmp_path) as expected_values:
+        few = expected_values.gradients(model, data.distinct, RepeatedLoss(), torch.float32).tolerances
+        many = expected_values.gradients_of_many(model, data, torch.float32).tolerances
+    growth = [many[name].baseline / few[name].baseline for name in few]
+    assert min(growth) >= 1 and max(growth) > 2
+    assert all(tolerance.baseline < 1e-4 for tolerance in many.values())
 
 
 def test_outputs_come_back_in_the_callers_order(store: ModelStore) -> None:

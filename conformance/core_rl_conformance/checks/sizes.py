@@ -15,7 +15,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per
 from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Repeated, ragged
-from core_rl_conformance.inputs.losses import RepeatedLoss, ScaledLoss, TokenMeanLoss
+from core_rl_conformance.inputs.losses import ScaledLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import UNUSUAL, TinyModel
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
@@ -109,9 +109,9 @@ def gradients_of_many_sequences_match_the_oracle(subject: EngineUnderTest) -> No
     Look at: the micro-batches from the 17th on, and the layers whose gradients differ. If only one micro-batch is
     wrong: buffers and kernels with a number of tokens in them.
     """
-    model, data, loss = _long_model(subject), _repeated(subject, TRAINED_ROWS), RepeatedLoss()
+    model, data = _long_model(subject), _repeated(subject, TRAINED_ROWS)
     group = subject.start(model)
-    expected = subject.gradients(model, data.distinct, loss)
+    expected = subject.gradients_of_many(model, data)
     for cut, where in ((MANY, "20 micro-batches"), (ONE_PASS, "one pass")):
         metrics = group.forward_backward(data.all.batch(), TokenMeanLoss().spec(), cut)
         subject.verify_gradients(f"of {len(data.order)} sequences in {where}", group, metrics, expected)
