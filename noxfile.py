@@ -218,7 +218,28 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict")
 
 
-NIGHTLY = ["tests", "mutants", "reference", "rollout", "fsdp", "megatron", "pairs", "sglang"]
+@nox.session
+def torchao(session: nox.Session) -> None:
+    """Certify moments of 8 bits, which are torchao's."""
+    _install(session, "dev")
+    _torchao(session, *session.posargs)
+
+
+def _torchao(session: nox.Session, *arguments: str) -> None:
+    # Beside the environment: transformers imports torchao wherever it is installed, in each process.
+    place = ROOT / ".nox" / "torchao-packages"
+    pip = ["python", "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(place)]
+    session.run(*pip, "-c", str(CONSTRAINTS), "torchao")
+    env = ENV | {"PYTHONPATH": str(place)}
+    session.run("pytest", "core/tests/test_eight_bit.py", env=env)
+    session.run("pytest", MUTANTS, "-k", "eight-bit", *STEALING, *arguments, env=env)
+    checks = ["--check=I20.adamw-8bit", "--check=I11.resume-8bit"]
+    session.run(
+        "pytest", *_engine_options(["reference", "fsdp", "ddp"]), "conformance/", *checks, *arguments, env=env
+    )
+
+
+NIGHTLY = ["tests", "mutants", "reference", "rollout", "fsdp", "megatron", "pairs", "sglang", "torchao"]
 NIGHTLY_RECORD = ROOT / ".nox" / "nightly.json"
 
 
@@ -229,6 +250,8 @@ def _nightly_part(session: nox.Session, part: str, seed: int) -> None:
             session.run("pytest", *STEALING, *chosen, env=ENV)
         case "mutants":
             session.run("pytest", MUTANTS, f"--first-seed={seed}", *STEALING, env=ENV)
+        case "torchao":
+            _torchao(session, f"--seed={seed}")
         case "pairs":
             _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
         case "sglang":

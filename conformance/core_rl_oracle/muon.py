@@ -139,32 +139,38 @@ class MixedState:
     count: int = 0
 
     @staticmethod
-    def start(
-        params: Mapping[str, Tensor], settings: Mapping[str, Settings], dtype: torch.dtype = torch.float64
-    ) -> MixedState:
-        """Copies of ``params`` in ``dtype``, and moments of zero."""
-        zeros = {name: torch.zeros_like(value, dtype=dtype) for name, value in params.items()}
+    def start(params: Mapping[str, Tensor], settings: Mapping[str, Settings]) -> MixedState:
+        """Copies of ``params`` in float64, and moments of zero."""
+        zeros = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in params.items()}
         adamw = {name: zero for name, zero in zeros.items() if not settings[name].muon}
         return MixedState(
-            params={name: value.detach().to(dtype, copy=True) for name, value in params.items()},
+            params={name: value.detach().to(torch.float64, copy=True) for name, value in params.items()},
             momentum={name: zero for name, zero in zeros.items() if settings[name].muon},
             exp_avg=adamw,
             exp_avg_sq={name: zero.clone() for name, zero in adamw.items()},
         )
 
+    def copied(self, dtype: torch.dtype) -> MixedState:
+        """A copy in ``dtype``."""
+        copies = {
+            kind: {name: value.to(dtype, copy=True) for name, value in getattr(self, kind).items()}
+            for kind in KINDS
+        }
+        return MixedState(**copies, count=self.count)
+
 
 def mixed_tolerances(
-    params: Mapping[str, Tensor],
+    start: MixedState,
     expected: MixedState,
     config: MixedOptimizer,
     grads: Sequence[Mapping[str, Tensor]],
     rates: Sequence[float],
 ) -> dict[str, dict[str, Tolerance]]:
-    """The tolerances of each of `KINDS` after the steps from ``params``, with moments of zero, to ``expected``."""
+    """The tolerances of each of `KINDS` after the steps from ``start`` to ``expected``."""
     runs = []
     for transposed, nudge in ((False, None), (True, None), (False, 1), (True, 2), (False, 3)):
         plain = replace(config, dtype=torch.float32, transposed=transposed)
-        state = MixedState.start(params, config.settings, torch.float32)
+        state = start.copied(torch.float32)
         for number, (own, rate) in enumerate(zip(grads, rates, strict=True)):
             plain.step(state, own if nudge is None else _nudged(own, 1000 * nudge + number), rate)
         runs.append(state)

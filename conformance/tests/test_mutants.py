@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 from kill_matrix import Kill, Outcome
+from mutants import eight_bit
 from mutants.all import MUTANTS
 from mutants.attack import attack, fits, other_checks, partner_of
 from mutants.bases import Packed, Replicated
@@ -97,7 +98,8 @@ def test_mutant_beside_every_other_check(
 
 
 def test_every_check_kills_a_mutant() -> None:
-    assert set(load_checks()) - {mutant.killed_by for mutant in MUTANTS} == set()
+    killers = {mutant.killed_by for mutant in (*MUTANTS, *eight_bit.MUTANTS)}
+    assert set(load_checks()) - killers == set()
 
 
 def test_mutants_have_names_of_their_own() -> None:

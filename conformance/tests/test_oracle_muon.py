@@ -94,13 +94,13 @@ def test_other_parameters_take_the_steps_of_adamw() -> None:
     ],
 )
 def test_known_mistakes_are_named(sentence: str, config: MixedOptimizer) -> None:
-    allowed = mixed_tolerances(START, STEPS.state(), CONFIG, GRADS, RATES)["params"]
+    allowed = mixed_tolerances(STEPS.start(), STEPS.state(), CONFIG, GRADS, RATES)["params"]
     wrong = {name: value.float() for name, value in replace(STEPS, config=config).state().params.items()}
     assert sentence in str(likely_mistake(STEPS, wrong, allowed, DEFAULTS, ranks=4))
 
 
 def _off(got: Mapping[str, Tensor], state: MixedState) -> list[str]:
-    allowed = mixed_tolerances(START, state, CONFIG, GRADS, RATES)["params"]
+    allowed = mixed_tolerances(STEPS.start(), state, CONFIG, GRADS, RATES)["params"]
     return [
         name
         for name, value in got.items()

@@ -54,6 +54,7 @@ __all__ = [
     "GroupError",
     "LayoutError",
     "LossError",
+    "MissingPackage",
     "NothingLearned",
     "RankDied",
     "RankFailed",
@@ -73,6 +74,10 @@ class CoreRLError(Exception):
 
 class ConfigError(CoreRLError):
     """A configuration field or file is wrong."""
+
+
+class MissingPackage(ConfigError):
+    """A field of a config needs a package that is not installed."""
 
 
 class LayoutError(ConfigError):

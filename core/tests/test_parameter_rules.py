@@ -44,6 +44,8 @@ RULES = [
     ({}, NORM, ("adamw", 1.0, 0.0)),
     ({"type": "muon"}, QUERIES, ("muon", 1.0, 0.1)),
     ({"type": "muon"}, EMBEDDING, ("adamw", 1.0, 0.1)),
+    ({"type": "adamw_8bit"}, NORM, ("adamw_8bit", 1.0, 0.0)),
+    ({"type": "adamw_8bit", "rules": [{"pattern": "*norm*", "type": "adamw"}]}, NORM, ("adamw", 1.0, 0.0)),
     ({"type": "muon"}, "score.weight", ("adamw", 1.0, 0.1)),
     ({"type": "muon"}, NORM, ("adamw", 1.0, 0.0)),
     ({"rules": [{"pattern": "*norm*", "weight_decay": 0.5}]}, NORM, ("adamw", 1.0, 0.5)),

@@ -32,9 +32,13 @@ class MixedSteps:
     grads: Sequence[Mapping[str, Tensor]]
     rates: Sequence[float]
 
+    def start(self) -> MixedState:
+        """Weights and moments before the steps."""
+        return MixedState.start(self.params, self.config.settings)
+
     def state(self) -> MixedState:
         """Weights and moments after the steps."""
-        state = MixedState.start(self.params, self.config.settings)
+        state = self.start()
         for grads, rate in zip(self.grads, self.rates, strict=True):
             self.config.step(state, grads, rate)
         return state

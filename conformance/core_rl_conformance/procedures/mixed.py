@@ -70,7 +70,7 @@ def verify_state(
 ) -> None:
     """Compare weights and moments of ``group`` with those after ``steps``; name the known mistake behind others."""
     right = steps.state()
-    allowed = mixed_tolerances(steps.params, right, steps.config, steps.grads, steps.rates)
+    allowed = mixed_tolerances(steps.start(), right, steps.config, steps.grads, steps.rates)
     weights = group.named_tensors("master")
 
     def explain() -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from mutants import (
     adapter_sync,
     adapters,
@@ -12,6 +14,7 @@ from mutants import (
     checkpoints,
     context_parallel,
     dropout,
+    eight_bit,
     expert_parallel,
     experts,
     failed_passes,
@@ -61,6 +64,7 @@ MUTANTS = (
     *adapters_more.MUTANTS,
     *moments.MUTANTS,
     *muon.MUTANTS,
+    *(eight_bit.MUTANTS if find_spec("torchao") else ()),
     *offload.MUTANTS,
     *over_time.MUTANTS,
     *kept_too_long.MUTANTS,

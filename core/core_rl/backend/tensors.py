@@ -37,7 +37,7 @@ class LocalSlice:
     offsets: tuple[int, ...]
     """The first element of the box, one number for each dimension."""
     tensor: Tensor
-    """A writable view of live memory, in the shape of the box."""
+    """A writable view of live memory, in the shape of the box; see `ShardedState.local` for copies."""
     replica: int = 0
     """0 on exactly one of the ranks that hold this box, and above 0 on all others."""
 
@@ -77,7 +77,11 @@ class ShardedState(Protocol):
         """Names and full shapes of ``kind``, in the same order on all ranks. No collective."""
 
     def local(self, kind: str) -> Iterator[LocalSlice]:
-        """This rank's slices of ``kind``, in any order. No collective."""
+        """This rank's slices of ``kind``, in any order. No collective.
+
+        What is held in another form, such as moments of 8 bits, comes as a float32 copy, and goes back into its form
+        when the iterator moves on: a caller that writes does so slice by slice.
+        """
 
 
 NamedTensors = Iterator[tuple[str, Tensor | None]]

@@ -59,7 +59,8 @@ def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | Non
     with_optimizer = contents.with_moments(meta)
     with opened(meta.path, contents.world, kind="sharded") as directory:
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
-        _require_layout(contents, meta, ParallelLayout.model_validate(state["layout"]))
+        saved = ParallelLayout.model_validate(state["layout"])
+        _require_layout(contents, meta, saved)
         files = on_all(contents.world, lambda: ShardFiles(directory / DIRECTORY), subject)
         backend = contents.backend
         if isinstance(backend, SupportsOwnCheckpoint):
@@ -70,7 +71,8 @@ def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | Non
                 keys = {name: f"{kind}/{name}" for name in contents.tensors.shapes(kind)}
                 contents.tensors.load(kind, MappedSource(files, keys))
         if with_optimizer:
-            on_all(contents.world, lambda: _load_local_state(contents, files), subject)
+            same = saved == contents.config.layout
+            on_all(contents.world, lambda: _load_local_state(contents, files, same_layout=same), subject)
     return EngineProgress(**state["progress"]) if meta.with_optimizer else None
 
 
@@ -100,8 +102,8 @@ def _own_states(contents: Contents) -> dict[str, Tensor]:
     return states
 
 
-def _load_local_state(contents: Contents, files: ShardFiles) -> None:
-    """Random and opaque states of this rank; they continue exactly only with the same number of ranks."""
+def _load_local_state(contents: Contents, files: ShardFiles, *, same_layout: bool) -> None:
+    """Random states of this rank, for as many ranks as there were, and opaque ones, for the same layout."""
     if files.world_size != contents.world.size:
         return
     found: dict[str, dict[str, Tensor]] = {"rng": {}, "backend_rng": {}, "opaque": {}}
@@ -113,7 +115,7 @@ def _load_local_state(contents: Contents, files: ShardFiles) -> None:
     contents.rng.load(found["rng"])
     if isinstance(contents.backend, SupportsRngState):
         contents.backend.load_rng_state(found["backend_rng"])
-    if isinstance(contents.backend, SupportsOpaqueState):
+    if isinstance(contents.backend, SupportsOpaqueState) and same_layout:
         contents.backend.load_opaque_state(found["opaque"])
 
 

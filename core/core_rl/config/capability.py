@@ -30,6 +30,7 @@ class Capability(StrEnum):
     FROZEN_PARAMETERS = "frozen_parameters"
     OPTIMIZER_RULES = "optimizer_rules"
     MUON = "muon"
+    ADAMW_8BIT = "adamw_8bit"
     LORA = "lora"
     MOE = "moe"
     AUX_LOSS = "aux_loss"

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
-from core_rl.config.optimizer import MuonConfig, ParameterRule
+from core_rl.config.optimizer import MOMENT_BYTES, MuonConfig, ParameterRule, UpdateType
 
 Head = Literal["lm", "value", "reward"]
 DType = Literal["float32", "bfloat16"]
@@ -100,9 +100,14 @@ class OptimizerConfig(Config):
     and AdamW for all other parameters.
     """
 
-    type: Literal["adamw", "muon"] = "adamw"
+    type: UpdateType = "adamw"
     """``muon`` updates the matrices inside of transformer layers by Muon: each matrix of the checkpoint (q, k and v,
-    each expert) as a whole, at every layout. Embeddings, heads, norms and biases stay with AdamW."""
+    each expert) as a whole, at every layout. Embeddings, heads, norms and biases stay with AdamW.
+
+    ``adamw_8bit`` keeps both moments in 8 bits (Dettmers et al., arXiv:2110.02861; torchao's, ``pip install
+    "core-rl[torchao]"``), in blocks of 256 weights of this rank's part of a parameter. A part below 4,096 weights, or
+    that is no multiple of 256, has float32 moments. A ``sharded`` checkpoint goes on bit for bit at the same layout;
+    elsewhere, and from ``portable``, moments are rounded anew."""
     lr: float = Field(default=1e-5, ge=0.0)
     """The highest learning rate, which the schedule scales."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -132,10 +137,14 @@ class OptimizerConfig(Config):
             )
         return self
 
+    def uses(self, type_: UpdateType) -> bool:
+        """Whether an optimizer is asked for, for some parameters at least."""
+        return type_ in (self.type, *(rule.type for rule in self.rules))
+
     @property
-    def uses_muon(self) -> bool:
-        """Whether Muon is asked for, for some parameters at least."""
-        return "muon" in (self.type, *(rule.type for rule in self.rules))
+    def moment_bytes(self) -> float:
+        """Bytes of the moments of one weight, by `type`; an estimate, as rules and small parameters are not seen."""
+        return MOMENT_BYTES[self.type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +155,7 @@ class StateBytes:
     """In float32, and in the compute dtype where the engine keeps a copy in it."""
     gradients: float
     moments: float
-    """Both moments of AdamW."""
+    """Of the optimizer."""
 
 
 class EngineConfig(Config):
@@ -174,18 +183,23 @@ class TrainEngineConfig(EngineConfig):
     offload_optimizer: bool = False
     """Keep the moments in host memory outside of `optimizer_step` and checkpoints."""
 
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of the moments of one trained weight; 0 without an optimizer."""
+        return 0.0 if self.optimizer is None else self.optimizer.moment_bytes
+
     def state_bytes(self, parameters: int, trained: int) -> StateBytes:
         """The state on one rank of a model with ``parameters`` weights: an estimate, which an engine overrides.
 
         ``trained`` is the number of weights that the optimizer updates, 0 without one. Here tensor and
         pipeline parallel ranks share one copy, and each data parallel rank has one: 4 bytes for each weight, 2 more in
-        bfloat16, 4 for a gradient and 8 for the moments of a trained weight.
+        bfloat16, 4 for a gradient of a trained weight, and its moments: 8 for those of AdamW.
         """
         ranks = self.layout.tp * self.layout.pp
         return StateBytes(
             weights=(6 if self.dtype == "bfloat16" else 4) * parameters / ranks,
             gradients=4 * trained / ranks,
-            moments=8 * trained / ranks,
+            moments=self.moment_bytes * trained / ranks,
         )
 
     def gathered_bytes(self, parameters: int, outer: int, layers: int) -> float:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 
-__all__ = ["MuonConfig", "ParameterRule", "UpdateType"]
+__all__ = ["MOMENT_BYTES", "MuonConfig", "ParameterRule", "UpdateType"]
 
-UpdateType = Literal["adamw", "muon"]
+UpdateType = Literal["adamw", "adamw_8bit", "muon"]
+MOMENT_BYTES: Mapping[UpdateType, float] = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
+"""Bytes of the moments of one weight: both of AdamW in float32, or in 8 bits with a scale for each block of 256; and
+Muon's momentum."""
 
 
 class ParameterRule(Config):

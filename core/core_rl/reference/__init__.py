@@ -36,6 +36,7 @@ SPEC = EngineSpec(
             Capability.FROZEN_PARAMETERS,
             Capability.OPTIMIZER_RULES,
             Capability.MUON,
+            Capability.ADAMW_8BIT,
             Capability.MOE,
             Capability.AUX_LOSS,
             Capability.ROUTING_REPLAY,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from core_rl.backend.protocols import LowRank, MemoryPart
+from core_rl.backend.protocols import LowRank, MemoryPart, SupportsOpaqueState
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext, C, PassMode, TrainBackend
 from core_rl.data.batch import SequenceBatch
@@ -22,6 +22,7 @@ from core_rl.state.gather import buckets
 from core_rl.state.host_copies import own_memory
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import local_part
+from core_rl.toolkit.eight_bit import is_eight_bit, memory_of
 from core_rl.toolkit.hf_state import HFShardedState, checkpoint_layout
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, enable_adapter, low_rank_products
 from core_rl.toolkit.model_files import carried_tensors, exported_config
@@ -39,7 +40,7 @@ from core_rl.toolkit.packing_probe import check_packing
 __all__ = ["HFBackend", "add_up"]
 
 
-class HFBackend(TrainBackend[C]):
+class HFBackend(TrainBackend[C], SupportsOpaqueState):
     """Runs, steps and describes ``self.model`` and ``self.optimizer``, whose parameters may be DTensors.
 
     A subclass writes `build`, which calls `adopt`, and `outputs`. Where gradients need more than a sum over
@@ -211,10 +212,37 @@ class HFBackend(TrainBackend[C]):
         elif part == "gradients":
             yield from (grad for _, grad in self.local_grads())
         elif self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                yield from (
-                    local_part(v).tensor for k, v in state.items() if k != "step" and isinstance(v, Tensor)
-                )
+            for moment in (
+                v for state in self.optimizer.state.values() for k, v in state.items() if k != "step"
+            ):
+                if is_eight_bit(moment):
+                    yield from memory_of(moment).values()
+                elif isinstance(moment, Tensor):
+                    yield local_part(moment).tensor
+
+    # ----------------------------------------------------------- 8-bit moments
+
+    def opaque_state(self) -> Mapping[str, Tensor]:
+        """Codes and scales of this rank's moments of 8 bits."""
+        return {
+            f"{name}/{kind}/{part}": tensor
+            for name, kind, moment in self._eight_bit_moments()
+            for part, tensor in memory_of(moment).items()
+        }
+
+    @torch.no_grad()
+    def load_opaque_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set them; those of another sharding set nothing, and moments stay as `ShardedState` has set them."""
+        own = self.opaque_state()
+        if {name: held.shape for name, held in own.items()} == {name: v.shape for name, v in state.items()}:
+            for name, value in state.items():
+                own[name].copy_(value)
+
+    def _eight_bit_moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Name, kind and moment."""
+        for name, parameter in self.owned.items():
+            own = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
+            yield from ((name, kind, moment) for kind, moment in own.items() if is_eight_bit(moment))
 
 
 def add_up(tensors: Sequence[Tensor], comm: Comm) -> None:

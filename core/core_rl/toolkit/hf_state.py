@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from core_rl.backend.tensors import LocalSlice, ShardedState, TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart, local_part
+from core_rl.toolkit.eight_bit import as_float32, is_eight_bit
 from core_rl.toolkit.lora import checkpoint_name, exported_name, has_kind
 from core_rl.toolkit.optimizer import moments_of
 
@@ -83,9 +85,9 @@ class HFShardedState:
         for name, parameter in self._of(kind):
             if name not in replicas:
                 continue
-            part = self._part(name, parameter, kind)
-            for written, offsets, tensor in self._layout.local(name, part, tuple(parameter.shape)):
-                yield LocalSlice(exported_name(kind, written), offsets, tensor, replicas[name])
+            with self._part(name, parameter, kind) as part:
+                for written, offsets, tensor in self._layout.local(name, part, tuple(parameter.shape)):
+                    yield LocalSlice(exported_name(kind, written), offsets, tensor, replicas[name])
 
     def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of ``kind``; a tied one comes once."""
@@ -98,19 +100,23 @@ class HFShardedState:
         saved = self._model.state_dict().keys()
         return ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
 
-    def _part(self, name: str, parameter: nn.Parameter, kind: str) -> LocalPart:
+    @contextmanager
+    def _part(self, name: str, parameter: nn.Parameter, kind: str) -> Iterator[LocalPart]:
         """This rank's part of the parameter, its gradient or a moment."""
+        own = local_part(parameter.detach())
         if kind in VALUES:
-            return local_part(parameter.detach())
-        if kind == "grads":
-            return local_part(
-                torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad
-            )
+            yield own
+        elif kind == "grads":
+            grad = parameter.grad
+            yield local_part(torch.zeros_like(parameter.detach()) if grad is None else grad)
+        else:
+            with self._moment(name, kind) as moment:
+                yield local_part(moment) if isinstance(moment, DTensor) else LocalPart(moment, own.offsets)
+
+    def _moment(self, name: str, kind: str) -> AbstractContextManager[Tensor]:
         assert self._optimizer is not None  # it has the kinds of `optimizer_kinds`
         moment = self._optimizer.state[self._owned[name]][kind]
-        if isinstance(moment, DTensor):
-            return local_part(moment)
-        return LocalPart(moment, local_part(parameter.detach()).offsets)
+        return as_float32(moment) if is_eight_bit(moment) else nullcontext(moment)
 
 
 def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from core_rl.backend.protocols import LowRank
 from core_rl.config.engine import Head, LoraConfig
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, MissingPackage
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 
 __all__ = [
@@ -166,7 +166,7 @@ def _import_peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ConfigError(
+        raise MissingPackage(
             "model.lora needs the package peft, which cannot be imported "
             f"({error}); run: pip install 'core-rl[peft]'"
         ) from error

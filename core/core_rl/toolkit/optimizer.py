@@ -1,4 +1,4 @@
-"""AdamW over the parameters of a module, and the state of any torch optimizer."""
+"""The optimizer over the parameters of a module, and the state of any torch optimizer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from core_rl.backend.parameter_rules import ParameterOptions, decays
 from core_rl.config.engine import OptimizerConfig
+from core_rl.toolkit.eight_bit import AdamW8Bit
 
 __all__ = [
     "MOMENTUM",
@@ -47,12 +48,13 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over trainable parameters (or this rank's parts of them) with their ``options``, and moments of 0.
 
-    Those of Muon have their momentum in the optimizer's ``state``, and `core_rl.toolkit.muon.Muon` updates them.
+    Those of Muon have their momentum in the optimizer's ``state``, and `core_rl.toolkit.muon.Muon` updates them. Raises
+    `MissingPackage` where moments of 8 bits are asked for without torchao.
     """
     groups: dict[ParameterOptions, list[nn.Parameter]] = {}
     for parameter, own in options.items():
         groups.setdefault(own, []).append(parameter)
-    optimizer = _AdamWNextToMuon(
+    optimizer = _AdamWNextToOthers(
         [
             {
                 "params": groups[own],
@@ -67,6 +69,7 @@ def build_optimizer(
         eps=config.eps,
         foreach=True,
     )
+    optimizer.add_eight_bit(config)
     create_moments(optimizer)
     for parameter, own in options.items():
         if own.type == "muon":
@@ -74,16 +77,27 @@ def build_optimizer(
     return optimizer
 
 
-class _AdamWNextToMuon(torch.optim.AdamW):
-    """AdamW, whose `step` leaves out the groups of Muon."""
+class _AdamWNextToOthers(torch.optim.AdamW):
+    """AdamW, whose `step` leaves out the groups of Muon, and gives those of `AdamW8Bit` to it."""
+
+    eight_bit: AdamW8Bit | None = None
+
+    def add_eight_bit(self, config: OptimizerConfig) -> None:
+        """Take moments of 8 bits for the groups that ask for them."""
+        chosen = [group for group in self.param_groups if group["type"] == "adamw_8bit"]
+        if chosen:
+            self.eight_bit = AdamW8Bit(chosen, self.state, config)
 
     def step(self, closure: Any = None) -> Any:
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["type"] == "adamw"]
         try:
-            return super().step(closure)
+            loss = super().step(closure)
         finally:
             self.param_groups = groups
+        if self.eight_bit is not None:
+            self.eight_bit.step()
+        return loss
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ SPEC = EngineSpec(
             Capability.FROZEN_PARAMETERS,
             Capability.OPTIMIZER_RULES,
             Capability.MUON,
+            Capability.ADAMW_8BIT,
             Capability.OFFLOAD,
             Capability.SHARDED_CHECKPOINT,
             Capability.RESHARDING,

@@ -43,7 +43,9 @@ class FSDPConfig(TrainEngineConfig):
         """Everything in float32, spread over the ranks of one copy (ZeRO-3, arXiv:1910.02054, section 5.3)."""
         ranks = self.layout.world_size / self.options.replicas
         return StateBytes(
-            weights=4 * parameters / ranks, gradients=4 * trained / ranks, moments=8 * trained / ranks
+            weights=4 * parameters / ranks,
+            gradients=4 * trained / ranks,
+            moments=self.moment_bytes * trained / ranks,
         )
 
     def gathered_bytes(self, parameters: int, outer: int, layers: int) -> float:

@@ -42,7 +42,7 @@ class MegatronConfig(TrainEngineConfig):
         return StateBytes(
             weights=(2 if self.dtype == "bfloat16" else 4) * parameters / model + copies,
             gradients=4 * trained / model,
-            moments=8 * trained / shared,
+            moments=self.moment_bytes * trained / shared,
         )
 
     @property

@@ -1,0 +1,98 @@
+"""AdamW with moments of 8 bits, which torchao quantizes, and access to them as float32 tensors."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.config.engine import OptimizerConfig
+from core_rl.errors import MissingPackage
+
+__all__ = ["AdamW8Bit", "as_float32", "is_eight_bit", "memory_of"]
+
+HELD = ("codes", "scale")
+"""Tensors of one moment: a byte for each weight, and a float32 scale for each block of weights."""
+
+
+class AdamW8Bit:
+    """torchao's ``AdamW8bit`` over ``groups`` of another optimizer, in whose ``state`` it has its moments.
+
+    Rates, decay and step counts are read from there. On the CPU its update runs without a compiler. Raises
+    `MissingPackage` without torchao.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: MutableMapping[Tensor, dict[str, Any]],
+        config: OptimizerConfig,
+    ) -> None:
+        self._groups = groups
+        self._state = state
+        own = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+        self._optimizer = _torchao_optim().AdamW8bit(own, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def step(self) -> None:
+        """Update the parameters that have a gradient."""
+        for group, own in zip(self._groups, self._optimizer.param_groups, strict=True):
+            own["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+        with _uncompiled() if self._on_cpu() else nullcontext():
+            self._optimizer.step()
+        for parameter, own in self._optimizer.state.items():
+            self._state[parameter] = own
+
+    def _on_cpu(self) -> bool:
+        return all(p.device.type == "cpu" for group in self._groups for p in group["params"])
+
+
+def is_eight_bit(moment: Tensor) -> bool:
+    """Whether ``moment`` is held in 8 bits."""
+    return all(hasattr(moment, name) for name in HELD)
+
+
+def memory_of(moment: Tensor) -> dict[str, Tensor]:
+    """The tensors that hold ``moment`` in 8 bits, by name."""
+    return {name: getattr(moment, name) for name in HELD}
+
+
+@contextmanager
+def as_float32(moment: Any) -> Iterator[Tensor]:
+    """The values of ``moment``; those that are changed in the context are quantized at its end."""
+    values: Tensor = moment.dequantize()
+    yield values
+    # Codes of codes may be others: what is only read is not quantized again.
+    if not torch.equal(values, moment.dequantize()):
+        moment.copy_(values)
+
+
+def _uncompiled() -> Any:
+    return torch.compiler.set_stance("force_eager")
+
+
+def _torchao_optim() -> Any:
+    with _errors_only("torchao", "torch.utils._pytree"):
+        try:
+            return importlib.import_module("torchao.optim")
+        except ImportError as error:
+            raise MissingPackage(
+                f"optimizer.type 'adamw_8bit' needs torchao, which cannot be imported ({error}); "
+                "run: pip install 'core-rl[torchao]'"
+            ) from error
+
+
+@contextmanager
+def _errors_only(*names: str) -> Iterator[None]:
+    """Without warnings of these loggers: torchao's import reports each CUDA library that does not load."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
