@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from core_rl.errors import CheckpointMismatch, ConfigError, NothingLearned, StoppedBySignal, WeightsError
 from core_rl_trainer import run_recipe
+from core_rl_trainer.logs.records import RunRecords
+from core_rl_trainer.loop.signals import EndedBySignal
 from core_rl_trainer.loop.supervised import SupervisedLoop
 
 LINEAR = {"lr": 0.01, "schedule": {"type": "linear"}}
@@ -169,6 +171,49 @@ def test_sigterm_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
     assert not (tmp_path / "out" / "result.json").exists()
     run(whole)
     assert support.curve(tmp_path / "out") == support.curve(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize(
+    ("method", "save_every", "last"),
+    [
+        pytest.param("add_samples", 2, 2, id="before the save"),
+        pytest.param("sync", 2, 2, id="in the save"),
+        pytest.param("draw", 9, 3, id="after the choice not to save"),
+    ],
+)
+def test_a_signal_at_any_place_of_a_step_ends_the_run_with_a_checkpoint_of_it(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, save_every: int, last: int
+) -> None:
+    """``method`` of the records is called at that place of each step with an evaluation, which step 2 is."""
+    original = getattr(RunRecords, method)
+
+    def signalled(records: RunRecords, *arguments: Any) -> Any:
+        if len(support.curve(tmp_path / "out")) >= 2 and not sent:
+            sent.append(method)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(records, *arguments)
+
+    sent: list[str] = []
+    monkeypatch.setattr(RunRecords, method, signalled)
+    with pytest.raises(StoppedBySignal, match=f"after step {last}, of which there is a checkpoint"):
+        run(sft(start, tmp_path, steps=5, save_every=save_every, eval_every=2))
+    assert (tmp_path / "out" / "checkpoints" / f"step-{last:08d}").is_dir()
+
+
+def test_a_second_signal_ends_the_run_at_once(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = SupervisedLoop.step
+
+    def signalled(loop: SupervisedLoop, number: int) -> dict[str, float]:
+        for _ in range(2 if number == 2 else 0):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(loop, number)
+
+    monkeypatch.setattr(SupervisedLoop, "step", signalled)
+    with pytest.raises(EndedBySignal, match="at once by SIGUSR1.*resumes from the last checkpoint"):
+        run(sft(start, tmp_path, steps=3, save_every=1))
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 @pytest.mark.nightly

@@ -124,8 +124,9 @@ def _calls(
     if engine.spec.supports(Capability.OFFLOAD):
         yield "offload()", engine.offload
         yield "onload()", engine.onload
-    # The last call, since an engine of several ranks has failed then.
-    yield "forward_backward() that raised", partial(_raise_in_a_pass, engine, batch)
+    if engine.config.layout.pp == 1:  # elsewhere one stage raises, and the others wait for its gradients
+        # The last call, since an engine of several ranks has failed then.
+        yield "forward_backward() that raised", partial(_raise_in_a_pass, engine, batch)
 
 
 def _raise_in_a_pass(engine: TrainEngine, batch: SequenceBatch) -> None:
@@ -164,6 +165,7 @@ def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int)
             for _ in range(WARM_UP):
                 call()
         for name, call in calls.items():
+            call()  # may leave something until the next call, which the one before it did not
             before = _live(engine.device)
             for _ in range(count):
                 call()

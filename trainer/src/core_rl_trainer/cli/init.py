@@ -31,6 +31,14 @@ def init(
             show_default=False,
         ),
     ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=COLUMN",
+            help="The column of a field that is called otherwise in the data; again for another.",
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[str, typer.Option(help="The train engine.")] = "fsdp",
     output: Annotated[Path, typer.Option(help="The recipe that is written.")] = Path("recipe.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the recipe.")] = False,
@@ -45,7 +53,7 @@ def init(
     if output.exists() and not force:
         raise ConfigError(f"{output} exists; --force overwrites it, --output FILE writes another one")
     from core_rl_trainer.data.encoding import context_length
-    from core_rl_trainer.recipe.starter import StarterTask, render_recipe, reward_reference
+    from core_rl_trainer.recipe.starter import StarterTask, columns_from, render_recipe, reward_reference
 
     task = StarterTask(
         algorithm=algorithm,
@@ -54,6 +62,7 @@ def init(
         data=data,
         held_out=held_out,
         reward=None if reward is None else reward_reference(reward),
+        columns=columns_from(column or ()),
         context=context_length(local_model_path(model, field="--model")),
     )
     text = render_recipe(task, output)
@@ -69,13 +78,19 @@ def init(
 def _checked(text: str) -> RunPlan:
     """The plan of the recipe in ``text``; raises what ``core-rl train --dry-run`` raises."""
     from core_rl.config.loading import load_yaml
+    from core_rl.errors import ConfigError, CoreRLError
     from core_rl_trainer.loop.run import dry_run
     from core_rl_trainer.recipe.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
-        return dry_run(load_recipe(load_yaml(path)))
+        try:
+            return dry_run(load_recipe(load_yaml(path)))
+        except CoreRLError as error:
+            if "data.columns." in str(error):
+                raise ConfigError(f"{error} (as --column FIELD=COLUMN)") from error
+            raise
 
 
 def _print_next(output: Path, plan: RunPlan, task: StarterTask) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from core_rl.errors import StoppedBySignal
 
@@ -73,13 +74,12 @@ class StopSignals:
         """Whether the run is to end after this step."""
         return self._noted is not None
 
-    def raise_if_noted(self, step: int) -> None:
-        """Raise `StoppedBySignal` if a signal has come; a checkpoint of ``step`` is there."""
-        if self._noted is not None:
-            raise StoppedBySignal(
-                f"stopped by {self._noted.name} after step {step}, of which there is a checkpoint; the same command "
-                "goes on"
-            )
+    def raise_stopped(self, step: int) -> NoReturn:
+        """Raise `StoppedBySignal` for the signal that has come; a checkpoint of ``step`` is there."""
+        assert self._noted is not None
+        raise StoppedBySignal(
+            f"stopped by {self._noted.name} after step {step}, of which there is a checkpoint; the same command goes on"
+        )
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         received = signal.Signals(number)

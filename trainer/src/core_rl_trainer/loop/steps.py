@@ -100,13 +100,15 @@ class RunSteps:
         verdict = watch.see(step, metrics)
         due = last or _is_due(step, recipe.save_every) or _is_due(step, recipe.save_portable_every)
         wanted = due or verdict is not None or self.signals.noted or self.callbacks.stopped is not None
-        if wanted and (verdict is None or verdict.weights_are_good):
+        saved = wanted and (verdict is None or verdict.weights_are_good)
+        if saved:
             self._save(step, best)
         elif evaluated:
             records.draw()
         if verdict is not None:
             raise NothingLearned(f"{verdict.reason}. {self._last_checkpoint()}")
-        self.signals.raise_if_noted(step)
+        if saved and self.signals.noted:  # one that came after the choice above waits for the next step
+            self.signals.raise_stopped(step)
 
     def _last_checkpoint(self) -> str:
         steps = self.directory.checkpoints.steps()

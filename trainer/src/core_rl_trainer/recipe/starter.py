@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import jinja2
 from core_rl.errors import ConfigError
 from core_rl_trainer.algorithms.interface import interface_class
 
-__all__ = ["StarterTask", "render_recipe", "reward_reference"]
+__all__ = ["StarterTask", "columns_from", "render_recipe", "reward_reference"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 READY_REWARDS = {
@@ -41,6 +41,8 @@ class StarterTask:
     """Examples for evaluation."""
     reward: str | None
     """The reward where completions are generated; see `reward_reference`."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The column of each field that is called otherwise in the data."""
     context: int | None
     """The model's context in tokens, where it has a limit."""
 
@@ -122,6 +124,17 @@ def _check_reward(task: StarterTask, generates: bool) -> None:
         raise ConfigError(
             f"--algorithm {task.algorithm} trains on data and reads no reward; leave --reward out"
         )
+
+
+def columns_from(assignments: Iterable[str]) -> dict[str, str]:
+    """Fields and their columns, from ``FIELD=COLUMN``. Raises `ConfigError` for what is no such assignment."""
+    columns = {}
+    for text in assignments:
+        name, separator, column = text.partition("=")
+        if not (separator and name and column):
+            raise ConfigError(f"--column {text}: write FIELD=COLUMN, such as --column prompt=question")
+        columns[name] = column
+    return columns
 
 
 def reward_reference(name: str) -> str:
