@@ -150,6 +150,23 @@ def test_a_run_starts_from_another_one_under_another_layout_and_engine(start: Pa
     assert source.exists() and kept.exists()
 
 
+def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_another(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = sft(start, tmp_path, steps=1, save_every=1)
+
+    def fails(loop: SupervisedLoop, number: int) -> dict[str, float]:
+        raise ConfigError("a layout that the model does not have")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SupervisedLoop, "step", fails)
+        with pytest.raises(ConfigError, match="a layout"):
+            run(recipe)
+    assert run(recipe, "seed=1")["seed"] == 1
+    with pytest.raises(ConfigError, match="holds another run"):
+        run(recipe, "seed=2")
+
+
 def test_sigterm_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,9 +48,7 @@ def test_models_without_log_probs_of_all_tokens(
     algorithm: str,
 ) -> None:
     model = tmp_path / "model"
-    model.mkdir()
-    for file in (start / "model").iterdir():
-        (model / file.name).symlink_to(file)
+    _link(start, model)
     config = json.loads((model / "config.json").read_text())
     change(config)
     (model / "config.json").unlink()
@@ -58,6 +56,23 @@ def test_models_without_log_probs_of_all_tokens(
     values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
     values["model"] = {"path": str(model)}
     with pytest.raises(ConfigError, match=message):
+        dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
+
+
+def _link(start: Path, model: Path) -> None:
+    """A directory with links to the files of the model."""
+    model.mkdir()
+    for file in (start / "model").iterdir():
+        (model / file.name).symlink_to(file)
+
+
+def test_a_model_without_a_tokenizer(start: Path, tmp_path: Path) -> None:
+    _link(start, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    values = support.recipe_values(start, tmp_path / "out")
+    values["model"] = {"path": str(tmp_path / "model")}
+    with pytest.raises(ConfigError, match=r"tokenizer.*; copy tokenizer\.json"):
         dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
 
 

@@ -157,6 +157,11 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
+COPY = (
+    "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
+)
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; `ConfigError` if there is none."""
     from transformers import AutoTokenizer
@@ -164,17 +169,25 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path!r}: its tokenizer cannot be loaded: {error}") from error
+        cause = str(error).splitlines()[0].rstrip(" :")
+        raise ConfigError(
+            f"model.path = {path!r}: its tokenizer cannot be loaded: {cause}; {COPY}"
+        ) from error
     _check_vocabulary(path, tokenizer)
     return tokenizer
 
 
 def _check_vocabulary(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with ids that the model has no embeddings for."""
+    """Refuse a tokenizer without tokens, and one with ids that the model has no embeddings for."""
     from core_rl.toolkit.build import read_config
 
+    vocabulary = tokenizer.get_vocab()
+    if vocabulary.keys() <= set(
+        tokenizer.all_special_tokens
+    ):  # transformers makes one where there are no files
+        raise ConfigError(f"model.path = {path!r}: there is no tokenizer in it; {COPY}")
     size = read_config(ModelConfig(path=path)).get_text_config().vocab_size
-    highest = max(tokenizer.get_vocab().values(), default=0)
+    highest = max(vocabulary.values())
     if highest >= size:
         raise ConfigError(
             f"model.path = {path!r}: its tokenizer has ids up to {highest:,}, and the model embeddings for {size:,}; "

@@ -15,6 +15,7 @@ import yaml
 
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import ConfigError, raise_all
+from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.identity import RunIdentity
 from core_rl_trainer.loop.run_files import IDENTITY, LOCK, METRICS, PAGE, PICTURE, RECIPE, RESULT, STATUS
 from core_rl_trainer.loop.source import find_source
@@ -175,6 +176,10 @@ class RunDirectory:
     def _claim(self, now: RunIdentity) -> RunIdentity:
         """The identity of the run that is here, or begins here; raises `ConfigError` where ``now`` is another one."""
         before, steps = self._found(), self.checkpoints.steps()
+        if before is not None and not self._has_steps():
+            if before.refused_changes(now):
+                self._clear()
+            before = None
         if before is not None:
             raise_all(ConfigError, f"{self.path} holds another run. {REMEDY}", before.refused_changes(now))
             self._check_steps(before.recipe["steps"], now.recipe["steps"], steps)
@@ -186,6 +191,12 @@ class RunDirectory:
         self._write(IDENTITY, json.dumps({"schedule_steps": now.schedule_steps, "data": now.data}, indent=2))
         self._write(RECIPE, HEAD + yaml.safe_dump({**now.recipe, "output_dir": HERE}, sort_keys=False))
         return now
+
+    def _has_steps(self) -> bool:
+        """Whether the run that is here took a step: one that failed before has nothing to lose."""
+        if self.checkpoints.steps() or (self.path / RESULT).is_file():
+            return True
+        return any((row.get("step") or 0) > 0 for row in read_steps(self.path / METRICS))
 
     def _check_steps(self, before: int, now: int, saved: list[int]) -> None:
         """Raise `ConfigError` where a run of ``before`` steps, with checkpoints, cannot become one of ``now``."""
