@@ -37,7 +37,39 @@ def stand_in(
         return outcome
 
     monkeypatch.setattr("core_rl_trainer.loop.run.run_recipe", run_recipe)
+    monkeypatch.setattr("core_rl_trainer.recipe.engines.check_recipe", lambda *_: None)
     return calls
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=abc", "field 'optimizer.lr' = 'abc'"),
+        ("engine=fspd", "no installed engine is called 'fspd'"),
+        ("engines.fsdp.layout.dp=two", "engine 'fsdp': field 'layout.dp' = 'two'"),
+        ("model.path=nowhere", "model.path = 'nowhere': no such directory"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_before_torch_is_imported(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text("{}")
+    values = {
+        "engine": "fsdp",
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": str(tmp_path / "data.jsonl"), "eval_fraction": 0.1},
+        "steps": 1,
+        "output_dir": str(tmp_path / "out"),
+    }
+    recipe = support.write_recipe(tmp_path / "r.yaml", values)
+    main_and_torch = "try: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    program = f"import sys; from core_rl.cli import main\n{main_and_torch}"
+    command = [sys.executable, "-c", program, "train", str(recipe), override]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert message in done.stderr and done.stdout.strip() == "False", done
+    assert done.returncode == 2
 
 
 def test_train_hands_on_the_recipe_and_the_overrides(

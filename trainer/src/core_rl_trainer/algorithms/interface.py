@@ -10,9 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
-
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.base import Config, parse_config
@@ -24,6 +21,7 @@ from core_rl.errors import ConfigError
 from core_rl.registry.objects import load_object
 from core_rl.rollout.workflow import RolloutWorkflow
 from core_rl_trainer.algorithms.named import declared, find_object
+from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 
 __all__ = [
     "ModelInterface",
@@ -169,16 +167,6 @@ class ModelInterface(ABC, Generic[ConfigT]):
     def save_adapter(self, engine: TrainEngineLike, path: str, tokenizer_path: str | None = None) -> None:
         """Write the engine's adapter as a directory of ``peft``, with the tokenizer found at ``tokenizer_path``."""
         engine.save(SaveLoadMeta(path=path, format="adapter", tokenizer_path=tokenizer_path))
-
-
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class ModelInterfaceAbstraction:
-    """The name of an interface, and its settings."""
-
-    type_: str
-    """A registered name, or ``"module:Class"``."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the interface's config."""
 
 
 _registered: dict[str, type[ModelInterface[Any]]] = {}

@@ -34,7 +34,10 @@ def train(
 
     Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
     """
+    from core_rl_trainer.recipe.engines import check_recipe
+
     changes = overrides or []
+    check_recipe(recipe, changes)  # before torch is imported, which takes seconds
     if dry_run:
         _print_plan(recipe, changes, as_json)
         return

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
-from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
@@ -19,11 +17,11 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.launch.group import EngineGroup
-from core_rl.registry.engines import get_spec, load_config
-from core_rl.registry.spec import EngineKind, EngineSpec
+from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.loop.parts import require_portable
 from core_rl_trainer.loop.prepared import Placement
+from core_rl_trainer.recipe.engines import engine_config
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import PlacementSection
 
@@ -191,7 +189,7 @@ def _train_plan(
 ) -> TrainPlan:
     own = {} if layout is None else {"layout": layout.model_dump()}
     fields = {"model": model, "optimizer": optimizer}
-    spec, config = _config(recipe, recipe.engine, "train", fields, own)
+    spec, config = engine_config(recipe, recipe.engine, "train", fields, own)
     assert isinstance(config, TrainEngineConfig)
     guards.check_config(spec, config)
     return spec, config
@@ -210,7 +208,7 @@ def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
         (f"{name} follows from the section 'rollout' of the recipe; leave it out here" for name in twice),
     )
     fields = {"model": {"path": recipe.model.path, "lora": _served_adapter(recipe)}, **bounds}
-    spec, config = _config(recipe, recipe.rollout.engine, "inference", fields)
+    spec, config = engine_config(recipe, recipe.rollout.engine, "inference", fields)
     assert isinstance(config, InferenceEngineConfig)
     require_sync(spec, recipe.rollout.sync)
     inference_guards.check_config(spec, config)
@@ -228,22 +226,6 @@ def _served_adapter(recipe: Recipe) -> dict[str, Any] | None:
             "sync by 'disk', 'tensor' or 'distributed'"
         )
     return recipe.model.lora.model_dump() | {"path": None}
-
-
-def _config(
-    recipe: Recipe,
-    name: str,
-    kind: EngineKind,
-    fields: dict[str, Any],
-    own: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[EngineSpec, EngineConfig]:
-    """``own`` comes before the engine's section, which comes before ``fields``."""
-    spec = get_spec(name)
-    if spec.kind != kind:
-        raise ConfigError(f"the engine {name!r} is for {spec.kind}; this field needs one for {kind}")
-    common = {"dtype": recipe.dtype, "device": recipe.device, "seed": recipe.seed}
-    section = recipe.engines.get(name, {})
-    return spec, parse_config(load_config(spec), common | fields | section | dict(own), f"engine {name!r}")
 
 
 @contextmanager

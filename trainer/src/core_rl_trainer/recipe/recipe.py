@@ -14,8 +14,8 @@ from core_rl.config.hub import local_model_path
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.config.secret import literal_secrets
 from core_rl.errors import ConfigError, raise_all
-from core_rl_trainer.algorithms.interface import ModelInterfaceAbstraction
 from core_rl_trainer.data.sources import is_missing
+from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.hub import HubSection
 from core_rl_trainer.recipe.plain import plain_values

@@ -1,0 +1,20 @@
+"""The name of a model interface with its settings, as a recipe has it. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+__all__ = ["ModelInterfaceAbstraction"]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ModelInterfaceAbstraction:
+    """The name of an interface, and its settings."""
+
+    type_: str
+    """A registered name, or ``"module:Class"``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the interface's config."""
