@@ -231,7 +231,9 @@ def _torchao(session: nox.Session, *arguments: str) -> None:
     pip = ["python", "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(place)]
     session.run(*pip, "-c", str(CONSTRAINTS), "torchao")
     env = ENV | {"PYTHONPATH": str(place)}
-    session.run("pytest", "core/tests/test_eight_bit.py", env=env)
+    session.run(
+        "pytest", "core/tests/test_eight_bit.py", "trainer/tests/test_training_optimizers.py", env=env
+    )
     session.run("pytest", MUTANTS, "-k", "eight-bit", *STEALING, *arguments, env=env)
     checks = ["--check=I20.adamw-8bit", "--check=I11.resume-8bit"]
     session.run(

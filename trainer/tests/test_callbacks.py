@@ -53,10 +53,9 @@ text = "no callback"
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = support.make_start(tmp_path_factory.mktemp("start"))
-    (directory / "callbacks.py").write_text(CALLBACKS)
-    return directory
+def start(start: Path) -> Path:
+    (start / "callbacks.py").write_text(CALLBACKS)
+    return start
 
 
 def values(start: Path, output: Path, **changes: Any) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from core_rl_trainer import load_recipe, run_recipe
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    start = support.make_start(tmp_path_factory.mktemp("start"))
+def start(start: Path) -> Path:
     rows = [{"question": f"{n}+{n}=", "solution": str(2 * n)} for n in range(12)]
     support.write_jsonl(start / "others.jsonl", [*rows, {"question": "1+" * 30, "solution": "1"}])
     return start

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import training_support as support
 import yaml
 
 from core_rl.cli import main
@@ -14,11 +13,6 @@ from core_rl_trainer.recipe.recipe import load_recipe
 
 TRAINED = sorted(set(BUILT_IN) - {"ppo_critic"})
 DATA = {"sft": "train.jsonl", "dpo": "pairs.jsonl", "reward_model": "pairs.jsonl"}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.make_start(tmp_path_factory.mktemp("start"))
 
 
 def arguments(start: Path, algorithm: str, **changes: str | None) -> list[str]:

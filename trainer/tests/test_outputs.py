@@ -36,8 +36,7 @@ RESULT = {"before": {"eval_loss": 2.5}, "after": {"eval_loss": 1.25}}
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    start = support.make_start(tmp_path_factory.mktemp("start"))
+def start(start: Path) -> Path:
     (start / "model" / "chat_template.jinja").write_text(TEMPLATE)
     return start
 

@@ -19,11 +19,6 @@ from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards, reward_me
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.make_start(tmp_path_factory.mktemp("start"))
-
-
 def length(prompt_ids: Any, output_ids: Any, data: Any) -> float:
     return len(output_ids)
 

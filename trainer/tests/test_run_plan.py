@@ -30,11 +30,6 @@ from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.loop.run_plan import MemoryEstimate, RunPlan, estimate_memory
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.make_start(tmp_path_factory.mktemp("start"))
-
-
 def plan(directory: Path, values: dict[str, Any], *overrides: str) -> RunPlan:
     found = dry_run(load_recipe(support.write_recipe(directory / "r.yaml", values), list(overrides)))
     assert not (directory / "out").exists()

@@ -11,12 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import training_support as support
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -28,19 +26,6 @@ from core_rl_trainer.loop.signals import EndedBySignal
 from core_rl_trainer.loop.supervised import SupervisedLoop
 
 LINEAR = {"lr": 0.01, "schedule": {"type": "linear"}}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.make_start(tmp_path_factory.mktemp("start"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(recipe: Path, *overrides: str) -> dict[str, Any]:

@@ -7,12 +7,10 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import training_support as support
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -28,19 +26,6 @@ from core_rl_trainer.recipe.recipe import load_recipe
 
 PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
 CRITIC = {"args": {"minibatches": 2}, "optimizer": {"lr": 0.02}}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.make_start(tmp_path_factory.mktemp("start"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(directory: Path, values: dict[str, Any], *overrides: str) -> dict[str, Any]:

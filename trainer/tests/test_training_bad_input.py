@@ -7,12 +7,10 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import training_support as support
 from rich.console import Console
 
@@ -42,18 +40,9 @@ GRPO = {"type_": "grpo"}
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    start = support.make_start(tmp_path_factory.mktemp("start"))
+def start(start: Path) -> Path:
     (start / "rewards.py").write_text(REWARDS)
     return start
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(directory: Path, values: dict[str, Any], *overrides: str) -> None:

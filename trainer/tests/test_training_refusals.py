@@ -17,11 +17,6 @@ from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.recipe.recipe import load_recipe
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.make_start(tmp_path_factory.mktemp("start"))
-
-
 def encoder(config: dict[str, Any]) -> None:
     config.clear()
     small = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
