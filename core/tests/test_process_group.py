@@ -1,15 +1,21 @@
-"""Joining a process group where a launcher has set its variables."""
+"""Joining a process group where a launcher has set its variables, and the device of a rank."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import engine_support
 import group_support
 import pytest
+import torch
 import torch.distributed as dist
 
-from core_rl.distributed.process_group import RankAddress
+from core_rl.distributed.devices import chosen_device, device_type, use_device
+from core_rl.distributed.process_group import RankAddress, local_index
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
 from core_rl.reference import SPEC
@@ -33,20 +39,47 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     ],
     ids=["torchrun", "srun"],
 )
-def test_a_lone_model_in_each_process_of_a_launcher_is_refused(
+def test_processes_of_a_launcher_that_cannot_meet_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], says: str
 ) -> None:
     set_all(monkeypatch, variables)
     engine = load_engine(SPEC, engine_support.config())
-    with pytest.raises(
-        ConfigError, match=rf"initialize\(\) without an address in {says}: .*\.init_process_group\(\)"
-    ):
+    with pytest.raises(ConfigError, match=rf"this is {says}, and MASTER_ADDR=.*, MASTER_PORT='' do not say"):
         engine.initialize()
     assert not dist.is_initialized()
     with pytest.raises(ConfigError, match=f"an EngineGroup in {says}: .* Start the script once"):
         group_support.echo_group(group_support.SPEC, group_support.config(dp=2))
     engine.initialize(RankAddress(rank=0, world_size=1, store_path=str(tmp_path / "store")))
     engine.destroy()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_processes_of_a_launcher_are_one_world(tmp_path: Path, launcher: str) -> None:
+    """Each runs the same script, whose engine has no address."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from core_rl.distributed.comm import Comm\n"
+        "from core_rl.distributed.process_group import join, local_index\n"
+        "import torch\n"
+        "member = join(None, torch.device('cpu'))\n"
+        "print(member.world.gather((member.world.rank, local_index(None))))\n"
+        "member.leave()\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in range(2):
+        own = {
+            "torchrun": {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
+            "srun": {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)},
+        }[launcher]
+        command = [sys.executable, str(script)]
+        processes.append(
+            subprocess.Popen(command, env=os.environ | meeting | own, stdout=subprocess.PIPE, text=True)
+        )
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["[(0, 0), (1, 1)]"] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,3 +106,56 @@ def test_an_engine_joins_the_world_that_the_script_has_made(
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def with_devices(monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0) -> list[torch.device]:
+    """Let torch see CUDA devices; the list gets those that are made the current one."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    return used
+
+
+@pytest.mark.parametrize(
+    ("choice", "count", "index", "expected"),
+    [
+        ("auto", 0, 3, "cpu"),
+        ("cpu", 4, 3, "cpu"),
+        ("auto", 4, 3, "cuda:3"),
+        ("cuda", 4, None, "cuda:2"),
+        ("cuda", 1, 0, "cuda:0"),
+    ],
+)
+def test_asking_for_a_device_sets_none(
+    monkeypatch: pytest.MonkeyPatch, choice: str, count: int, index: int | None, expected: str
+) -> None:
+    used = with_devices(monkeypatch, count, current=2)
+    assert str(chosen_device(choice, index)) == expected
+    assert device_type(choice) == torch.device(expected).type
+    assert used == []
+    use_device(torch.device(expected))
+    assert used == [torch.device(expected)] * expected.startswith("cuda")
+
+
+def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_devices(monkeypatch, 2)
+    with pytest.raises(ConfigError, match="the CUDA device 2, and this machine has 2, numbered from 0"):
+        chosen_device("cuda", 2)
+    with_devices(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        device_type("cuda")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [({}, None), (TORCHRUN, 1), (SRUN, 3), (SRUN | {"SLURM_LOCALID": "1"}, 1)],
+    ids=["alone", "torchrun", "srun without a local number", "srun"],
+)
+def test_a_rank_finds_its_device_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int | None
+) -> None:
+    set_all(monkeypatch, variables)
+    assert local_index(None) == expected
+    assert local_index(RankAddress(rank=5, world_size=8, store_path="", local_rank=2)) == 2

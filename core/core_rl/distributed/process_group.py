@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
@@ -10,16 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from core_rl.distributed.comm import Comm
+from core_rl.distributed.launched import LaunchedWorld, launched_world
 from core_rl.errors import ConfigError, EngineStateError
 
-__all__ = ["Membership", "RankAddress", "join", "pick_device", "require_single_process"]
-
-LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE"), "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
-"""The variables in which a launcher gives a process its number and their count. Slurm sets SLURM_NTASKS for the batch
-script as well, which runs once."""
+__all__ = ["Membership", "RankAddress", "join", "local_index", "require_single_process"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,36 +77,28 @@ class Membership:
             dist.destroy_process_group()
 
 
-def pick_device(choice: str, local_rank: int) -> torch.device:
-    """The device that a config's ``device`` stands for on this rank."""
-    available = torch.cuda.is_available()
-    if choice == "cuda" and not available:
-        raise ConfigError("device = 'cuda', and torch sees no CUDA device; set device to 'cpu' or 'auto'")
-    if choice == "cpu" or not available:
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def require_single_process(subject: str, remedy: str) -> None:
     """Raise `ConfigError` in one of several processes that a launcher started: each would train a model of its own."""
-    for launcher, (rank, count) in LAUNCHERS.items():
-        size = os.environ.get(count, "")
-        if rank in os.environ and size.isdigit() and int(size) > 1:
-            raise ConfigError(
-                f"{subject} in one of {size} processes that {launcher} started ({rank}={os.environ[rank]}, "
-                f"{count}={size}): each of them would train a model of its own. {remedy}. If nothing but left-over "
-                f"variables looks like {launcher}, unset {rank} and {count}"
-            )
+    if (world := launched_world()) is not None:
+        raise ConfigError(
+            f"{subject} in {world}: each of them would train a model of its own. {remedy}. If nothing but left-over "
+            f"variables looks like {world.launcher}, unset them"
+        )
+
+
+def local_index(address: RankAddress | None) -> int | None:
+    """The number of this process among those of its machine; None in a process of its own."""
+    if address is not None:
+        return address.local_rank
+    return None if (launched := launched_world()) is None else launched.local_rank
 
 
 def join(address: RankAddress | None, device: torch.device) -> Membership:
     """Join the process group at ``address``, or share it with the engines of this process that are in it.
 
-    Without an address, the existing group is used (that of other code, or of another engine), or else a group of one
-    rank is created. Raises `EngineStateError` if another group exists, and `ConfigError` for a group of one rank in
-    one of several processes that ``torchrun`` or ``srun`` started.
+    Without an address, the existing group is used (that of other code, or of another engine), or else that of the
+    processes that ``torchrun`` or ``srun`` started, or else a group of one rank is created. Raises `EngineStateError`
+    if another group exists, and `ConfigError` where the environment does not say where these processes meet.
     """
     present = _Present.current
     if present is None or not present.is_there():
@@ -143,19 +131,33 @@ def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
             "torch.distributed is already initialised in this process by other code; pass no address to use "
             "that group"
         )
-    alone = address is None
-    if address is None:
-        require_single_process(
-            "initialize() without an address",
-            "Call torch.distributed.init_process_group() before it, and the engine joins that world; pass a "
-            "RankAddress; or start the script once, with an EngineGroup, which starts the ranks",
-        )
-        address = RankAddress(rank=0, world_size=1, store_path="")
+    launched = launched_world() if address is None else None
+    address = address or _named_by(launched)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
-        store=HashStore() if alone else FileStore(address.store_path, address.world_size),
+        store=_store(address, launched),
         rank=address.rank,
         world_size=address.world_size,
         timeout=timedelta(seconds=address.timeout_s),
+        # On CUDA it also makes NCCL split communicators, instead of making each anew.
+        device_id=None if device.type == "cpu" else device,
     )
     return _Present(address, device, owned=True)
+
+
+def _named_by(launched: LaunchedWorld | None) -> RankAddress:
+    """The address of this process in the world of the environment, or in one of its own."""
+    if launched is None:
+        return RankAddress(rank=0, world_size=1, store_path="")
+    return RankAddress(
+        rank=launched.rank, world_size=launched.world_size, store_path="", local_rank=launched.local_rank
+    )
+
+
+def _store(address: RankAddress, launched: LaunchedWorld | None) -> Store:
+    if launched is not None:
+        host, port = launched.leader()
+        return TCPStore(host, port, address.world_size, is_master=address.rank == 0)
+    if address.world_size == 1 and not address.store_path:
+        return HashStore()
+    return FileStore(address.store_path, address.world_size)

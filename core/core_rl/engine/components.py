@@ -12,7 +12,8 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.hub import with_local_model
 from core_rl.distributed.agreement import first_on_each_machine
-from core_rl.distributed.process_group import RankAddress, join, pick_device
+from core_rl.distributed.devices import chosen_device, use_device
+from core_rl.distributed.process_group import RankAddress, join, local_index
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.passes import Passes
@@ -62,7 +63,7 @@ class TrainComponents:
 
         ``resources`` leaves the group and frees the backend. Raises what `TrainEngine.initialize` raises.
         """
-        device = pick_device(config.device, addr.local_rank if addr else 0)
+        device = chosen_device(config.device, local_index(addr))
         if device.type == "cuda":
             guards.require_capability(spec, Capability.CUDA, "device 'cuda'")
         if addr is not None:
@@ -71,6 +72,7 @@ class TrainComponents:
         if config.optimizer is not None:
             schedule_steps = schedule_length(config.optimizer, ft_spec.total_train_steps if ft_spec else None)
         schedule_function = ScheduleFunction.of(config.optimizer, schedule_steps)
+        use_device(device)  # NCCL's groups and kernels are made for it
         membership = join(addr, device)
         resources.callback(membership.leave)
         world = membership.world

@@ -27,7 +27,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
-from core_rl.distributed.process_group import pick_device
+from core_rl.distributed.devices import chosen_device
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.reference import ReferenceRolloutConfig
 from core_rl.reference.sampling import Completion, generate
@@ -81,7 +81,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     def _adopt(self, model: PreTrainedModel) -> None:
         # A published generation config may hold penalties and forced tokens; a request has all parameters.
         model.generation_config = GenerationConfig()
-        torch.nn.Module.to(model, pick_device(self.config.device, 0))
+        torch.nn.Module.to(model, chosen_device(self.config.device))
         self._model = model
 
     def teardown(self) -> None:
@@ -242,7 +242,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         self._on_worker(torch.nn.Module.to, self._model, torch.device("cpu"))
 
     def resume_memory(self) -> None:
-        self._on_worker(torch.nn.Module.to, self._model, pick_device(self.config.device, 0))
+        self._on_worker(torch.nn.Module.to, self._model, chosen_device(self.config.device))
 
     def set_version(self, version: int) -> None:
         # On the worker, since a batch has one version.

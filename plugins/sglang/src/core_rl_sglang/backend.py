@@ -14,7 +14,7 @@ from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
-from core_rl.distributed.process_group import pick_device
+from core_rl.distributed.devices import device_type
 from core_rl.errors import LayoutError
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl_sglang.api import Api
@@ -97,7 +97,7 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         self._cleanup.close()
 
     def scheduling(self, config: SglangConfig) -> Scheduling:
-        gpus = config.layout.tp if pick_device(config.device, 0).type == "cuda" else 0
+        gpus = config.layout.tp if device_type(config.device) == "cuda" else 0
         return Scheduling(cpu=2, gpu=gpus, memory_mib=4096)
 
     # -------------------------------------------------------------- requests
@@ -154,7 +154,7 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
 
 
 def _served(config: SglangConfig) -> ServedModel:
-    on_cpu = pick_device(config.device, 0).type == "cpu"
+    on_cpu = device_type(config.device) == "cpu"
     return ServedModel.of(config.model, config.layout.tp if on_cpu else 0)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from core_rl.config.secret import HIDDEN
-from core_rl.distributed.process_group import pick_device
+from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.launch.process_tree import ProcessTree
 from core_rl_sglang.config import SglangConfig, SglangOptions
@@ -85,7 +85,7 @@ class ServerProcess:
     """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
 
     def __init__(self, config: SglangConfig, model: ServedModel, port: int) -> None:
-        options, device, python = config.options, pick_device(config.device, 0).type, config.server_python
+        options, device, python = config.options, device_type(config.device), config.server_python
         self._key = options.key
         arguments = arguments_of(config, model, port, device)
         self._log = _log_file(options.log_path, port)

@@ -1,0 +1,40 @@
+"""The device of this process: which one it is, and making it the current one. Asking changes nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from core_rl.errors import ConfigError
+
+__all__ = ["chosen_device", "device_type", "use_device"]
+
+
+def device_type(choice: str) -> str:
+    """``cpu`` or ``cuda``: what a config's ``device`` stands for. Raises `ConfigError` where there is none."""
+    available = torch.cuda.is_available()
+    if choice == "cuda" and not available:
+        raise ConfigError("device = 'cuda', and torch sees no CUDA device; set device to 'cpu' or 'auto'")
+    return "cuda" if available and choice != "cpu" else "cpu"
+
+
+def chosen_device(choice: str, index: int | None = None) -> torch.device:
+    """The device that a config's ``device`` stands for: on CUDA the one with this ``index``, or else the current one.
+
+    Raises `ConfigError` where the machine has fewer.
+    """
+    if device_type(choice) == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = torch.cuda.current_device() if index is None else index
+    if index >= count:
+        raise ConfigError(
+            f"a rank is to use the CUDA device {index}, and this machine has {count}, numbered from 0; start fewer "
+            "ranks, or name its devices (placement in a recipe, devices of an EngineGroup)"
+        )
+    return torch.device("cuda", index)
+
+
+def use_device(device: torch.device) -> None:
+    """Make ``device`` the one that CUDA kernels and collectives of this process use."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
