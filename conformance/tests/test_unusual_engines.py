@@ -22,7 +22,7 @@ pytest_plugins = ["pytester"]
 LAYOUTS = (ParallelLayout(), ParallelLayout(dp=2))
 PROFILE = Profile(layouts=LAYOUTS)
 IN_HALF = Profile(layouts=LAYOUTS, dtypes=("float32", "bfloat16"), families=("llama",))
-SESSIONS = [("--quick", f"--seed={seed}") for seed in range(20)] + [(f"--seed={seed}",) for seed in range(2)]
+SESSIONS = [("--quick", "--seed=0"), ("--quick", "--seed=1"), ("--seed=2",)]
 ENOUGH = 12
 """Checks that fail on an engine with every fault."""
 Add = Callable[..., EngineSpec]
