@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import training_support as support
 import yaml
 
 from core_rl.cli import main
@@ -77,6 +78,19 @@ def test_an_existing_recipe_is_kept_without_force(
     assert load_recipe(output).algorithm.type_ == "sft"
 
 
+def test_columns_of_other_names_are_written(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"my question": f"{number}+1=", "solution": "1"} for number in range(40)]
+    support.write_jsonl(tmp_path / "other.jsonl", rows)
+    words = arguments(start, "grpo", data="other.jsonl", reward="text_match")
+    assert run_command(words) == 2
+    assert "data.columns.prompt=COLUMN (as --column FIELD=COLUMN)" in capsys.readouterr().err
+    assert run_command([*words, "--column", "prompt=my question", "--column", "answer=solution"]) == 0
+    assert load_recipe("recipe.yaml").data.columns == {"prompt": "my question", "answer": "solution"}
+
+
 BAD = [
     ("gropo", {}, "there is no interface 'gropo'; did you mean 'grpo'?"),
     ("grpo", {"reward": None}, "--algorithm grpo learns from rewards: add --reward"),
@@ -91,6 +105,7 @@ BAD = [
     ("grpo", {"model": "none"}, "--model = 'none': no such directory"),
     ("grpo", {"data": "none.jsonl"}, "'none.jsonl': there is no such file"),
     ("grpo", {"engine": "fsdpp"}, "fsdp"),
+    ("grpo", {"column": "prompt"}, "--column prompt: write FIELD=COLUMN, such as --column prompt=question"),
 ]
 
 
