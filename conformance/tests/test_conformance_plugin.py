@@ -361,7 +361,7 @@ def installed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> str
     return "strange"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_last_failed_and_workers(pytester: pytest.Pytester, installed: str) -> None:
     """``-n 2`` spreads the checks, ``--lf`` runs what failed, and no process is left."""
     pytester.makeini(FOREIGN_INI)

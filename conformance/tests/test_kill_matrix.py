@@ -59,7 +59,7 @@ def test_other_checks_that_kill_have_a_column_of_their_own() -> None:
     assert "I10.export" in matrix.text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_seeds_multiply_the_zoo_and_give_a_file(pytester: pytest.Pytester) -> None:
     here = Path(__file__).parent
     command = [

@@ -255,6 +255,8 @@ def die(engine: TrainEngine, how: str) -> None:
     if how == "with children":
         subprocess.Popen(["/bin/sleep", "300"], close_fds=False)
         os._exit(5)
+    if how == "SIGHUP":  # which is ignored under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.Signals[how])
     time.sleep(300)
 

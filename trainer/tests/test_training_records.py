@@ -196,7 +196,11 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_another_recipe_is_refused_with_the_differing_fields(tmp_path: Path) -> None:
+    """Where the run has taken a step: one that has not is replaced."""
     RunDirectory(_recipe(tmp_path))
+    RunDirectory(_recipe(tmp_path, engine="fsdp"))
+    RunDirectory(_recipe(tmp_path)).write_page("the page", None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(
         ConfigError, match=r"(?s)fresh=true.*engine: 'reference' then, 'fsdp' now.*optimizer.lr: 0.02"
     ):

@@ -37,7 +37,7 @@ MOST_VALUES = 0.9
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
-@check("I20.adamw-8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
+@check("I20.8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
 def steps_with_8_bit_moments_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """With ``optimizer.type = "adamw_8bit"``, a step is AdamW's from the moments before it; only their codes round.
 

@@ -67,21 +67,21 @@ DECLARED = frozenset({C.ADAMW_8BIT})
 MUTANTS = (
     Mutant(
         engine=EightBitIsFloat32,
-        killed_by="I20.adamw-8bit",
+        killed_by="I20.8bit",
         issue="a claim about memory",
         says="more values than 8 bits do",
         declared=DECLARED,
     ),
     Mutant(
         engine=EightBitWithSign,
-        killed_by="I20.adamw-8bit",
+        killed_by="I20.8bit",
         issue="codes of the wrong kind",
         says="exp_avg_sq after step 0",
         declared=DECLARED,
     ),
     Mutant(
         engine=EightBitRoundsTooEarly,
-        killed_by="I20.adamw-8bit",
+        killed_by="I20.8bit",
         issue="moments are rounded before they are used",
         says="weights after step 0",
         declared=DECLARED,

@@ -74,7 +74,7 @@ def test_gradients_equal_the_plain_model(
     assert norm == pytest.approx(float(expected["norm"]["norm"]), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_give_the_same_gradients_for_any_number_of_sequences(group: EngineGroup) -> None:
     batches = [
         support.make_batch(seed, lengths) for seed, lengths in enumerate([(5, 9), (7, 3, 8, 2), (17,)])

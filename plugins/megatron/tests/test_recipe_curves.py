@@ -32,8 +32,8 @@ def run(
     return curve_of(support.recipe_of(recipe), overrides, output)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_a_recipe_has_one_curve_on_all_engines(recipe: str, start: Path, tmp_path: Path) -> None:
     """PPO's critic is on the same engine as its actor, and moved with it."""
     base = run(start, recipe, "reference", tmp_path / "reference")
