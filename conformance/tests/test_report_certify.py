@@ -47,6 +47,22 @@ def test_a_layout_is_certified_by_all_checks_and_not_by_some() -> None:
     assert narrow.reason.endswith("was not selected")
 
 
+def test_a_capability_whose_package_is_missing_takes_no_layout_with_it() -> None:
+    there = ("data_parallel",)
+    every = [case(check.identifier, capabilities=there) for check in CHECKS if check.kind == "train"]
+    missing = case(
+        "I10.value", Outcome.NOT_RUN, capabilities=(*there, "value_head"), reason="needs a package"
+    )
+    cases = [*every, missing]
+    states = {part.name: part.state for part in certify([*there, "value_head"], cases, NEEDS)}
+    assert states == {"data_parallel": CERTIFIED, "value_head": UNCERTIFIED}
+    ran = case(
+        "I10.value", capabilities=("value_head",)
+    )  # then the other one is missing at this layout alone
+    (layout, _) = certify([*there, "value_head"], [*cases, ran], NEEDS)
+    assert layout.state == UNCERTIFIED
+
+
 @pytest.mark.parametrize(("cases", "state", "reason"), CASES)
 def test_a_capability_is_certified_if_every_check_of_it_ran_and_passed(
     cases: list[CaseRecord], state: CapabilityState, reason: str

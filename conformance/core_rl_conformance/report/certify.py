@@ -44,16 +44,33 @@ def certify(
     line left out has no result at all.
     """
     counted = [case for case in results if not case.provisional and not case.partner]
+    unknown = _unknown(counted)
     present = {case.check for case in results}
     absent = {check: required for check, required in needs.items() if check not in present}
     return tuple(
         _certify(
             name,
-            [case for case in counted if name in case.capabilities],
+            [
+                case
+                for case in counted
+                if name in case.capabilities and not (name in ANY_CHECK and _is_about(case, unknown))
+            ],
             sorted(check for check, required in absent.items() if name in required or name in ANY_CHECK),
         )
         for name in sorted(declared)
     )
+
+
+def _unknown(cases: Sequence[CaseRecord]) -> frozenset[str]:
+    """Capabilities of which nothing could be run, such as those that need a package which is missing."""
+    tried = [case for case in cases if case.outcome is not Outcome.NOT_SUPPORTED]
+    ran = {name for case in tried if case.outcome is not Outcome.NOT_RUN for name in case.capabilities}
+    return frozenset({name for case in tried for name in case.capabilities} - ran - ANY_CHECK)
+
+
+def _is_about(case: CaseRecord, unknown: frozenset[str]) -> bool:
+    """Whether ``case`` was not run for want of what it is about: it says nothing about where it would have run."""
+    return case.outcome is Outcome.NOT_RUN and not unknown.isdisjoint(case.capabilities)
 
 
 def _certify(name: str, cases: Sequence[CaseRecord], absent: Sequence[str]) -> CapabilityRecord:
