@@ -50,8 +50,8 @@ class LoopThread:
                 "a workflow called a blocking method of its engine; await agenerate() instead"
             )
 
-    def close(self) -> None:
-        """Cancel everything and end the thread, within `CLOSE_TIMEOUT_S`. Further calls do nothing.
+    def close(self, timeout_s: float | None = None) -> None:
+        """Cancel everything and end the thread, by default within `CLOSE_TIMEOUT_S`. Further calls do nothing.
 
         Raises `RolloutError` when something blocks the loop and cannot be cancelled.
         """
@@ -60,10 +60,11 @@ class LoopThread:
             return
         # A blocked loop never gets to this, so the thread is waited for and not the call.
         self.run(self._cancel_all()).add_done_callback(lambda _: self.soon(self._loop.stop))
-        self._thread.join(CLOSE_TIMEOUT_S)
+        timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise RolloutError(
-                f"an episode blocks the rollout thread for {CLOSE_TIMEOUT_S:g} s and cannot be cancelled; "
+                f"an episode blocks the rollout thread for {timeout_s:g} s and cannot be cancelled; "
                 "a workflow awaits what takes long, or runs it in a thread"
             )
 
