@@ -71,7 +71,7 @@ def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
         return "; remove it"
     known = sorted(owner.model_fields)
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "; remove it"
+    hint = f"; did you mean {close[0]!r}?" if close else "; remove it."
     return f"{hint} Known fields: {', '.join(known)}"
 
 
