@@ -22,7 +22,9 @@ from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.dtensor import local_part
 from core_rl.toolkit.footprint import footprint_of
+from core_rl_conformance.inputs.tiny_models import TinyModel, build
 from core_rl_fsdp.engine import FSDPBackend
+from core_rl_fsdp.tensor_parallel import check_sequence_parallel
 
 LOSSES = {
     "lm": LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8),
@@ -245,3 +247,11 @@ def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
         group.initialize(config=support.fsdp_config(layout))
         apart = (losses(group) - straight).abs()
         assert bool((apart <= limit).all()), (layout, float((apart / limit).max()))
+
+
+def test_an_attention_that_the_plan_leaves_whole_takes_no_sequence_parallelism() -> None:
+    """Its latent projections see the tokens of one rank: DeepSeek's plan cuts the MLPs alone."""
+    model = build(TinyModel(family="deepseek_v3"))
+    with pytest.raises(LayoutError, match=r"DeepseekV3ForCausalLM leaves layers\.0\.self_attn whole"):
+        check_sequence_parallel(model)
+    check_sequence_parallel(build(TinyModel(family="llama")))

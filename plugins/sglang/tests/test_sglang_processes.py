@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,14 @@ def test_a_server_that_others_reach_needs_a_key(tmp_path: Path, host: str) -> No
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_a_server_on_the_loopback_needs_none(tmp_path: Path, host: str) -> None:
     build(tiny_model(tmp_path), host=host)
+
+
+def test_a_python_without_sglang_is_named(tmp_path: Path) -> None:
+    """This environment's: SGLang has one of its own."""
+    engine = build(tiny_model(tmp_path), python=sys.executable)
+    with pytest.raises(ConfigError, match=r"has no SGLang; name the Python .* CORE_RL_SGLANG_PYTHON"):
+        engine.initialize()
+    engine.destroy()
 
 
 def test_a_server_whose_sibling_does_not_start_is_stopped(tmp_path: Path) -> None:

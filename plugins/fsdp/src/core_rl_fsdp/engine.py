@@ -28,7 +28,7 @@ from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import Meshes
 from core_rl_fsdp.sharding import fsdp_modules, reset_pass, shard_modules
-from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_sequence_parallel, check_tensor_parallel
 
 __all__ = ["FSDPBackend"]
 
@@ -136,6 +136,8 @@ def _check_layout(model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Refuse what the model cannot take, before anything is moved or cut."""
     if layout.tp > 1:
         check_tensor_parallel(model, layout.tp)
+    if layout.sequence_parallel:
+        check_sequence_parallel(model)
     stateful = sorted({type(layer).__name__ for layer in stateful_layers(model.base_model).values()})
     if layout.sequence_parallel and stateful:
         raise LayoutError(

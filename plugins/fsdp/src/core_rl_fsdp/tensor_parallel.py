@@ -23,7 +23,7 @@ from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.parallel_context import ModelShards
 
-__all__ = ["apply_tensor_parallel", "check_tensor_parallel"]
+__all__ = ["apply_tensor_parallel", "check_sequence_parallel", "check_tensor_parallel"]
 
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicated_with_grad_allreduce",)
@@ -54,6 +54,18 @@ def check_tensor_parallel(model: PreTrainedModel, degree: int) -> None:
     rows = -(-config.vocab_size // degree)
     if rows * (degree - 1) >= config.vocab_size:
         raise LayoutError(f"tp={degree} leaves ranks without a row of vocab_size={config.vocab_size}")
+
+
+def check_sequence_parallel(model: PreTrainedModel) -> None:
+    """Raise `LayoutError` where the plan leaves attention layers whole: each rank would attend to its tokens alone."""
+    entered = {name.rpartition(".")[0] for name in _split(model)[COLUMN]}
+    modules = model.base_model.named_modules()
+    whole = [name for name, part in modules if "Attention" in type(part).__name__ and name not in entered]
+    if whole:
+        raise LayoutError(
+            f"sequence_parallel spreads the tokens, and the tensor parallel plan of {type(model).__name__} leaves "
+            f"{whole[0]} whole on every rank, which needs all of them; leave it off"
+        )
 
 
 def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelShards) -> frozenset[str]:

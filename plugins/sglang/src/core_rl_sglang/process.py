@@ -16,7 +16,7 @@ from core_rl.config.secret import HIDDEN
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.launch.process_tree import ProcessTree
-from core_rl_sglang.config import SglangConfig, SglangOptions
+from core_rl_sglang.config import PYTHON_VARIABLE, SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
 __all__ = ["ServerProcess", "free_ports"]
@@ -81,12 +81,15 @@ def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
     return tuple(free)
 
 
+MISSING = "ModuleNotFoundError: No module named 'sglang'"
+
+
 class ServerProcess:
     """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
 
     def __init__(self, config: SglangConfig, model: ServedModel, port: int) -> None:
         options, device, python = config.options, device_type(config.device), config.server_python
-        self._key = options.key
+        self._key, self._python = options.key, python
         arguments = arguments_of(config, model, port, device)
         self._log = _log_file(options.log_path, port)
         environment = {
@@ -135,9 +138,14 @@ class ServerProcess:
         return self._process.poll() is None
 
     def require_alive(self, address: str) -> None:
-        """Raise `RolloutError` with the end of the log if the server has ended."""
+        """Raise `RolloutError` with the end of the log if the server has ended, `ConfigError` if SGLang is missing."""
         code = self._process.poll()
         if code is not None:
+            if MISSING in self.log_tail():
+                raise ConfigError(
+                    f"options.python: {self._python!r} has no SGLang; name the Python of an environment that has it "
+                    f"there, or in the variable {PYTHON_VARIABLE}"
+                )
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise RolloutError(f"SGLang server {address} {how}; {self.log_tail()}")
 
