@@ -234,7 +234,7 @@ def _torchao(session: nox.Session, *arguments: str) -> None:
     session.run(
         "pytest", "core/tests/test_eight_bit.py", "trainer/tests/test_training_optimizers.py", env=env
     )
-    session.run("pytest", MUTANTS, "-k", "eight-bit", *STEALING, *arguments, env=env)
+    session.run("pytest", MUTANTS, "-k", "eight-bit", *STEALING, env=env)
     checks = ["--check=I20.8bit", "--check=I11.resume-8bit"]
     session.run(
         "pytest", *_engine_options(["reference", "fsdp", "ddp"]), "conformance/", *checks, *arguments, env=env
