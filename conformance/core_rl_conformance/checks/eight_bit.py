@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core_rl.backend.meta import TensorKind
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import MissingPackage
@@ -18,7 +17,7 @@ from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.mixed import default_settings
 from core_rl_conformance.procedures.outputs import PROBE
-from core_rl_conformance.procedures.training import optimizer_config
+from core_rl_conformance.procedures.training import MOMENTS, optimizer_config
 from core_rl_conformance.profile import DENSE
 from core_rl_oracle.eight_bit import share_of_values, with_rounding_to_codes
 from core_rl_oracle.muon import MixedOptimizer, MixedState, mixed_tolerances
@@ -34,7 +33,6 @@ SMALLEST = 4096
 """Weights of one parameter on one rank, from which on moments are in 8 bits."""
 MOST_VALUES = 0.9
 """The largest share of different values that moments of 8 bits have."""
-MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 @check("I20.8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
@@ -55,25 +53,20 @@ def steps_with_8_bit_moments_are_those_of_adamw(subject: EngineUnderTest) -> Non
     config = MixedOptimizer(adamw=CONFIG, settings=settings)
     for number in range(STEPS):
         _verify_step(subject, group, config, number)
-    for kind, tensors in moving.state(group).items():
-        large = [name for name, value in tensors.items() if _coded(subject, value.numel())]
-        shares = {name: share_of_values(tensors[name]) for name in large if kind in MOMENTS}
-        plain = [name for name, share in shares.items() if share > MOST_VALUES]
+    for kind in MOMENTS:
+        large = {n: v for n, v in group.named_tensors(kind).items() if _coded(subject, v.numel())}
+        plain = [name for name, value in large.items() if share_of_values(value) > MOST_VALUES]
         subject.require(not plain, f"{kind} of {', '.join(plain)} has more values than 8 bits do")
 
 
 def _verify_step(subject: EngineUnderTest, group: EngineGroup, config: MixedOptimizer, number: int) -> None:
-    before = {kind: group.named_tensors(kind) for kind in ("master", *MOMENTS)}
+    before = moving.state(group)
     group.optimizer_zero_grad()
     group.forward_backward(subject.data(PROBE, number).batch(), LOSS.spec(), MicroBatchSpec(count=2))
     grads = group.named_tensors("grads")
     group.optimizer_step()
-    start = MixedState(
-        params={name: value.double() for name, value in before["master"].items()},
-        exp_avg={name: value.double() for name, value in before["exp_avg"].items()},
-        exp_avg_sq={name: value.double() for name, value in before["exp_avg_sq"].items()},
-        count=number,
-    )
+    moments = {kind: before[kind] for kind in MOMENTS}
+    start = MixedState(params=before["master"], **moments, count=number)
     right = start.copied(config.dtype)
     config.step(right, grads, CONFIG.lr)
     allowed = mixed_tolerances(start, right, config, [grads], [CONFIG.lr])

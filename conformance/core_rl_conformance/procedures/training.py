@@ -23,7 +23,7 @@ from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
-__all__ = ["Shadow", "optimizer_config"]
+__all__ = ["MOMENTS", "Shadow", "optimizer_config"]
 
 
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")

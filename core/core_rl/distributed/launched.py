@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core_rl.errors import ConfigError
@@ -44,12 +43,12 @@ class LaunchedWorld:
             f"{names.world_size}={self.world_size})"
         )
 
-    def leader(self, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    def leader(self) -> tuple[str, int]:
         """The host name of rank 0 and the port where it is to be met.
 
         Raises `ConfigError` where the environment does not say.
         """
-        host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not host or not port.isdigit():
             raise ConfigError(
                 f"this is {self}, and MASTER_ADDR={host!r}, MASTER_PORT={port!r} do not say where they meet: set them "
@@ -59,10 +58,10 @@ class LaunchedWorld:
         return host, int(port)
 
 
-def launched_world(environment: Mapping[str, str] = os.environ) -> LaunchedWorld | None:
+def launched_world() -> LaunchedWorld | None:
     """The world of several processes that a launcher has started this one for; None for a process of its own."""
     for launcher, names in LAUNCHERS.items():
-        found = [environment.get(name, "") for name in (names.rank, names.world_size, names.local_rank)]
+        found = [os.environ.get(name, "") for name in (names.rank, names.world_size, names.local_rank)]
         rank, size, local = (int(text) if text.isdigit() else None for text in found)
         if rank is not None and size is not None and size > 1:
             own = rank if local is None else local

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.config.engine import OptimizerConfig
-from core_rl.errors import MissingPackage
+from core_rl.toolkit.extras import import_extra
 
 __all__ = ["AdamW8Bit", "as_float32", "is_eight_bit", "memory_of"]
 
@@ -34,18 +33,16 @@ class AdamW8Bit:
         config: OptimizerConfig,
     ) -> None:
         self._groups = groups
-        self._state = state
         own = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
         self._optimizer = _torchao_optim().AdamW8bit(own, lr=config.lr, betas=config.betas, eps=config.eps)
+        self._optimizer.state = state
 
     def step(self) -> None:
         """Update the parameters that have a gradient."""
         for group, own in zip(self._groups, self._optimizer.param_groups, strict=True):
             own["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
-        with _uncompiled() if self._on_cpu() else nullcontext():
+        with torch.compiler.set_stance("force_eager") if self._on_cpu() else nullcontext():
             self._optimizer.step()
-        for parameter, own in self._optimizer.state.items():
-            self._state[parameter] = own
 
     def _on_cpu(self) -> bool:
         return all(p.device.type == "cpu" for group in self._groups for p in group["params"])
@@ -71,19 +68,9 @@ def as_float32(moment: Any) -> Iterator[Tensor]:
         moment.copy_(values)
 
 
-def _uncompiled() -> Any:
-    return torch.compiler.set_stance("force_eager")
-
-
 def _torchao_optim() -> Any:
     with _errors_only("torchao", "torch.utils._pytree"):
-        try:
-            return importlib.import_module("torchao.optim")
-        except ImportError as error:
-            raise MissingPackage(
-                f"optimizer.type 'adamw_8bit' needs torchao, which cannot be imported ({error}); "
-                "run: pip install 'core-rl[torchao]'"
-            ) from error
+        return import_extra("torchao.optim", "optimizer.type 'adamw_8bit' needs torchao")
 
 
 @contextmanager
@@ -93,6 +80,8 @@ def _errors_only(*names: str) -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

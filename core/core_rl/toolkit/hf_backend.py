@@ -212,9 +212,8 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         elif part == "gradients":
             yield from (grad for _, grad in self.local_grads())
         elif self.optimizer is not None:
-            for moment in (
-                v for state in self.optimizer.state.values() for k, v in state.items() if k != "step"
-            ):
+            states = self.optimizer.state.values()
+            for moment in (value for state in states for kind, value in state.items() if kind != "step"):
                 if is_eight_bit(moment):
                     yield from memory_of(moment).values()
                 elif isinstance(moment, Tensor):

@@ -103,15 +103,17 @@ class HFShardedState:
     @contextmanager
     def _part(self, name: str, parameter: nn.Parameter, kind: str) -> Iterator[LocalPart]:
         """This rank's part of the parameter, its gradient or a moment."""
-        own = local_part(parameter.detach())
         if kind in VALUES:
-            yield own
+            yield local_part(parameter.detach())
         elif kind == "grads":
             grad = parameter.grad
             yield local_part(torch.zeros_like(parameter.detach()) if grad is None else grad)
         else:
             with self._moment(name, kind) as moment:
-                yield local_part(moment) if isinstance(moment, DTensor) else LocalPart(moment, own.offsets)
+                if isinstance(moment, DTensor):
+                    yield local_part(moment)
+                else:
+                    yield LocalPart(moment, local_part(parameter.detach()).offsets)
 
     def _moment(self, name: str, kind: str) -> AbstractContextManager[Tensor]:
         assert self._optimizer is not None  # it has the kinds of `optimizer_kinds`

@@ -5,7 +5,6 @@ The adapter layers are those of ``peft``, an optional dependency that is importe
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from core_rl.backend.protocols import LowRank
 from core_rl.config.engine import Head, LoraConfig
-from core_rl.errors import ConfigError, MissingPackage
+from core_rl.errors import ConfigError
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.extras import import_extra
 
 __all__ = [
     "ADAPTER_PREFIX",
@@ -163,13 +163,7 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _import_peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise MissingPackage(
-            "model.lora needs the package peft, which cannot be imported "
-            f"({error}); run: pip install 'core-rl[peft]'"
-        ) from error
+    return import_extra("peft", "model.lora needs the package peft")
 
 
 def _peft_config(model: PreTrainedModel, config: LoraConfig, head: Head, targets: Iterable[str]) -> Any:

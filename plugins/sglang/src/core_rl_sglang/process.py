@@ -26,6 +26,8 @@ CPU_CACHE_TOKENS = 16384
 CONTEXT_MARGIN = 8
 """SGLang keeps some tokens of its context for itself: a prompt is at most 7 shorter (0.5.23, ``tp_worker.py``)."""
 GRACE_S = 10.0
+MISSING = "ModuleNotFoundError: No module named 'sglang'"
+"""The end of the log of a Python that has no SGLang."""
 
 
 def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: str) -> list[str]:
@@ -79,9 +81,6 @@ def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
                 ) from error
             free.append(int(probe.getsockname()[1]))
     return tuple(free)
-
-
-MISSING = "ModuleNotFoundError: No module named 'sglang'"
 
 
 class ServerProcess:
@@ -141,13 +140,14 @@ class ServerProcess:
         """Raise `RolloutError` with the end of the log if the server has ended, `ConfigError` if SGLang is missing."""
         code = self._process.poll()
         if code is not None:
-            if MISSING in self.log_tail():
+            tail = self.log_tail()
+            if MISSING in tail:
                 raise ConfigError(
                     f"options.python: {self._python!r} has no SGLang; name the Python of an environment that has it "
                     f"there, or in the variable {PYTHON_VARIABLE}"
                 )
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise RolloutError(f"SGLang server {address} {how}; {self.log_tail()}")
+            raise RolloutError(f"SGLang server {address} {how}; {tail}")
 
     def log_tail(self, lines: int = 25) -> str:
         """The last lines that the server wrote, for a message."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from core_rl_trainer.recipe.recipe import Recipe
 
 
 def train(
@@ -37,9 +40,9 @@ def train(
     from core_rl_trainer.recipe.engines import check_recipe
 
     changes = overrides or []
-    check_recipe(recipe, changes)  # before torch is imported, which takes seconds
+    chosen = check_recipe(recipe, changes)  # before torch is imported, which takes seconds
     if dry_run:
-        _print_plan(recipe, changes, as_json)
+        _print_plan(chosen, as_json)
         return
 
     from core_rl.launch.process import start_fork_server
@@ -61,17 +64,15 @@ def train(
         typer.echo(json.dumps(result))
 
 
-def _print_plan(recipe: Path, overrides: list[str], as_json: bool) -> None:
+def _print_plan(recipe: Recipe, as_json: bool) -> None:
     import dataclasses
 
     from core_rl_trainer.cli.plan import print_plan
     from core_rl_trainer.loop.run import dry_run
-    from core_rl_trainer.recipe.recipe import load_recipe
 
-    chosen = load_recipe(recipe, overrides)
-    plan = dry_run(chosen)
+    plan = dry_run(recipe)
     if as_json:
-        values = {"recipe": chosen.model_dump(mode="json"), "plan": dataclasses.asdict(plan)}
+        values = {"recipe": recipe.model_dump(mode="json"), "plan": dataclasses.asdict(plan)}
         typer.echo(json.dumps(values, indent=2))
     else:
         print_plan(plan)

@@ -25,6 +25,10 @@ __all__ = [
 ]
 
 Messages = Sequence[Mapping[str, Any]]
+COPY = (
+    "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
+)
+"""What to do about a directory without a tokenizer."""
 Encoded = tuple[list[int], list[bool]]
 """Token ids of a sequence, and which of them are trained."""
 
@@ -157,11 +161,6 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-COPY = (
-    "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
-)
-
-
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; `ConfigError` if there is none."""
     from transformers import AutoTokenizer
@@ -182,9 +181,8 @@ def _check_vocabulary(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     from core_rl.toolkit.build import read_config
 
     vocabulary = tokenizer.get_vocab()
-    if vocabulary.keys() <= set(
-        tokenizer.all_special_tokens
-    ):  # transformers makes one where there are no files
+    # Where there are no files, transformers makes a tokenizer of special tokens alone.
+    if vocabulary.keys() <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"model.path = {path!r}: there is no tokenizer in it; {COPY}")
     size = read_config(ModelConfig(path=path)).get_text_config().vocab_size
     highest = max(vocabulary.values())

@@ -176,12 +176,12 @@ class RunDirectory:
     def _claim(self, now: RunIdentity) -> RunIdentity:
         """The identity of the run that is here, or begins here; raises `ConfigError` where ``now`` is another one."""
         before, steps = self._found(), self.checkpoints.steps()
-        if before is not None and not self._has_steps():
-            if before.refused_changes(now):
-                self._clear()
-            before = None
         if before is not None:
-            raise_all(ConfigError, f"{self.path} holds another run. {REMEDY}", before.refused_changes(now))
+            changed = before.refused_changes(now)
+            if changed and not (steps or self._has_steps()):
+                self._clear()
+                changed = []
+            raise_all(ConfigError, f"{self.path} holds another run. {REMEDY}", changed)
             self._check_steps(before.recipe["steps"], now.recipe["steps"], steps)
         begun = before
         if not steps:  # it begins now, or again
@@ -193,10 +193,9 @@ class RunDirectory:
         return now
 
     def _has_steps(self) -> bool:
-        """Whether the run that is here took a step: one that failed before has nothing to lose."""
-        if self.checkpoints.steps() or (self.path / RESULT).is_file():
-            return True
-        return any((row.get("step") or 0) > 0 for row in read_steps(self.path / METRICS))
+        """Whether a run without checkpoints took a step: one that failed before has nothing to lose."""
+        rows = read_steps(self.path / METRICS)
+        return (self.path / RESULT).is_file() or any((row.get("step") or 0) > 0 for row in rows)
 
     def _check_steps(self, before: int, now: int, saved: list[int]) -> None:
         """Raise `ConfigError` where a run of ``before`` steps, with checkpoints, cannot become one of ``now``."""

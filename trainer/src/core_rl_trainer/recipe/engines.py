@@ -35,8 +35,9 @@ def engine_config(
     return spec, parse_config(load_config(spec), {**common, **fields, **section, **own}, f"engine {name!r}")
 
 
-def check_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> None:
-    """Raise what `load_recipe` raises, and `engine_config` for the train engine: all that is found without torch."""
+def check_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe; raises what `load_recipe` raises, and `engine_config` for the train engine, without torch."""
     recipe = load_recipe(source, overrides)
     fields = {"model": {"path": recipe.model.path}, "optimizer": recipe.optimizer.model_dump()}
     engine_config(recipe, recipe.engine, "train", fields)
+    return recipe

@@ -1,0 +1,24 @@
+"""Packages that some fields of a config need, and that an extra of core-rl installs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from core_rl.errors import MissingPackage
+
+__all__ = ["import_extra"]
+
+
+def import_extra(module: str, need: str) -> Any:
+    """The ``module``, whose first part is also the name of the extra.
+
+    Raises `MissingPackage` where it cannot be imported; ``need`` says in its message what needs which package.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = module.partition(".")[0]
+        raise MissingPackage(
+            f"{need}, which cannot be imported ({error}); run: pip install 'core-rl[{extra}]'"
+        ) from error
