@@ -84,9 +84,7 @@ class Sums(nn.Module):
 def test_sequences_of_similar_length_are_one_call() -> None:
     trunk = nn.ModuleDict({"layer": Sums()})
     layer = trunk["layer"]
-    layers = StatefulLayers(trunk)
-    bounds = (0, 3, 7, 8, 16)
-    layers.segments = Segments(bounds)
+    StatefulLayers(trunk).begin(Segments((0, 3, 7, 8, 16)), torch.device("cpu"))
     hidden = torch.arange(16.0).view(1, 16, 1)
     found, state = layer(hidden)
     expected = torch.cat([part.cumsum(0) for part in hidden[0].split([3, 4, 1, 8])])
@@ -97,7 +95,7 @@ def test_sequences_of_similar_length_are_one_call() -> None:
 
 def test_an_argument_without_an_entry_for_each_token_is_refused() -> None:
     trunk = nn.ModuleDict({"layer": Sums()})
-    StatefulLayers(trunk).segments = Segments((0, 3, 7))
+    StatefulLayers(trunk).begin(Segments((0, 3, 7)), torch.device("cpu"))
     with pytest.raises(UnsupportedCapability, match=r"layer layer gets a tensor of shape \(1, 5\)"):
         trunk["layer"](torch.zeros(1, 7, 1), torch.zeros(1, 5))
 

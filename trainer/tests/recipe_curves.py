@@ -24,7 +24,8 @@ from core_rl_trainer.loop.run import run_recipe
 __all__ = ["COMPARED", "Curve", "Spread", "curve_of", "move_weights"]
 
 COMPARED = (
-    "reward", "reward_std", "completion_tokens", "groups_without_signal", "loss", "policy_loss", "approx_kl", "entropy",
+    "reward", "reward_std", "completion_tokens", "groups_without_signal", "loss", "policy_loss", "approx_kl",
+    "entropy", "entropy_estimate",
     "clip_fraction", "kl_before", "kl_coef", "kl_k3", "grad_norm", "updates", "update_successful", "lr", "version",
     "critic_value_loss", "critic_explained_variance", "critic_grad_norm", "critic_updates",
     "eval_reward", "eval_reward_greedy", "eval_loss",

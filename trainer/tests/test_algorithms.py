@@ -256,7 +256,7 @@ def test_a_custom_objective_is_used_and_travels() -> None:
 def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
     batch = ragged_batch(LENGTHS)
     output = policy_output(batch)
-    loss = PolicyLoss(kl_coef=0.1)
+    loss = PolicyLoss(kl_coef=0.1, log_entropy=True)
     _, metrics = loss(output, batch)
     chosen = [t for row in trained_rows(batch) for t in row]
     new, old, ref, advantage, entropy = (
@@ -281,6 +281,7 @@ def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
         "clip_fraction": statistics.fmean(outside),
         "approx_kl": statistics.fmean(ratio - 1 - math.log(ratio) for ratio in ratios),
         "entropy": statistics.fmean(entropy),
+        "entropy_estimate": -statistics.fmean(new),
         "advantage": statistics.fmean(advantage),
         "kl_k1": statistics.fmean(-x for x in log_r),
         "kl_k2": statistics.fmean(x * x / 2 for x in log_r),
@@ -292,6 +293,16 @@ def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
     }
     assert any(outside)
     assert {name: metric.result() for name, metric in metrics.items()} == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "needed"),
+    [(PolicyLoss(), False), (PolicyLoss(log_entropy=True), True), (PolicyLoss(entropy_coef=0.1), True)],
+)
+def test_the_entropy_is_computed_only_where_somebody_needs_it(loss: PolicyLoss, needed: bool) -> None:
+    assert loss.spec(1.0).outputs == (("logprobs", "entropy") if needed else ("logprobs",))
+    _, metrics = loss(policy_output(ragged_batch(LENGTHS)), ragged_batch(LENGTHS))
+    assert ("entropy" in metrics) is needed
 
 
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=ids)

@@ -184,7 +184,9 @@ def test_metrics_of_several_updates_are_means_and_extremes() -> None:
     engine = BigramEngine()
     single = PPOActorInterface(PPOActorConfig(recompute_logprobs=False))
     first, second = (single.train_step(engine, batch, ONE) for _ in range(2))
-    assert both["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
+    assert both["entropy_estimate"] == pytest.approx(
+        (first["entropy_estimate"] + second["entropy_estimate"]) / 2
+    )
     assert both["ratio_max"] == max(first["ratio_max"], second["ratio_max"])
     assert both["ratio_min"] == min(first["ratio_min"], second["ratio_min"])
 

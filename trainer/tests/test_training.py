@@ -117,7 +117,17 @@ def test_a_run_leaves_metrics_a_picture_and_a_model(unbroken: Path, start: Path)
     rows = support.curve(unbroken)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 3, 4]
-    names = {"reward", "kl_k1", "kl_k2", "kl_k3", "entropy", "clip_fraction", "grad_norm", "lr", "version"}
+    names = {
+        "reward",
+        "kl_k1",
+        "kl_k2",
+        "kl_k3",
+        "entropy_estimate",
+        "clip_fraction",
+        "grad_norm",
+        "lr",
+        "version",
+    }
     assert all(names <= row.keys() for row in rows[1:])
     assert all(row["update_successful"] == 1 and row["updates"] == 2 for row in rows[1:])
     assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4]

@@ -47,12 +47,13 @@ class MicroBatches:
 
     def __init__(self, batch: SequenceBatch, plan: Sequence[Sequence[int]], device: torch.device) -> None:
         self.plan = [list(part) for part in plan]
-        self.items = [(batch.select(part) if part else batch.dummy()).to(device) for part in self.plan]
+        self._originals = [batch.select(part) if part else batch.dummy() for part in self.plan]
+        self.items = [original.to(device) for original in self._originals]
         self._index = {id(item): number for number, item in enumerate(self.items)}
 
     def real(self) -> list[SequenceBatch]:
-        """The micro-batches that are no dummies."""
-        return [item for item, part in zip(self.items, self.plan, strict=True) if part]
+        """The micro-batches that are no dummies, on the device of the batch: weights are counted without a GPU."""
+        return [original for original, part in zip(self._originals, self.plan, strict=True) if part]
 
     def claim(self, micro_batch: SequenceBatch) -> int:
         """The number of ``micro_batch``; `EngineContractError` when it is foreign or comes twice."""

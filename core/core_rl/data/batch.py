@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core_rl.data.pinned import to_device
 from core_rl.errors import BatchError, raise_all
 
 __all__ = ["LOSS_MASK", "SequenceBatch"]
@@ -40,6 +41,11 @@ class SequenceBatch:
     """Sequence fields that are no tensors, one list entry for each sequence."""
     unit: Tensor | None = None
     """Int64 ``[B]``: sequences with the same number are never separated (a preference pair, a group)."""
+    _original: SequenceBatch | None = field(default=None, init=False, repr=False, compare=False)
+    """The batch on the CPU that `to` has copied: what follows from it is computed there, so that nobody waits for an
+    accelerator."""
+    _copied: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was computed there and copied."""
 
     def __post_init__(self) -> None:
         raise_all(BatchError, "batch", self._violations())
@@ -123,22 +129,33 @@ class SequenceBatch:
 
         Without a ``loss_mask`` field, all but the first tokens are.
         """
-        mask = self.tokens.get(LOSS_MASK)
-        return self.not_first if mask is None else self.not_first & mask
+        return self._following("loss_mask", _loss_mask)
 
     @property
     def not_first(self) -> Tensor:
         """Bool ``[T]``: all but the first token of each sequence."""
-        mask = torch.ones_like(self.input_ids, dtype=torch.bool)
-        mask[self.cu_seqlens[:-1].to(mask.device, torch.long)] = False
-        return mask
+        return self._following("not_first", _not_first)
 
     @property
     def position_ids(self) -> Tensor:
         """Positions that start again at 0 in each sequence, int64 ``[T]``."""
-        starts = self.cu_seqlens[:-1].to(self.device, torch.long)
-        lengths = torch.tensor(self.lengths, device=self.device, dtype=torch.long)
-        return torch.arange(self.num_tokens, device=self.device) - torch.repeat_interleave(starts, lengths)
+        return self._following("position_ids", _position_ids)
+
+    def predicted(self, *, trained_only: bool) -> Tensor:
+        """Where the tokens are that `not_first` marks or, with ``trained_only``, `loss_mask`: int64 ``[N]``, on the
+        CPU.
+        """
+        batch = self._original or self
+        mask = batch.loss_mask if trained_only else batch.not_first
+        return mask.nonzero().squeeze(1).cpu()
+
+    def _following(self, name: str, compute: Callable[[SequenceBatch], Tensor]) -> Tensor:
+        """``compute`` of this batch: of one that `to` has made on the CPU, once, and copied."""
+        if self._original is None:
+            return compute(self)
+        if name not in self._copied:
+            self._copied[name] = to_device(compute(self._original), self.device)
+        return self._copied[name]
 
     def __getitem__(self, name: str) -> Tensor:
         """The token or sequence field ``name``; a `BatchError` lists the fields there are."""
@@ -165,12 +182,14 @@ class SequenceBatch:
 
     def to(self, device: torch.device | str) -> SequenceBatch:
         """The batch on ``device``; ``cu_seqlens`` and ``unit`` stay on the CPU."""
-        if torch.device(device) == self.device:
+        device = torch.device(device)
+        if device == self.device:
             return self
         return self._derived(
-            input_ids=self.input_ids.to(device),
-            tokens={name: value.to(device) for name, value in self.tokens.items()},
-            sequences={name: value.to(device) for name, value in self.sequences.items()},
+            input_ids=to_device(self.input_ids, device),
+            tokens={name: to_device(value, device) for name, value in self.tokens.items()},
+            sequences={name: to_device(value, device) for name, value in self.sequences.items()},
+            _original=self if self.device.type == "cpu" else None,
         )
 
     def select(self, indices: Sequence[int]) -> SequenceBatch:
@@ -207,7 +226,7 @@ class SequenceBatch:
     def _derived(self, **fields: Any) -> SequenceBatch:
         """A copy with these fields, which are known to be valid: `dataclasses.replace` would validate all again."""
         derived = copy(self)
-        for name, value in fields.items():
+        for name, value in {"_original": None, "_copied": {}, **fields}.items():
             object.__setattr__(derived, name, value)
         return derived
 
@@ -275,6 +294,23 @@ class SequenceBatch:
             meta={name: [None] for name in self.meta},
             unit=None if self.unit is None else torch.zeros(1, dtype=torch.long),
         )  # fmt: skip
+
+
+def _loss_mask(batch: SequenceBatch) -> Tensor:
+    mask = batch.tokens.get(LOSS_MASK)
+    return batch.not_first if mask is None else batch.not_first & mask
+
+
+def _not_first(batch: SequenceBatch) -> Tensor:
+    mask = torch.ones_like(batch.input_ids, dtype=torch.bool)
+    mask[batch.cu_seqlens[:-1].to(mask.device, torch.long)] = False
+    return mask
+
+
+def _position_ids(batch: SequenceBatch) -> Tensor:
+    starts = batch.cu_seqlens[:-1].long()
+    shifts = torch.repeat_interleave(starts, batch.cu_seqlens.diff(), output_size=batch.num_tokens)
+    return torch.arange(batch.num_tokens, device=batch.device) - to_device(shifts, batch.device)
 
 
 def _bounds(lengths: Tensor) -> Tensor:

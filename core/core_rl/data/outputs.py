@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from core_rl.data.pinned import to_device
 from core_rl.errors import EngineContractError, LossError, raise_all
 
 __all__ = ["ModelOutput", "OutputName", "masked_fill", "masked_mean", "masked_sum", "segment_sum"]
@@ -129,6 +130,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Per-sequence sums ``[B, ...]`` of token values ``[T, ...]``, in the dtype of ``values``."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(device=values.device, dtype=torch.long)
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    lengths = cu_seqlens.diff().long()
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    owner = to_device(torch.repeat_interleave(numbers, lengths, output_size=len(values)), values.device)
     return values.new_zeros((len(lengths), *values.shape[1:])).index_add(0, owner, values)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from core_rl.data.pinned import to_device
 from core_rl.distributed.collectives import all_to_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.seeds import derive_seed
+from core_rl.toolkit import cuda
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -30,6 +33,9 @@ __all__ = [
 
 PACKED_ATTENTION = "core_rl_packed"
 """The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""
+
+KERNEL_MULTIPLE, KERNEL_WIDEST = 8, 256
+"""Head dimensions that FlashAttention takes are multiples of the one, up to the other."""
 
 UNKNOWN = ("position_bias", "sinks", "block_indices")
 """Keywords of attention that change its result and are not computed here: biases of scores, sinks that depend on the
@@ -46,6 +52,20 @@ class Segments:
     """The ranks over which the tokens of the batch are spread, if they are."""
     tensor: Comm | None = None
     """The ranks over which the heads are spread, if they are; all else that is random is the same on them."""
+    _starts: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(end - start for start, end in pairwise(self.bounds))
+
+    def starts(self, device: torch.device) -> Tensor:
+        """``bounds`` on ``device``, int32 ``[B + 1]``: copied once, for all layers and for blocks that are computed
+        again. Models ask for it before their blocks, in which no copy should break the queue of an accelerator.
+        """
+        if device not in self._starts:
+            self._starts[device] = to_device(torch.tensor(self.bounds, dtype=torch.int32), device)
+        return self._starts[device]
 
 
 def register_packed_attention(*, compiled: bool = False) -> None:
@@ -97,10 +117,10 @@ def packed_attention(
         )
     _check(module, attention_mask, others)
     sinks = _own_sinks(others.get("s_aux"), segments)
-    bounds, context = segments.bounds, segments.context
-    longest = max(end - start for start, end in pairwise(bounds))
-    window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    call = _Call(bounds, longest, scaling, dropout, window, softcap, sinks)
+    context = segments.context
+    window = sliding_window if sliding_window is not None and sliding_window < segments.longest else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = _Call(segments, scale, dropout, window, softcap, sinks)
     if context is None or context.size == 1:
         with _own_draws(segments.tensor, dropout, query.device):
             return _attend(query, key, value, call), None
@@ -155,9 +175,8 @@ def _check(module: nn.Module, attention_mask: Tensor | None, others: Mapping[str
 class _Call:
     """Sequences and settings of one call of `packed_attention`; ``window`` is None where it hides nothing."""
 
-    bounds: tuple[int, ...]
-    longest: int
-    scaling: float | None
+    segments: Segments
+    scaling: float
     dropout: float
     window: int | None
     softcap: float | None
@@ -166,17 +185,26 @@ class _Call:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``, contiguous as of transformers' own functions."""
-    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if half and call.softcap is None and call.sinks is None and call.dropout == 0.0:
+    if _kernel_computes(query, call):
         return _varlen(query, key, value, call)
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
-    lengths = [end - start for start, end in pairwise(call.bounds)]
+    lengths = [end - start for start, end in pairwise(call.segments.bounds)]
     segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     return torch.cat([_segment(q, k, v, call).transpose(1, 2) for q, k, v in segments], dim=1)
 
 
+def _kernel_computes(query: Tensor, call: _Call) -> bool:
+    """Whether the kernel for packed sequences serves this call."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    plain = call.softcap is None and call.sinks is None and call.dropout == 0.0
+    return cuda.on_cuda(query) and half and plain and query.shape[-1] <= KERNEL_WIDEST
+
+
 def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """One sequence, ``[1, heads, L, D]``."""
+    if cuda.on_cuda(query) and query.dtype == torch.float32:
+        # With fewer heads of keys than of queries only the kernel that keeps all scores, [heads, L, L], takes float32.
+        key, value = (_for_each_query_head(part, query.shape[1]) for part in (key, value))
     if call.softcap is not None:
         return _softcapped(query, key, value, call, call.softcap)
     if call.sinks is not None:
@@ -194,16 +222,19 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     )
 
 
+def _for_each_query_head(part: Tensor, heads: int) -> Tensor:
+    """``[1, kv_heads, L, D]`` as ``[1, heads, L, D]``."""
+    return part.repeat_interleave(heads // part.shape[1], dim=1)
+
+
 def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def _softcapped(query: Tensor, key: Tensor, value: Tensor, call: _Call, softcap: float) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scale = call.scaling if call.scaling is not None else query.shape[-1] ** -0.5
-    capped = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
+    key, value = (_for_each_query_head(part, query.shape[1]) for part in (key, value))
+    capped = torch.tanh(query @ key.transpose(2, 3) * call.scaling / softcap) * softcap
     mask = _causal_mask(query.shape[2], call.window, query.device)
     weights = F.softmax(capped.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
     return F.dropout(weights.to(query.dtype), call.dropout, training=call.dropout > 0) @ value
@@ -214,8 +245,7 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, call: _Call, sinks: T
 
     So no kernel needs to know of it, and ``[heads, L, L]`` is never kept.
     """
-    scale = call.scaling if call.scaling is not None else query.shape[-1] ** -0.5
-    scores = (sinks.to(query.dtype) / scale)[None, :, None, None].expand(-1, -1, query.shape[2], 1)
+    scores = (sinks.to(query.dtype) / call.scaling)[None, :, None, None].expand(-1, -1, query.shape[2], 1)
     sink = F.pad(torch.ones_like(key[:, :, :1, :1]), (query.shape[-1], 0))
     mask = _causal_mask(query.shape[2], call.window, query.device)
     return F.scaled_dot_product_attention(
@@ -224,7 +254,7 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, call: _Call, sinks: T
         F.pad(value, (0, 0, 1, 0)),
         attn_mask=F.pad(mask, (1, 0), value=True),
         dropout_p=call.dropout,
-        scale=scale,
+        scale=call.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
@@ -233,24 +263,29 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All sequences in one kernel; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    starts = torch.tensor(call.bounds, dtype=torch.int32, device=query.device)
-    # With latent attention, values are narrower than queries and keys; the kernel wants them equal.
+    starts = call.segments.starts(query.device)
     width = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - width))
+    # With latent attention, values are narrower than queries and keys; the kernel wants them equal.
+    common = -(-max(query.shape[-1], width) // KERNEL_MULTIPLE) * KERNEL_MULTIPLE
     out = varlen_attn(
-        query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1).contiguous(),
-        value[0].transpose(0, 1).contiguous(),
+        _token_rows(query, common),
+        _token_rows(key, common),
+        _token_rows(value, common),
         starts,
         starts,
-        call.longest,
-        call.longest,
+        call.segments.longest,
+        call.segments.longest,
         scale=call.scaling,
         window_size=(-1 if call.window is None else call.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
     return out[None, :, :, :width]
+
+
+def _token_rows(part: Tensor, width: int) -> Tensor:
+    """``[1, heads, T, D]`` as ``[T, heads, width]``, with zeros behind what there is, which change no score."""
+    return F.pad(part[0].transpose(0, 1), (0, width - part.shape[-1])).contiguous()
 
 
 def check_heads(heads: int, context: int) -> None:

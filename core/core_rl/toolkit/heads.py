@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
+from core_rl.data.pinned import to_device
 from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_region
 from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
 from core_rl.toolkit.token_logprobs import HeadMap, token_logits, token_logprobs
@@ -88,9 +89,9 @@ class LanguageModelHead:
         """
         batch, shards = states.batch, states.shards
         mapping = HeadMap(scale=self.scale, softcap=self.softcap, temperature=temperature)
-        predicted = (batch.loss_mask if trained_only else batch.not_first).nonzero().squeeze(1)
-        which, states_at = states.tokens.here(predicted - 1)
-        predicted = predicted[which]
+        positions, device = batch.predicted(trained_only=trained_only), batch.device
+        which, before = states.tokens.here(positions - 1)
+        predicted, states_at = to_device(positions[which], device), to_device(before, device)
         rows = states.rows(partial=True)[states_at]
         if not shards.sequence_parallel:
             rows = copy_to_region(rows, shards.tensor)
@@ -130,11 +131,12 @@ def scalar_outputs(states: PackedStates, score: Callable[[Tensor], Tensor], head
     """
     batch, tokens = states.batch, states.tokens
     scores = score(states.rows(partial=False).float()).squeeze(-1)
-    which, last = tokens.here(batch.cu_seqlens[1:].long().to(scores.device) - 1)
+    which, last = (to_device(index, scores.device) for index in tokens.here(batch.cu_seqlens[1:].long() - 1))
     final = states.placed(scores[last], which, batch.num_sequences)
     if head == "reward":
         return {"scores": final}
-    later = batch.not_first.nonzero().squeeze(1)
+    later = batch.predicted(trained_only=False)
     which, before = tokens.here(later - 1)
-    values = states.placed(scores[before], later[which], batch.num_tokens)
+    positions = to_device(later[which], scores.device)
+    values = states.placed(scores[to_device(before, scores.device)], positions, batch.num_tokens)
     return {"values": values, "bootstrap": final}

@@ -58,7 +58,8 @@ class PackedModel(nn.Module):
         """
         tokens = self.shards.slice_of(batch)
         segments = Segments(tokens.segments, self.shards.context, self.shards.tensor)
-        self.stateful.segments = segments
+        segments.starts(batch.device)
+        self.stateful.begin(segments, batch.device)
         with self.routers.watch(own_routing(batch, tokens)) as routings:
             hidden = self.model.base_model(
                 input_ids=tokens.input_ids[None],

@@ -98,7 +98,9 @@ class TokenSlice:
     """Boundaries of the sequences of the whole padded batch."""
 
     def here(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``positions [N]`` lie here, as indices into it, and where they lie in the slice."""
+        """Which of ``positions [N]`` lie here, as indices into it, and where they lie in the slice; all on the CPU, as
+        the length of the result depends on them.
+        """
         local = positions - self.start
         which = ((local >= 0) & (local < len(self.input_ids))).nonzero().squeeze(1)
         return which, local[which]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName, segment_sum
+from core_rl.data.pinned import to_device
 from core_rl.errors import BatchError, UnsupportedCapability
 from core_rl.toolkit.parallel_context import TokenSlice
 
@@ -38,7 +39,7 @@ def balance_loss(routings: Sequence[Routing], cu_seqlens: Tensor) -> Tensor:
     Being a matter of one sequence, it does not depend on what else is in the micro-batch (DeepSeek-V3,
     arXiv:2412.19437, equations 17 to 20). Gradients flow through the probabilities alone.
     """
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(routings[0].logits.device, torch.float32)
+    lengths = to_device(cu_seqlens.diff().float(), routings[0].logits.device)
     total = routings[0].logits.new_zeros((), dtype=torch.float32)
     for routing in routings:
         probabilities = F.softmax(routing.logits, dim=-1, dtype=torch.float32)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core_rl.data.pinned import to_device
 from core_rl.distributed.collectives import gather
+from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments
 
@@ -43,39 +45,36 @@ def _has_state(module: nn.Module) -> bool:
 
 
 class StatefulLayers:
-    """Makes the layers of ``trunk`` with a state run on each of `segments` alone, in place.
-
-    `segments` stays in force until it is set again: a block that activation checkpointing computes again in the
-    backward pass must see the same.
-    """
+    """Makes the layers of ``trunk`` with a state run on each of the sequences of `begin` alone, in place."""
 
     def __init__(self, trunk: nn.Module) -> None:
-        self.segments: Segments | None = None
-        """The sequences of the present pass."""
         self.layers = stateful_layers(trunk)
+        self._pass: _Pass | None = None
         for name, layer in self.layers.items():
             layer.forward = torch.compiler.disable(partial(self._run, name, layer.forward))
 
+    def begin(self, segments: Segments, device: torch.device) -> None:
+        """Run on ``segments`` from now on.
+
+        They stay in force until the next call: a block that activation checkpointing computes again in the backward
+        pass must see the same.
+        """
+        plain = len(segments.bounds) == 2 and segments.context is None
+        self._pass = _Pass.of(segments, device) if self.layers and not plain else None
+
     def _run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("segments", None)
-        segments = self.segments
-        if segments is None or (len(segments.bounds) == 2 and segments.context is None):
+        if self._pass is None:
             return forward(*args, **kwargs)
-        call = _Call(name, segments, args, kwargs)
+        call = _Call(name, self._pass, args, kwargs)
         return call.joined([forward(*rows[0], **rows[1]) for rows in call.batches()])
 
 
 class _Call:
     """The arguments of one call of a layer, cut into batches of whole sequences, and its results put together."""
 
-    def __init__(self, name: str, segments: Segments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name, self.context = name, segments.context
-        ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
-        self.length = segments.bounds[-1] // ranks
-        """Tokens of this rank."""
-        start = self.length * rank
-        device = next(_tensors((args, kwargs))).device
-        self.plan = _plan(segments.bounds, start, start + self.length, device)
+    def __init__(self, name: str, own: _Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self.context, self.length, self.plan = name, own.context, own.length, own.plan
         self.arguments = _mapped(self._whole, (args, kwargs))
 
     def batches(self) -> Iterator[Any]:
@@ -133,7 +132,23 @@ class _Plan:
     """For each token of this rank, its place in all batches laid end to end; int64 ``[T]``."""
 
 
-@lru_cache(maxsize=4)
+@dataclass(frozen=True)
+class _Pass:
+    """What all layers with a state share in the pass over one micro-batch."""
+
+    context: Comm | None
+    length: int
+    """Tokens of this rank."""
+    plan: _Plan
+
+    @staticmethod
+    def of(segments: Segments, device: torch.device) -> _Pass:
+        context = segments.context
+        ranks, rank = (1, 0) if context is None else (context.size, context.rank)
+        length = segments.bounds[-1] // ranks
+        return _Pass(context, length, _plan(segments.bounds, length * rank, length * (rank + 1), device))
+
+
 def _plan(bounds: tuple[int, ...], start: int, stop: int, device: torch.device) -> _Plan:
     """Batches that give the results of the tokens ``start .. stop - 1``, which the tokens before them decide.
 
@@ -153,7 +168,7 @@ def _plan(bounds: tuple[int, ...], start: int, stop: int, device: torch.device) 
         places = begin + torch.arange(index.numel()).view_as(index)
         own = (index >= start) & (torch.arange(size) < (ends - firsts)[:, None])
         order[index[own] - start] = places[own]
-    return _Plan([index.to(device) for index in rows], order.to(device))
+    return _Plan([to_device(index, device) for index in rows], to_device(order, device))
 
 
 def _size(piece: tuple[int, int]) -> int:
@@ -169,12 +184,3 @@ def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _mapped(change, part) for name, part in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in ``value``, as `_mapped` finds them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)

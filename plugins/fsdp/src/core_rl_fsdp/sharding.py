@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from core_rl.errors import ConfigError, EngineStateError
+from core_rl.errors import ConfigError
 from core_rl.toolkit.packed import PackedModel
 from core_rl_fsdp.config import FSDPConfig
 
@@ -55,14 +55,9 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def reset_pass(root: FSDPModule) -> None:
-    """Undo what a pass that raised has left: gathered weights, and gradients that are not reduced yet. No collective.
-
-    Raises `EngineStateError` with torch before 2.13, which has no way back.
-    """
+    """Undo what a pass that raised has left: gathered weights, and gradients that are not reduced yet. No collective."""
     if root._get_fsdp_state()._is_root is None:
         return  # the first pass has not begun
-    if not hasattr(root, "reset_iter_state"):
-        raise EngineStateError(f"FSDP of torch {torch.__version__} cannot be used after a pass that raised")
     root.reset_iter_state()
     for module in fsdp_modules(cast("nn.Module", root)):
         group = module._get_fsdp_state()._fsdp_param_group

@@ -137,6 +137,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             hidden.requires_grad_()
         angles = tokens.position_ids.float()[:, None] * self.inverse_frequencies[None, :]
         segments = Segments(tokens.segments, context)
+        segments.starts(tokens.input_ids.device)
         output: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,

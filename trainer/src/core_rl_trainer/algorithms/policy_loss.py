@@ -34,20 +34,27 @@ class PolicyLoss:
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
+    log_entropy: bool = False
+    """Give the metric ``entropy`` also where the loss does not need it."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy is computed, which takes a second pass over all logits."""
+        return self.entropy_coef != 0.0 or self.log_entropy
 
     def spec(self, temperature: float) -> LossSpec:
         """The loss as a train engine takes it."""
         return LossSpec(
             fn=self,
             weight_fn=weight_fn(self.objective.aggregation),
-            outputs=("logprobs", "entropy"),
+            outputs=("logprobs", "entropy") if self.needs_entropy else ("logprobs",),
             temperature=temperature,
         )
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The scalar sum and its metrics."""
         mask, how = batch.loss_mask, self.objective.aggregation
-        logprobs, entropy = masked_fill(output["logprobs"], mask), masked_fill(output["entropy"], mask)
+        logprobs = masked_fill(output["logprobs"], mask)
         behaviour, advantages = masked_fill(batch[BEHAVIOUR], mask), masked_fill(batch[ADVANTAGES], mask)
         old = masked_fill(batch[PROXIMAL], mask) if PROXIMAL in batch else behaviour
 
@@ -55,9 +62,14 @@ class PolicyLoss:
         gains = surrogate.values
         if IMPORTANCE in batch:
             gains = gains * masked_fill(batch[IMPORTANCE], mask)
-        losses = -gains - self.entropy_coef * entropy
+        losses = -gains
         metrics = _ratio_metrics(log_ratio(logprobs.detach(), old), surrogate.clipped, mask)
-        metrics |= _means({"entropy": entropy, "advantage": advantages}, mask)
+        # The mean of -log p over tokens that were drawn from p is its entropy, in expectation.
+        metrics |= _means({"entropy_estimate": -logprobs, "advantage": advantages}, mask)
+        if self.needs_entropy:
+            entropy = masked_fill(output["entropy"], mask)
+            losses = losses - self.entropy_coef * entropy
+            metrics |= _means({"entropy": entropy}, mask)
         if REFERENCE in batch:
             reference = masked_fill(batch[REFERENCE], mask)
             losses = losses + self.kl_coef * kl_estimate(logprobs, reference, self.kl_estimator)

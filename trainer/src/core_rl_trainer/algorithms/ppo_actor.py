@@ -79,6 +79,9 @@ class PPOActorConfig(UpdatesConfig):
     """Sequences over which the adaptation takes place."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
+    log_entropy: bool = False
+    """Compute the metric ``entropy`` also without a bonus: a second pass over all logits. ``entropy_estimate``, the
+    mean of -log p over the trained tokens, costs nothing."""
     whiten_advantages: bool = False
     """Bring advantages to mean 0 and variance 1 over the tokens of the global batch."""
     drop_equal_groups: bool = False
@@ -146,6 +149,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
             kl_coef=self._kl.coef if chosen.kl_in == "loss" else 0.0,
             kl_estimator=chosen.kl_estimator,
             entropy_coef=chosen.entropy_coef,
+            log_entropy=chosen.log_entropy,
         )
 
     # ------------------------------------------------------------- preparation

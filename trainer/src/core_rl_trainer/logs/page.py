@@ -33,7 +33,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL to the reference", ("kl_k1", "kl_k2", "kl_k3")),
     ("KL of the step's updates", ("approx_kl",)),
     ("Share of clipped tokens", ("clip_fraction",)),
-    ("Entropy", ("entropy",)),
+    ("Entropy", ("entropy", "entropy_estimate")),
     ("Gradient norm", ("grad_norm", "critic_grad_norm")),
     ("Tokens of a completion", ("completion_tokens",)),
     ("Share of completions and groups", ("truncated", "groups_without_signal", "mixed_versions")),

@@ -1,0 +1,36 @@
+"""Matrix products that only CUDA's kernels have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_product", "on_cuda", "product"]
+
+
+def on_cuda(tensor: Tensor) -> bool:
+    """Whether kernels of CUDA work on ``tensor``."""
+    return tensor.is_cuda
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """``left [N, K] @ right [K, M]`` into the float32 ``out``.
+
+    CUDA does not round the sums of a bfloat16 product on the way. The CPU does: its product has the inputs' dtype.
+    """
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif on_cuda(left):
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """The float32 ``total`` plus ``left [N, K] @ right [K, M]``, in place, with sums as those of `product`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif on_cuda(left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

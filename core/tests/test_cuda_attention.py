@@ -1,0 +1,135 @@
+"""What packed attention asks of CUDA's kernels, with a kernel of the CPU in their place that insists on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core_rl.toolkit.attention import Segments, packed_attention
+
+BOUNDS = (0, 4, 11, 12)
+HEADS, KV_HEADS = 4, 2
+
+
+def insisting_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    starts_of_keys: Tensor,
+    longest: int,
+    longest_of_keys: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention of packed sequences as `torch.nn.attention.varlen.varlen_attn`, which raises where that one would."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
+    assert query.shape[-1] <= 256
+    assert query.dtype in (torch.float16, torch.bfloat16)
+    assert all(part.is_contiguous() for part in (query, key, value))
+    assert starts.dtype == torch.int32
+    assert starts is starts_of_keys
+    bounds = starts.tolist()
+    assert (
+        longest == longest_of_keys == max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    )
+    assert scale is not None, "padded head dimensions would change the default"
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    before, after = window_size
+    assert after == 0
+    rows = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        mask = (distance >= 0) & ((distance <= before) if before >= 0 else torch.tensor(True))
+        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        rows.append(attended.transpose(0, 1))
+    return torch.cat(rows)
+
+
+def inputs(dtype: torch.dtype, width: int, value_width: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (HEADS, width), (KV_HEADS, width), (KV_HEADS, value_width)
+    return [torch.randn(1, heads, BOUNDS[-1], size).to(dtype).requires_grad_() for heads, size in shapes]
+
+
+def attend(parts: list[Tensor], window: int | None) -> Tensor:
+    query, key, value = parts
+    segments = Segments(BOUNDS)
+    found, _ = packed_attention(
+        nn.Module(), query, key, value, None, segments=segments, sliding_window=window
+    )
+    return found
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the CPU are taken for those of a GPU."""
+    monkeypatch.setattr("core_rl.toolkit.cuda.on_cuda", lambda tensor: True)
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("width", "value_width"), [(10, 10), (6, 3), (64, 64), (192, 128)])
+def test_the_kernel_for_packed_sequences_gets_what_it_takes(
+    width: int, value_width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = inputs(torch.bfloat16, width, value_width)
+    exact = [part.detach().double().requires_grad_() for part in parts]
+    expected = attend(exact, window)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", insisting_kernel)
+    found = attend(parts, window)
+    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    gradients = torch.autograd.grad((found.double() * weights).sum(), parts)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), exact)
+    for own, other in zip([found, *gradients], [expected, *expected_gradients], strict=True):
+        torch.testing.assert_close(
+            own.double(), other, rtol=0.05, atol=0.02 * float(other.detach().abs().max())
+        )
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("setting", [{"softcap": 30.0}, {"dropout": 0.5}, {"s_aux": torch.zeros(HEADS)}])
+def test_what_the_kernel_does_not_know_is_computed_without_it(
+    setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
+    query, key, value = inputs(torch.bfloat16, 8, 8)
+    packed_attention(nn.Module(), query, key, value, None, segments=Segments(BOUNDS), **setting)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_heads_wider_than_the_kernels_are_computed_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
+    attend(inputs(torch.bfloat16, 264, 264), None)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_float32_never_needs_the_kernel_that_keeps_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, float32 with fewer heads of keys than of queries is served by no other."""
+    parts = inputs(torch.float32, 6, 6)
+    plain = attend([part.double() for part in parts], 3)
+    original, calls = F.scaled_dot_product_attention, []
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        calls.append((query.shape[1] == key.shape[1] == value.shape[1], settings["enable_gqa"]))
+        return original(query, key, value, **settings)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    found = attend(parts, 3)
+    assert calls == [(True, False)] * (len(BOUNDS) - 1)
+    torch.testing.assert_close(found.double(), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_bounds_are_copied_once_for_all_layers() -> None:
+    segments = Segments(BOUNDS)
+    first = segments.starts(torch.device("meta"))
+    assert first is segments.starts(torch.device("meta"))
+    assert (first.dtype, first.shape) == (torch.int32, (len(BOUNDS),))
