@@ -67,7 +67,7 @@ def build_optimizer(
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        foreach=True,
+        fused=True,  # one pass over the memory, and no temporary as large as the weights
     )
     optimizer.add_eight_bit(config)
     create_moments(optimizer)
