@@ -26,6 +26,7 @@ UPSTREAM = {
     "_current_frames": "Python: where a thread is, for the message about a reward that hangs",
     "_disable_adapters": "peft: enable_adapters() also changes requires_grad, and may find gathered parameters of FSDP",
     "_foreach_mul_": "torch: one kernel for many tensors, as torch's own clip_grad_norm_ uses it",
+    "_foreach_norm": "torch: the norms of many tensors in one kernel, as torch's own clip_grad_norm_ uses it",
     "_fsdp_param_group": "torch: gradients that FSDP has not reduced when a pass raises",
     "_get_cuda_rng_state": "megatron: read on CPUs, where Megatron has only CUDA's",
     "_get_fsdp_state": "torch: the state of a module, to undo a pass that raised",

@@ -127,6 +127,14 @@ def test_the_norm_is_accumulated_in_float64() -> None:
     assert global_grad_norm([LocalSlice("w", (0,), grad)], Comm()) == pytest.approx(exact, rel=1e-12)
 
 
+def test_cuda_takes_the_norms_of_all_gradients_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(0)]
+    slices = [LocalSlice(str(number), (0,) * grad.dim(), grad) for number, grad in enumerate(grads)]
+    monkeypatch.setattr("core_rl.state.store._on_cuda", lambda tensors: True)
+    monkeypatch.setattr("core_rl.state.store.CHUNK", None)
+    assert global_grad_norm(slices, Comm()) == 5.0
+
+
 def test_replicas_are_counted_once() -> None:
     first, other = LocalSlice("a", (0,), torch.tensor([3.0])), LocalSlice("b", (0,), torch.tensor([4.0]), 1)
     assert global_grad_norm([first, other], Comm()) == 3.0

@@ -237,12 +237,19 @@ def global_grad_norm(slices: Iterable[LocalSlice], world: Comm) -> float:
 def _square_sum(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64)
+    if _on_cuda(grads):
+        # Its kernels add pairwise in float32, so a norm is off by some units in the last place at any size.
+        return torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).double().square().sum()
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for grad in grads:
         for piece in grad.detach().reshape(-1).split(CHUNK):
             upcast = piece.double()
             total += torch.dot(upcast, upcast)
     return total
+
+
+def _on_cuda(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
 
 
 def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
