@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 __all__ = ["HostCopies", "own_memory"]
+
+
+CHUNK_BYTES = 2**28
+"""Host memory is taken in pieces of this size: CUDA's pinned allocations are rounded up to a power of two."""
 
 
 class HostCopies:
@@ -19,39 +24,78 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: list[tuple[UntypedStorage, Tensor]] = []
+        self._copies: list[tuple[UntypedStorage, list[Tensor]]] = []
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the memory behind ``tensors`` to the host, pinned for CUDA, and free it."""
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        taken = [(storage, _on_host(storage)) for storage in storages.values() if storage.nbytes()]
-        _finish_copies(storage for storage, _ in taken)
-        for storage, _ in taken:
+        """Copy the memory behind ``tensors`` to the host, pinned for CUDA, and free it, for other processes as well."""
+        by_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        storages = [storage for storage in by_memory.values() if storage.nbytes()]
+        host = _HostMemory(storages)
+        taken = [(storage, host.take(storage.nbytes())) for storage in storages]
+        for storage, pieces in taken:
+            for part, piece in zip(_split(storage, pieces), pieces, strict=True):
+                piece.copy_(part, non_blocking=True)
+        _finish_copies(storages)
+        for storage in storages:
             storage.resize_(0)
+        _give_back_cache(storages)
         self._copies += taken
 
     def give_back(self) -> None:
         """Make the memory again, with its contents."""
-        for storage, copy in self._copies:
-            storage.resize_(copy.nbytes)
-            _bytes_of(storage).copy_(copy, non_blocking=True)
-        _finish_copies(storage for storage, _ in self._copies)
+        for storage, pieces in self._copies:
+            storage.resize_(sum(map(len, pieces)))
+            for part, piece in zip(_split(storage, pieces), pieces, strict=True):
+                part.copy_(piece, non_blocking=True)
+        _finish_copies([storage for storage, _ in self._copies])
         self._copies.clear()
 
 
-def _on_host(storage: UntypedStorage) -> Tensor:
-    pinned = storage.device.type == "cuda"
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    return copy.copy_(_bytes_of(storage), non_blocking=True)
+class _HostMemory:
+    """As many bytes as ``storages`` have, in pieces of `CHUNK_BYTES` and a smaller one."""
+
+    def __init__(self, storages: Sequence[UntypedStorage]) -> None:
+        self._left = sum(storage.nbytes() for storage in storages)
+        self._pinned = any(storage.device.type == "cuda" for storage in storages)
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int) -> list[Tensor]:
+        """Memory for ``count`` bytes."""
+        pieces = []
+        while count:
+            if not len(self._free):
+                size = min(CHUNK_BYTES, self._left)
+                self._free = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+                self._left -= size
+            pieces.append(self._free[:count])
+            self._free = self._free[count:]
+            count -= len(pieces[-1])
+        return pieces
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _split(storage: UntypedStorage, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The bytes of ``storage``, cut as ``pieces`` are."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    parts: tuple[Tensor, ...] = whole.split([len(piece) for piece in pieces])
+    return parts
+
+
+def _accelerators(storages: Iterable[UntypedStorage]) -> Iterator[tuple[torch.device, Any]]:
+    """The devices with memory of their own, each with its module of torch."""
+    for device in {storage.device for storage in storages}:
+        if device.type != "cpu":
+            yield device, torch.get_device_module(device)
 
 
 def _finish_copies(storages: Iterable[UntypedStorage]) -> None:
-    for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
+    for device, module in _accelerators(storages):
+        module.current_stream(device).synchronize()
+
+
+def _give_back_cache(storages: Iterable[UntypedStorage]) -> None:
+    """Of what is freed, torch keeps the memory for itself until it is asked."""
+    for _, module in _accelerators(storages):
+        module.empty_cache()
 
 
 def own_memory(parameters: Iterable[nn.Parameter]) -> None:
