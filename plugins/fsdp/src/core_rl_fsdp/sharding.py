@@ -55,7 +55,7 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def reset_pass(root: FSDPModule) -> None:
-    """Undo what a pass that raised has left: gathered weights, and gradients that are not reduced yet. No collective."""
+    """Undo what a pass that raised has left: gathered weights, gradients that are not reduced yet. No collective."""
     if root._get_fsdp_state()._is_root is None:
         return  # the first pass has not begun
     root.reset_iter_state()
