@@ -15,6 +15,7 @@ import training_support as support
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer import run_recipe
@@ -93,7 +94,7 @@ def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(ppo: Path, start: Pa
 
 
 def test_taking_turns_in_the_same_processes_changes_nothing(
-    ppo: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ppo: Path, start: Path, tmp_path: Path, memory_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids: dict[str, tuple[int, ...]] = {}
     working = Roles.working
@@ -106,8 +107,25 @@ def test_taking_turns_in_the_same_processes_changes_nothing(
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
     run(tmp_path, values)
     assert support.curve(tmp_path / "out") == support.curve(ppo)
+    steps = len(support.curve(ppo)) - 1
+    assert memory_calls == ["release", "resume"] * steps, "rollouts have no memory while others train"
     assert len(pids) == 3
     assert len(set(pids.values())) == 1
+
+
+@pytest.fixture
+def memory_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that free the memory of rollouts, and take it again, in order."""
+    calls: list[str] = []
+    for name in ("release", "resume"):
+        original = getattr(InferenceEngine, f"{name}_memory")
+
+        def noted(engine: InferenceEngine, name: str = name, original: Any = original) -> None:
+            calls.append(name)
+            original(engine)
+
+        monkeypatch.setattr(InferenceEngine, f"{name}_memory", noted)
+    return calls
 
 
 @pytest.fixture
@@ -126,7 +144,10 @@ def offloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(
     ("placement", "moved"),
-    [({"critic": [1]}, {"lm"}), ({"actor": [0], "critic": [1], "reference": [2]}, set())],
+    [
+        ({"critic": [1], "rollout": [0]}, {"lm"}),
+        ({"actor": [0], "critic": [1], "reference": {"devices": [2]}, "rollout": {"devices": [3]}}, set()),
+    ],
     ids=["critic", "all"],
 )
 def test_roles_on_devices_of_their_own_give_the_same_curve_and_stay(
@@ -134,13 +155,15 @@ def test_roles_on_devices_of_their_own_give_the_same_curve_and_stay(
     start: Path,
     tmp_path: Path,
     offloads: list[str],
-    placement: dict[str, list[int]],
+    memory_calls: list[str],
+    placement: dict[str, Any],
     moved: set[str],
 ) -> None:
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
     run(tmp_path, values | {"placement": placement})
     assert support.curve(tmp_path / "out") == support.curve(ppo)
     assert set(offloads) == moved
+    assert bool(memory_calls) == ("lm" in moved), "rollouts keep memory that nobody else uses"
 
 
 def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Path, tmp_path: Path) -> None:
@@ -192,8 +215,17 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
             {"placement": {"actor": [0, 1]}},
             r"actor = \[0, 1\]: it has 1 ranks; name a different device for each",
         ),
+        ({"placement": {"rollout": [0, 1]}}, r"devices = \[0, 1\]: layout .* has 1 ranks"),
+        (
+            {"rollout": {"max_head_offpolicyness": 1}, "colocated": True},
+            "completions are generated while others train.*placement.rollout",
+        ),
+        (
+            {"engines": {"reference-rollout": {"devices": [0]}}},
+            "devices follows from the section 'placement'",
+        ),
         ({"placement": {"critic": [0]}}, r"critic = \[0\]: this run has no such role"),
-        ({"placement": {"actor": [-1]}}, "'placement.actor.0' = -1"),
+        ({"placement": {"actor": [-1]}}, "'placement.actor.devices.0' = -1"),
         ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
         ({"reward_model": {"path": "nowhere"}}, "reward_model.path = 'nowhere': no such directory"),
         ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -224,3 +224,12 @@ class InferenceEngineConfig(EngineConfig):
     """Samples that one optimizer step consumes; with the field above it bounds what runs ahead."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     """Samples whose episodes run at one time."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """The accelerators of this machine, one for each rank of ``layout``; by default those from 0 on."""
+    shares_devices: bool = False
+    """Whether other engines work on these accelerators as well, so that this one must not fill their memory."""
+
+    @property
+    def own_devices(self) -> tuple[int, ...]:
+        """``devices``, or those from 0 on."""
+        return self.devices or tuple(range(self.layout.world_size))

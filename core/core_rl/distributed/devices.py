@@ -6,7 +6,7 @@ import torch
 
 from core_rl.errors import ConfigError
 
-__all__ = ["chosen_device", "device_type", "use_device"]
+__all__ = ["chosen_device", "device_type", "give_back_cache", "use_device"]
 
 
 def device_type(choice: str) -> str:
@@ -38,3 +38,9 @@ def use_device(device: torch.device) -> None:
     """Make ``device`` the one that CUDA kernels and collectives of this process use."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def give_back_cache(device: torch.device) -> None:
+    """Give freed memory, which torch keeps for itself, back to ``device``."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

@@ -41,6 +41,12 @@ def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
                 f"model.lora.path = {config.model.lora.path!r}; an inference engine starts from the base model, and "
                 "its adapter comes by update_weights(); leave it out"
             )
+    ranks = config.layout.world_size
+    if config.devices and len(set(config.devices)) != ranks:
+        raise ConfigError(
+            f"devices = {list(config.devices)}: layout {config.layout} has {ranks} ranks; name a different device for "
+            "each"
+        )
     if config.model.head != "lm":
         raise ConfigError(
             f"model.head = {config.model.head!r}; an inference engine generates with the head 'lm'"

@@ -27,7 +27,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
-from core_rl.distributed.devices import chosen_device
+from core_rl.distributed.devices import chosen_device, give_back_cache
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.reference import ReferenceRolloutConfig
 from core_rl.reference.sampling import Completion, generate
@@ -81,8 +81,11 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     def _adopt(self, model: PreTrainedModel) -> None:
         # A published generation config may hold penalties and forced tokens; a request has all parameters.
         model.generation_config = GenerationConfig()
-        torch.nn.Module.to(model, chosen_device(self.config.device))
+        torch.nn.Module.to(model, self._device())
         self._model = model
+
+    def _device(self) -> torch.device:
+        return chosen_device(self.config.device, self.config.devices[0] if self.config.devices else None)
 
     def teardown(self) -> None:
         if self._worker is not None:
@@ -240,9 +243,10 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
 
     def release_memory(self) -> None:
         self._on_worker(torch.nn.Module.to, self._model, torch.device("cpu"))
+        give_back_cache(self._device())
 
     def resume_memory(self) -> None:
-        self._on_worker(torch.nn.Module.to, self._model, chosen_device(self.config.device))
+        self._on_worker(torch.nn.Module.to, self._model, self._device())
 
     def set_version(self, version: int) -> None:
         # On the worker, since a batch has one version.

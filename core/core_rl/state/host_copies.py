@@ -81,7 +81,7 @@ def _split(storage: UntypedStorage, pieces: Sequence[Tensor]) -> tuple[Tensor, .
 
 
 def _accelerators(storages: Iterable[UntypedStorage]) -> Iterator[tuple[torch.device, Any]]:
-    """The devices with memory of their own, each with its module of torch."""
+    """The devices with memory of their own, each with its module of torch; a test has another one."""
     for device in {storage.device for storage in storages}:
         if device.type != "cpu":
             yield device, torch.get_device_module(device)

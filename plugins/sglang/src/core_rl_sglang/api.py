@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from core_rl.errors import RolloutError
+from core_rl_sglang.file_limit import TooManyFiles, is_exhausted
 
 __all__ = ["Api", "Refused", "ServerTimeout", "Unreachable"]
 
@@ -78,7 +79,12 @@ class Api:
                 yield response
         except TimeoutError as error:
             raise ServerTimeout(f"{subject} got no response within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except (aiohttp.ClientError, OSError) as error:
+            if is_exhausted(error):
+                raise TooManyFiles(
+                    f"{subject}: this process has too many open files; raise their limit (ulimit -n), or lower "
+                    "rollout.max_concurrent_rollouts"
+                ) from error
             raise Unreachable(f"{subject}: {type(error).__name__}: {error}") from error
 
     def _parsed(self, content: bytes, path: str) -> Any:

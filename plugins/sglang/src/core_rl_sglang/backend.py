@@ -20,6 +20,7 @@ from core_rl.rollout.loop_thread import LoopThread
 from core_rl_sglang.api import Api
 from core_rl_sglang.calls import Requests
 from core_rl_sglang.config import SglangConfig, SglangOptions
+from core_rl_sglang.file_limit import requests_at_one_time
 from core_rl_sglang.fleet import Fleet
 from core_rl_sglang.model import ServedModel
 from core_rl_sglang.process import ServerProcess, free_ports
@@ -48,8 +49,9 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
     def launch_server(self, context: InferenceContext[SglangConfig], count: int) -> tuple[str, ...]:
         config, options, model = context.config, context.config.options, _served(context.config)
         launched = []
-        for port in free_ports(options, count):
-            start = partial(ServerProcess, config, model, port)
+        configs = [config.of_server(number) for number in range(count)]
+        for own, port in zip(configs, free_ports(options, count), strict=True):
+            start = partial(ServerProcess, own, model, port)
             launched.append(self._server(f"{options.host}:{port}", options, start))
             self._cleanup.callback(launched[-1].stop)
         self.servers += tuple(launched)
@@ -71,7 +73,7 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         self._fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
         self._cleanup.callback(lambda: self._loop.wait(self._fleet.close()))
         self._loop.wait(self._fleet.connect())
-        self._requests = Requests(self._fleet.pool)
+        self._requests = Requests(self._fleet.pool, requests_at_one_time())
         self._scorer = Scorer(self._requests, self.model.limits.vocab_size)
         self._receiver = WeightReceiver(self._loop, self._fleet, self.model)
         return self.model.limits
@@ -159,6 +161,6 @@ def _served(config: SglangConfig) -> ServedModel:
 
 
 async def _session() -> aiohttp.ClientSession:
-    """A session of the running loop, without a limit on requests in flight; each has a time limit of its own."""
+    """A session of the running loop. `Requests` limits what is in flight; each has a time limit of its own."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))

@@ -33,10 +33,12 @@ class _Attempt:
 
 
 class Requests:
-    """Requests to the servers of ``pool``. All methods run on its event loop."""
+    """Requests to the servers of ``pool``, some ``at_one_time``. All methods run on its event loop."""
 
-    def __init__(self, pool: ServerPool) -> None:
+    def __init__(self, pool: ServerPool, at_one_time: int) -> None:
         self._pool = pool
+        # Not a limit of the session: the call that pauses the servers must not wait for what it is to interrupt.
+        self._free = asyncio.Semaphore(at_one_time)
         self._timeout_s = pool.options.request_timeout_s
 
     async def generate(self, request: LLMRequest, eos: Collection[int]) -> LLMResponse:
@@ -94,6 +96,13 @@ class Requests:
         Where a server is lost before the first result, ``body`` is sent again with another rid, perhaps to another
         server. The attempt before is aborted, so that one call gives one sample.
         """
+        async with self._free, aclosing(self._attempts(body, send)) as results:
+            async for result in results:
+                yield result
+
+    async def _attempts(
+        self, body: Mapping[str, Any], send: Callable[[_Attempt], AsyncGenerator[_Result]]
+    ) -> AsyncGenerator[_Result]:
         left, delay_s, begun = self._pool.options.retries, FIRST_RETRY_S, False
         try:
             while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.secret import SecretReference
+from core_rl.errors import ConfigError
 
 __all__ = ["PYTHON_VARIABLE", "SglangConfig", "SglangOptions"]
 
@@ -20,6 +22,9 @@ HAVE_FIELDS = {
     "--api-key": "options.api_key",
     "--admin-api-key": "options.api_key",
     "--host": "options.host",
+    "--base-gpu-id": "devices",
+    "--gpu-id-step": "devices",
+    "--mem-fraction-static": "options.memory_fraction",
     "--port": "options.ports",
 }
 """Arguments of a server whose fields are checked."""
@@ -30,6 +35,16 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _on_cuda(device: str) -> bool:
+    if device == "cpu":
+        return False
+    from core_rl.distributed.devices import (
+        device_type,  # torch, which a config that shares nothing does not need
+    )
+
+    return device_type(device) == "cuda"
 
 
 class SglangOptions(Config):
@@ -52,11 +67,14 @@ class SglangOptions(Config):
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens whose keys and values fit into the cache of one launched server. By default SGLang decides by the
     memory of the accelerator; on a CPU it is 16,384."""
+    memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """The part of an accelerator's memory that a launched server takes for weights and cache; by default SGLang
+    decides, as if nobody else used it. Needed where an engine that trains is on the same accelerator."""
     max_running_requests: int | None = Field(default=None, ge=1)
     """Requests that one launched server computes at one time; by default SGLang decides."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments of ``sglang.launch_server``, such as ``--mem-fraction-static 0.8``; those that have a field are
-    refused."""
+    """Further arguments of ``sglang.launch_server``, such as ``--chunked-prefill-size 4096``; those that have a field
+    are refused."""
     log_path: str | None = None
     """A directory for the logs of launched servers; by default they are kept until the engine is destroyed."""
     start_timeout_s: float = Field(default=900.0, gt=0)
@@ -108,6 +126,36 @@ class SglangConfig(InferenceEngineConfig):
     """
 
     options: SglangOptions = SglangOptions()
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> Self:
+        launches = not self.options.addresses
+        if (
+            launches
+            and self.shares_devices
+            and self.options.memory_fraction is None
+            and _on_cuda(self.device)
+        ):
+            raise ValueError(
+                f"a server on the devices {list(self.own_devices)}, which other engines share, would take their "
+                "memory; set options.memory_fraction, for example to 0.4, or give it devices of its own"
+            )
+        return self
+
+    def of_server(self, number: int) -> SglangConfig:
+        """The config of server ``number``, with the devices of its ranks alone.
+
+        Raises `ConfigError` where SGLang cannot name them: it takes those at equal distances.
+        """
+        ranks = self.layout.tp
+        own = (self.devices or tuple(range((number + 1) * ranks)))[number * ranks : (number + 1) * ranks]
+        steps = {second - first for first, second in pairwise(own)}
+        if len(own) < ranks or len(steps) > 1 or min(steps, default=1) < 1:
+            raise ConfigError(
+                f"devices = {list(self.devices)}: server {number} gets {list(own)} for {ranks} ranks; SGLang takes "
+                "devices that rise in equal steps, such as [2, 3]"
+            )
+        return self.model_copy(update={"devices": own})
 
     @property
     def server_python(self) -> str:

@@ -31,7 +31,7 @@ MISSING = "ModuleNotFoundError: No module named 'sglang'"
 
 
 def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: str) -> list[str]:
-    """The command-line arguments of a server of ``model`` for ``config``, without the API key.
+    """The command-line arguments of a server of ``model`` for its `SglangConfig.of_server`, without the API key.
 
     Raises `ConfigError` for a model path that SGLang cannot read.
     """
@@ -51,6 +51,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         "--random-seed": config.seed,
         "--max-total-tokens": options.max_total_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
         "--max-running-requests": options.max_running_requests,
+        **(_on_cuda(config) if device == "cuda" else {}),
         "--context-length": None if context_length is None else context_length + CONTEXT_MARGIN,
     }
     given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
@@ -59,9 +60,21 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     if device == "cpu":
         # A fused kernel is not in SGLang's wheel. An idle server leaves the cores to the trainer.
         given += ["--attention-backend", "torch_native", "--sleep-on-idle"]
+    else:
+        given.append("--enable-memory-saver")  # without it, release_memory() would free nothing
     if model.adapter is not None:
         given += model.adapter.arguments(device)
     return [*given, *options.extra_args]
+
+
+def _on_cuda(config: SglangConfig) -> dict[str, int | float | None]:
+    """Arguments of a server on ``config.devices``, which are its own, and rise in equal steps."""
+    first, *others = config.devices
+    return {
+        "--base-gpu-id": first,
+        "--gpu-id-step": others[0] - first if others else None,
+        "--mem-fraction-static": config.options.memory_fraction,
+    }
 
 
 def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:

@@ -78,11 +78,12 @@ class TrainingLoop:
         clock = Clock()
         with clock.phase("rollout"):
             batch = self._rollouts.training_batch(step, self._data)
-        with clock.phase("logprobs"):
-            complete, recomputed = self._scoring.complete(batch)
-        metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
-        with clock.phase("update"):
-            metrics |= self._scoring.train(complete)
+        with self._roles.training():
+            with clock.phase("logprobs"):
+                complete, recomputed = self._scoring.complete(batch)
+            metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
+            with clock.phase("update"):
+                metrics |= self._scoring.train(complete)
         with clock.phase("sync"):
             self.publish(step)
         metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)

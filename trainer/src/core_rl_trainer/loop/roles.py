@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
@@ -49,8 +49,9 @@ class Plan:
 
     def devices(self, name: str) -> tuple[int, ...]:
         """The number of the device of each rank of the role ``name``."""
-        chosen: tuple[int, ...] | None = getattr(self.placement, name)
-        return chosen or tuple(range(self.trainers[name][1].layout.world_size))
+        if name == "rollout":
+            return self.rollout[1].own_devices
+        return self.placement.devices(name) or tuple(range(self.trainers[name][1].layout.world_size))
 
     def offloads(self, name: str) -> bool:
         """Return whether the role ``name`` is offloaded while others work: colocated, unless its devices are its own.
@@ -58,7 +59,7 @@ class Plan:
         Without a placement it is offloaded even alone, to make room for rollouts on its devices.
         """
         others = {device for other in self.trainers if other != name for device in self.devices(other)}
-        shares = getattr(self.placement, name) is None or not others.isdisjoint(self.devices(name))
+        shares = self.placement.devices(name) is None or not others.isdisjoint(self.devices(name))
         return self.colocated and shares
 
     def colocated_with(self, name: str) -> str | None:
@@ -67,7 +68,7 @@ class Plan:
         Colocated roles on the same devices share their processes where they have the same layout: a process has one
         world, and on an accelerator each costs memory.
         """
-        if not self.offloads(name):
+        if name == "rollout" or not self.offloads(name):
             return None
         shared = (self.trainers[name][1].layout, self.devices(name))
         first = next(
@@ -78,11 +79,18 @@ class Plan:
         return None if first == name else first
 
     def placements(self) -> dict[str, Placement]:
-        """The placements of the train roles, by name."""
+        """The placements of the train roles, by name, and that of the rollout engine where the recipe gives one."""
+        names = [*self.trainers, *(["rollout"] if self.placement.rollout is not None else [])]
         return {
             name: Placement(devices=self.devices(name), colocated_with=self.colocated_with(name))
-            for name in self.trainers
+            for name in names
         }
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the rollout engine gives its memory back while others train: colocated, on shared devices."""
+        spec, config = self.rollout
+        return self.colocated and config.shares_devices and spec.supports(Capability.RELEASE_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,19 @@ class Roles:
     rollout: InferenceEngine
     offloaded: tuple[EngineGroup, ...]
     """The groups that are in host memory while they do not work."""
+    alternates: bool
+    """Whether the rollout engine has its memory only while nobody trains."""
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Inside the context the train roles have the devices: the rollout engine has given its memory back."""
+        if not self.alternates:
+            yield
+            return
+        self.rollout.release_memory()
+        yield
+        # Not after an error: what has run out of memory would do so again.
+        self.rollout.resume_memory()
 
     @contextmanager
     def working(self, group: EngineGroup) -> Iterator[EngineGroup]:
@@ -140,13 +161,27 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         call_timeout_s=recipe.call_timeout_s,
     )
     raise_all(ConfigError, "placement", _misplaced(plan))
+    trained = {device for name in plan.trainers for device in plan.devices(name)}
+    return plan if trained.isdisjoint(plan.devices("rollout")) else _sharing(recipe, plan)
+
+
+def _sharing(recipe: Recipe, plan: Plan) -> Plan:
+    """``plan`` with a rollout engine that knows of the others on its devices."""
+    plan = replace(plan, rollout=_rollout(recipe, shares_devices=True))
+    ahead = recipe.rollout.max_head_offpolicyness
+    if plan.alternates and ahead:
+        raise ConfigError(
+            f"colocated = true with rollout.max_head_offpolicyness = {ahead}: completions are generated while others "
+            "train, and both are on the same devices; give the rollout engine devices of its own (placement.rollout), "
+            "or set one of the two fields to false or 0"
+        )
     return plan
 
 
 def _misplaced(plan: Plan) -> Iterator[str]:
     for name in PlacementSection.model_fields:
-        chosen = getattr(plan.placement, name)
-        if chosen is None:
+        chosen = plan.placement.devices(name)
+        if chosen is None or name == "rollout":  # which is in its engine's config, and checked there
             continue
         if name not in plan.trainers:
             yield f"{name} = {list(chosen)}: this run has no such role with ranks of its own; leave it out"
@@ -195,19 +230,24 @@ def _train_plan(
     return spec, config
 
 
-def _rollout(recipe: Recipe) -> tuple[EngineSpec, InferenceEngineConfig]:
+def _rollout(recipe: Recipe, *, shares_devices: bool = False) -> tuple[EngineSpec, InferenceEngineConfig]:
     bounds = {
         "consumer_batch_size": recipe.rollout.prompts_per_step,
         "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
         "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
     }
-    twice = sorted(bounds.keys() & recipe.engines.get(recipe.rollout.engine, {}).keys())
+    placed = {"devices": recipe.placement.devices("rollout") or (), "shares_devices": shares_devices}
+    sections = dict.fromkeys(bounds, "rollout") | dict.fromkeys(placed, "placement")
+    twice = sorted(sections.keys() & recipe.engines.get(recipe.rollout.engine, {}).keys())
     raise_all(
         ConfigError,
         f"engines.{recipe.rollout.engine}",
-        (f"{name} follows from the section 'rollout' of the recipe; leave it out here" for name in twice),
+        (
+            f"{name} follows from the section {sections[name]!r} of the recipe; leave it out here"
+            for name in twice
+        ),
     )
-    fields = {"model": {"path": recipe.model.path, "lora": _served_adapter(recipe)}, **bounds}
+    fields = {"model": {"path": recipe.model.path, "lora": _served_adapter(recipe)}, **bounds, **placed}
     spec, config = engine_config(recipe, recipe.rollout.engine, "inference", fields)
     assert isinstance(config, InferenceEngineConfig)
     require_sync(spec, recipe.rollout.sync)
@@ -257,4 +297,5 @@ def open_roles(plan: Plan, finetune: FinetuneSpec) -> Iterator[Roles]:
             reward=groups.get("reward"),
             rollout=rollout,
             offloaded=tuple(group for name, group in groups.items() if plan.offloads(name)),
+            alternates=plan.alternates,
         )

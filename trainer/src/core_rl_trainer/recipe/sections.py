@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from core_rl.config.base import Config
 from core_rl.config.engine import LoraConfig, OptimizerConfig
@@ -16,6 +16,7 @@ __all__ = [
     "ModelSection",
     "PlacementSection",
     "RewardModelSection",
+    "RolePlacement",
     "StopSection",
     "WandbSection",
 ]
@@ -57,17 +58,39 @@ class RewardModelSection(Config):
     """Its own parallel degrees, by default the actor's."""
 
 
-class PlacementSection(Config):
-    """The device numbers of each role's ranks, in rank order; by default every role begins at device 0."""
+class RolePlacement(Config):
+    """Where the ranks of one role run."""
 
-    actor: tuple[Device, ...] | None = None
-    """Devices of the actor."""
-    critic: tuple[Device, ...] | None = None
-    """Devices of the critic."""
-    reference: tuple[Device, ...] | None = None
-    """Devices of the reference."""
-    reward: tuple[Device, ...] | None = None
-    """Devices of the reward model."""
+    devices: tuple[Device, ...]
+    """The device of each rank, in rank order."""
+
+
+def _placed(value: Any) -> Any:
+    """A bare list means devices."""
+    return {"devices": value} if isinstance(value, list | tuple) else value
+
+
+Placed = Annotated[RolePlacement | None, BeforeValidator(_placed)]
+
+
+class PlacementSection(Config):
+    """Each role's ranks, as ``{devices: [...]}`` or a bare list; by default every role begins at device 0."""
+
+    actor: Placed = None
+    """Of the actor."""
+    critic: Placed = None
+    """Of the critic."""
+    reference: Placed = None
+    """Of the reference."""
+    reward: Placed = None
+    """Of the reward model."""
+    rollout: Placed = None
+    """Of the rollout engine: of each server's ranks, one server after the other."""
+
+    def devices(self, role: str) -> tuple[int, ...] | None:
+        """The devices of ``role`` that are given."""
+        chosen: RolePlacement | None = getattr(self, role)
+        return None if chosen is None else chosen.devices
 
 
 class KeepBest(Config):
