@@ -239,6 +239,30 @@ def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: P
         assert arrival.result(20) == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="only Linux has a limit of its own")
+def test_too_little_shared_memory_is_an_error_and_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what = meta(tmp_path)
+
+    def receive() -> None:
+        with receiving(what, 20) as received:
+            list(received)
+
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_bavail=3, f_blocks=16, f_frsize=2**20))
+    stream = [
+        ("small", torch.zeros(2**20, dtype=torch.uint8)),
+        ("large", torch.zeros(2**22, dtype=torch.uint8)),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(receive)
+        says = r"'large' needs 4 MiB of shared memory, and /dev/shm has 3 MiB free of 16 MiB; enlarge"
+        with pytest.raises(WeightsError, match=says):
+            send_tensors(stream, what)
+        with pytest.raises(WeightsError, match=says):
+            arrival.result(20)
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="files of shared memory are listed on Linux alone")
 def test_a_bucket_of_a_sender_that_is_gone_is_an_error() -> None:
     """The manager of shared memory removes what a dead process has left, perhaps before it is opened."""

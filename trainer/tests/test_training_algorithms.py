@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +239,15 @@ def test_what_does_not_fit_together_is_named_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, support.recipe_values(start, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_shared_memory_that_is_too_small_is_named_before_anything_starts(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_bavail=1, f_blocks=64, f_frsize=1024))
+    with pytest.raises(ConfigError, match=r"rollout.sync = 'tensor' for the weights .* of shared memory"):
+        run(tmp_path, support.recipe_values(start, tmp_path / "out", rollout={"sync": "tensor"}))
     assert not (tmp_path / "out").exists()
 
 

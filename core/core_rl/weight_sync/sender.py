@@ -26,6 +26,7 @@ from core_rl.weight_sync.messages import (
     shared_by_name,
 )
 from core_rl.weight_sync.rendezvous import connect
+from core_rl.weight_sync.shared_memory import require_shared_memory
 
 __all__ = ["send_tensors", "send_weights"]
 
@@ -206,6 +207,7 @@ class _Filling:
         return -(-self.used // ALIGNMENT) * ALIGNMENT
 
     def add(self, name: str, tensor: Tensor) -> None:
+        require_shared_memory(tensor.nbytes, f"{name!r}")
         if self._storage is None:
             with shared_by_name():
                 self._storage = torch.UntypedStorage._new_shared(max(self._limit, tensor.nbytes, 1))

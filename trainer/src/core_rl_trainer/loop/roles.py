@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
@@ -15,9 +16,10 @@ from core_rl.engine import guards, inference_guards
 from core_rl.engine.guards import require_sync
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
-from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
+from core_rl.errors import ConfigError, UnsupportedCapability, WeightsError, raise_all
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
+from core_rl.weight_sync.shared_memory import require_shared_memory
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.loop.parts import require_portable
 from core_rl_trainer.loop.prepared import Placement
@@ -161,6 +163,7 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         call_timeout_s=recipe.call_timeout_s,
     )
     raise_all(ConfigError, "placement", _misplaced(plan))
+    _require_shared_memory(recipe, plan)
     trained = {device for name in plan.trainers for device in plan.devices(name)}
     return plan if trained.isdisjoint(plan.devices("rollout")) else _sharing(recipe, plan)
 
@@ -176,6 +179,22 @@ def _sharing(recipe: Recipe, plan: Plan) -> Plan:
             "or set one of the two fields to false or 0"
         )
     return plan
+
+
+def _require_shared_memory(recipe: Recipe, plan: Plan) -> None:
+    """Raise `ConfigError` where weights that are synced by shared memory have no room there.
+
+    Servers keep a version while the next one arrives; other engines take it bucket by bucket.
+    """
+    if recipe.rollout.sync != "tensor":
+        return
+    weights = sum(file.stat().st_size for file in Path(recipe.model.path).glob("*.safetensors"))
+    servers = plan.rollout[0].supports(Capability.LAUNCH_SERVER)
+    needed = 2 * weights if servers else min(weights, 2 * WeightUpdateMeta.bucket_bytes)
+    try:
+        require_shared_memory(needed, f"rollout.sync = 'tensor' for the weights in {recipe.model.path!r}")
+    except WeightsError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _misplaced(plan: Plan) -> Iterator[str]:
