@@ -72,7 +72,7 @@ def test_calls_of_train_engines_have_the_time_limit_of_the_recipe(
 
     for module in (roles, supervised):
         monkeypatch.setattr(module, "EngineGroup", start_group)
-    chosen = values(start, tmp_path / "out", call_timeout_s=1234.0)
+    chosen = values(start, tmp_path / "out", timeouts={"call_s": 1234.0})
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", chosen))
     with (
         open_run_directory(recipe) as directory,

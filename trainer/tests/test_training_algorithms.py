@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import BatchError, ConfigError
+from core_rl.errors import BatchError, ConfigError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer import run_recipe
 from core_rl_trainer.loop.loop import TrainingLoop
@@ -240,6 +240,20 @@ def test_what_does_not_fit_together_is_named_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, support.recipe_values(start, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sync_that_takes_too_long_names_its_time_limit(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(sender: object, receiver: object, meta: object, timeout_s: float, receiving: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("core_rl_trainer.loop.loop.sync_weights", late)
+    values = support.recipe_values(start, tmp_path / "out", timeouts={"sync_s": 7.0})
+    with pytest.raises(
+        WeightsError, match=r"version 0 within 7 s; if the sync is only slow, raise timeouts.sync_s"
+    ):
+        run(tmp_path, values)
 
 
 def test_shared_memory_that_is_too_small_is_named_before_anything_starts(

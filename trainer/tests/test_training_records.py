@@ -209,8 +209,8 @@ def test_another_recipe_is_refused_with_the_differing_fields(tmp_path: Path) -> 
 
 def test_a_run_is_resumed_with_another_time_limit(tmp_path: Path) -> None:
     RunDirectory(_recipe(tmp_path))
-    RunDirectory(_recipe(tmp_path, call_timeout_s=7200))
-    assert "call_timeout_s: 7200" in (tmp_path / "recipe.yaml").read_text()
+    RunDirectory(_recipe(tmp_path, timeouts={"call_s": 7200}))
+    assert "call_s: 7200" in (tmp_path / "recipe.yaml").read_text()
 
 
 def test_fresh_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:

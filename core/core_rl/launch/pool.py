@@ -23,7 +23,7 @@ GRACE_S = 5.0
 EXIT_WAIT_S = 5.0
 """Seconds for a rank to end by itself."""
 START = "the start"
-IF_SLOW = "If the call is only slow, raise the group's timeout_s (call_timeout_s in a recipe)"
+IF_SLOW = "If the call is only slow, raise the group's timeout_s (timeouts.call_s in a recipe)"
 
 
 class RankPool:

@@ -30,6 +30,7 @@ CHANGEABLE = (
     "push_to_hub*",
     "callbacks",
     "placement*",
+    "timeouts*",
     "*timeout_s",
     "*optimizer.schedule_steps",
     "*optimizer.schedule.total_steps",

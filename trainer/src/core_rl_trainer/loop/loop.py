@@ -16,6 +16,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
+from core_rl.errors import WeightsError
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
 from core_rl_trainer.data.training_data import TrainingData
@@ -66,7 +67,7 @@ class TrainingLoop:
             reward_weight=recipe.reward_model.weight if recipe.reward_model is not None else 0.0,
             mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
         )
-        self._timeout_s = recipe.rollout.timeout_s
+        self._sync_limit_s = recipe.timeouts.sync_s
         prompts = recipe.rollout.prompts_per_step
         loader = prompt_loader(data.train, prompts, recipe.seed)
         # Without a filter, the last steps need not run ahead of what is left to train on.
@@ -99,7 +100,13 @@ class TrainingLoop:
         for group in self._roles.trained().values():
             group.set_version(version)
         rollout = self._roles.rollout
-        sync_weights(_Sender(self._roles), rollout, meta, self._timeout_s, interrupted(rollout))
+        try:
+            sync_weights(_Sender(self._roles), rollout, meta, self._sync_limit_s, interrupted(rollout))
+        except TimeoutError as error:
+            raise WeightsError(
+                f"the rollout engine did not take the weights of version {version} within {self._sync_limit_s:g} s; "
+                "if the sync is only slow, raise timeouts.sync_s"
+            ) from error
 
     def start(self) -> None:
         """Prepare the first step: the rollout engine gets the initial weights."""

@@ -160,7 +160,7 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         rollout=rollout,
         colocated=recipe.colocated,
         placement=recipe.placement,
-        call_timeout_s=recipe.call_timeout_s,
+        call_timeout_s=recipe.timeouts.call_s,
     )
     raise_all(ConfigError, "placement", _misplaced(plan))
     _require_shared_memory(recipe, plan)

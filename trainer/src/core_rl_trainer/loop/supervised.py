@@ -61,7 +61,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     @contextmanager
     def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
         finetune = FinetuneSpec(dataset_size=directory.schedule_steps * size, train_batch_size=size)
-        with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.call_timeout_s) as group:
+        with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.timeouts.call_s) as group:
             yield SupervisedLoop(recipe, interface, group, data, directory)
 
     workload = Workload(

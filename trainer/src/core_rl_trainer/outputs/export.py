@@ -79,7 +79,7 @@ def _export(recipe: Recipe, checkpoint: RunCheckpoint, kind: ExportFormat, outpu
     # The moments are neither needed nor loaded.
     weights = config.model_copy(update={"optimizer": None})
     output.parent.mkdir(parents=True, exist_ok=True)
-    with EngineGroup(spec, weights, ft_spec=finetune, timeout_s=recipe.call_timeout_s) as group:
+    with EngineGroup(spec, weights, ft_spec=finetune, timeout_s=recipe.timeouts.call_s) as group:
         saved = readable_part(checkpoint, part, spec, config.layout)
         group.load(SaveLoadMeta(path=saved.path, format=saved.format, with_optimizer=False))
         save = interface.save if kind == "hf" else interface.save_adapter

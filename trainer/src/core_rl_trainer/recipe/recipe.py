@@ -28,6 +28,7 @@ from core_rl_trainer.recipe.sections import (
     PlacementSection,
     RewardModelSection,
     StopSection,
+    TimeoutsSection,
     WandbSection,
 )
 
@@ -79,9 +80,9 @@ class Recipe(Config):
     colocated: bool = False
     """Roles share their devices: each is offloaded to host memory while another one works. Those with the same layout
     on the same devices live in the same processes. One whose ``placement`` names devices of its own stays there."""
-    call_timeout_s: float = Field(default=600.0, gt=0.0)
-    """The time limit of each call of a train engine, in seconds: building it, one update over its batch, one save. Its
-    ranks wait as long for each other. A call that exceeds it ends the run. It may change when a run is resumed."""
+    timeouts: TimeoutsSection = TimeoutsSection()
+    """Time limits of calls and of ranks. They may change when a run is resumed; those of rollouts and rewards are in
+    ``rollout``."""
     steps: int = Field(ge=1)
     """Training steps; each ends with new weights in the rollout engine. More of them extend a run, also a finished
     one."""

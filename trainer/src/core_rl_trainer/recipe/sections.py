@@ -18,6 +18,7 @@ __all__ = [
     "RewardModelSection",
     "RolePlacement",
     "StopSection",
+    "TimeoutsSection",
     "WandbSection",
 ]
 
@@ -91,6 +92,16 @@ class PlacementSection(Config):
         """The devices of ``role`` that are given."""
         chosen: RolePlacement | None = getattr(self, role)
         return None if chosen is None else chosen.devices
+
+
+class TimeoutsSection(Config):
+    """Time limits, in seconds. What exceeds one ends the run."""
+
+    call_s: float = Field(default=600.0, gt=0.0)
+    """Of each call of a train engine: building it, one update over its batch, one save. Its ranks wait as long for each
+    other, in every collective of their process groups."""
+    sync_s: float = Field(default=1800.0, gt=0.0)
+    """Of handing new weights to the rollout engine."""
 
 
 class KeepBest(Config):
