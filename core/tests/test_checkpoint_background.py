@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import engine_support as support
 import pytest
@@ -24,6 +25,7 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint import background
 from core_rl.checkpoint.background import BackgroundSave, Later, Write, late_writes, publish_later
+from core_rl.checkpoint.manifest import read_manifest
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
@@ -222,6 +224,7 @@ def test_a_run_killed_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path: Pat
 PROGRAM = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from core_rl.checkpoint.background import Later, publish_later
 from core_rl.distributed.comm import Comm
 
@@ -262,12 +265,28 @@ def slowly(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
     """Let files that are written in the background wait for the event."""
     gate, real = threading.Event(), background._write_part
 
-    def write_part(staged: Path, rank: int, write: Write) -> None:
+    def write_part(staged: Path, rank: int, write: Write, *, hashes: bool) -> None:
         assert gate.wait(TIMEOUT_S)
-        real(staged, rank, write)
+        real(staged, rank, write, hashes=hashes)
 
     monkeypatch.setattr(background, "_write_part", write_part)
     return gate
+
+
+def test_the_thread_that_writes_shards_hashes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rank 0 hashes nothing of other ranks, whose files it may have to fetch."""
+    real, names = background.records_of, list[list[str]]()
+
+    def noted(directory: Path, found: list[str], threads: int) -> Any:
+        names.append(sorted(found))
+        return real(directory, found, threads)
+
+    monkeypatch.setattr(background, "records_of", noted)
+    engine = support.engine()
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="sharded", asynchronous=True))
+    engine.wait_for_saves()
+    assert names == [["shards/rank-00000.safetensors"], []]
+    assert list(read_manifest(tmp_path / "a").files) == ["shards/rank-00000.safetensors"]
 
 
 @pytest.mark.parametrize("form", ["sharded", "portable", "hf"])

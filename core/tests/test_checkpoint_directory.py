@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from checkpoint_support import (
 )
 from safetensors import SafetensorError
 
+from core_rl.checkpoint import directory as directory_module
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.manifest import FileRecord, Manifest, parse_manifest, read_manifest
 from core_rl.checkpoint.tensor_files import write_tensors
@@ -296,6 +298,31 @@ def test_an_empty_directory_is_used(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     save_text(tmp_path / "a", **FILES)
     assert load_text(tmp_path / "a") == FILES
+
+
+def test_each_rank_hashes_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is written and when it is read: one rank alone would take so many times as long."""
+    path, hashed = str(tmp_path / "a"), list[tuple[str, ...]]()
+    for name in ("records_of", "find_damage"):
+        original = getattr(directory_module, name)
+
+        def noted(directory: Path, files: Any, threads: int, original: Any = original) -> Any:
+            hashed.append(tuple(files))
+            return original(directory, files, threads)
+
+        monkeypatch.setattr(directory_module, name, noted)
+
+    def save_and_open(world: Comm) -> None:
+        def write(directory: Path) -> None:
+            (directory / f"rank-{world.rank:05d}").write_text("x" * world.rank)
+
+        publish(path, write, world, kind="text")
+        with opened(path, world, kind="text"):
+            pass
+
+    assert on_ranks(3, save_and_open) == [None] * 3
+    assert sorted(hashed) == [(f"rank-{rank:05d}",) for rank in (0, 0, 1, 1, 2, 2)]
+    assert read_manifest(tmp_path / "a").files["rank-00002"].bytes == 2
 
 
 @pytest.mark.parametrize("value", [{"when": object()}, {"deep": [{1: "one"}]}])

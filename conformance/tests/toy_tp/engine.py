@@ -109,8 +109,6 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
         self.connect(model)
         self._shard(model)
         self._vocabulary = self.vocabulary_type(model.config.vocab_size, self.tensor_parallel_group)
-        # Dropout differs from rank to rank: they have different heads.
-        torch.manual_seed(context.seed + context.world.rank)
         self.adopt(model, context)
 
     def seed(self) -> int:
@@ -215,7 +213,8 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
             "position_ids": batch.position_ids[None],
             "attention_mask": None,
             "use_cache": False,
-            "segments": Segments(tuple(batch.cu_seqlens.tolist())),
+            # Of random numbers, attention alone draws others on each rank: they have different heads.
+            "segments": Segments(tuple(batch.cu_seqlens.tolist()), tensor=self.context.groups.model_parallel),
         }
         local = {name: cast("DTensor", p).to_local() for name, p in trunk.named_parameters()}
         # Added after the sum over ranks.

@@ -9,18 +9,20 @@ waits for all markers, seals the directory and renames it into place. No thread 
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.directory import place_of, staged_on_leader
-from core_rl.checkpoint.manifest import seal
+from core_rl.checkpoint.manifest import FileRecord, file_names, records_of, seal
+from core_rl.checkpoint.shards import files_of
 from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
@@ -88,13 +90,14 @@ def publish_later(
         def complete() -> None:
             with resources:
                 try:
-                    _write_part(staged, rank, later.write)
+                    _write_part(staged, rank, later.write, hashes=later.finish is None)
                 finally:
                     # Also after a failure: no other rank writes into the directory any more when it is removed.
-                    if rank == 0 and _await_parts(staged, size, timeout_s):
+                    if rank == 0 and (records := _await_parts(staged, size, timeout_s)) is not None:
                         if later.finish is not None:
                             later.finish(staged)
-                        seal(staged, kind, state, in_background=True)
+                        rest = [name for name in file_names(staged) if name not in records]
+                        seal(staged, kind, state, records | records_of(staged, rest, threads=1))
                         place_of(path).commit(staged)
 
         return BackgroundSave(path, complete)
@@ -134,24 +137,36 @@ class BackgroundSave:
             logger.error("the save of %r in the background failed: %s", self.path, describe(self._failure))
 
 
-def _write_part(staged: Path, rank: int, write: Write) -> None:
-    """Write the files of this rank, and leave a marker for rank 0, whatever happens."""
+def _write_part(staged: Path, rank: int, write: Write, *, hashes: bool) -> None:
+    """Write the files of this rank, and leave a marker for rank 0, whatever happens: with the records of its shards,
+    where it ``hashes`` them.
+    """
     outcome = "failed"
     try:
         write(staged)
+        names = [file.relative_to(staged).as_posix() for file in files_of(staged, rank)] if hashes else []
+        records = {name: asdict(record) for name, record in records_of(staged, names, threads=1).items()}
+        (staged / f".rank-{rank:05d}.writing").write_text(json.dumps(records))
+        (staged / f".rank-{rank:05d}.writing").rename(staged / f".rank-{rank:05d}.done")
         outcome = "done"
     finally:
-        (staged / f".rank-{rank:05d}.{outcome}").touch()  # empty: a full disk takes it
+        if outcome != "done":
+            (staged / f".rank-{rank:05d}.failed").touch()  # empty: a full disk takes it
 
 
-def _await_parts(staged: Path, world_size: int, timeout_s: float) -> bool:
-    """Return when all ranks have written, True if none has failed; the markers are gone then."""
+def _await_parts(staged: Path, world_size: int, timeout_s: float) -> dict[str, FileRecord] | None:
+    """Return when all ranks have written, with their records, or None if one has failed; the markers are gone then."""
     deadline = time.monotonic() + timeout_s
-    while len(markers := list(staged.glob(".rank-*"))) < world_size:
+    while len(markers := [*staged.glob(".rank-*.done"), *staged.glob(".rank-*.failed")]) < world_size:
         if time.monotonic() > deadline:
             waiting = set(range(world_size)) - {int(marker.stem.removeprefix(".rank-")) for marker in markers}
             raise CheckpointError(f"rank(s) {sorted(waiting)} did not finish writing within {timeout_s:g} s")
         time.sleep(POLL_S)
+    records: dict[str, FileRecord] = {}
     for marker in markers:
+        if marker.suffix == ".done":
+            own = json.loads(marker.read_text())
+            records |= {name: FileRecord(**record) for name, record in own.items()}
+    for marker in staged.glob(".rank-*"):
         marker.unlink()
-    return all(marker.suffix == ".done" for marker in markers)
+    return records if all(marker.suffix == ".done" for marker in markers) else None

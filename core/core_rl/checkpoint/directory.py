@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.local import LocalPlace
-from core_rl.checkpoint.manifest import MANIFEST, find_damage, read_manifest, seal, to_json
+from core_rl.checkpoint.manifest import (
+    HASHING_THREADS,
+    MANIFEST,
+    FileRecord,
+    all_files,
+    file_names,
+    find_damage,
+    read_manifest,
+    records_of,
+    seal,
+    to_json,
+)
 from core_rl.checkpoint.remote import RemotePlace, is_url
-from core_rl.distributed.agreement import on_all, on_leader
+from core_rl.distributed.agreement import agree, on_all, on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import (
     CheckpointDamaged,
@@ -46,11 +57,16 @@ def publish(
     with ExitStack() as stack:
 
         def commit() -> None:
-            seal(staged, kind, state or {})
+            seal(staged, kind, state or {}, records)
             place_of(path).commit(staged)
 
         staged = staged_on_leader(path, state or {}, world, stack, subject)
         on_all(world, lambda: write(staged), subject, CheckpointError)
+        names = on_leader(world, lambda: file_names(staged), subject, CheckpointError)
+        shares = agree(
+            world, lambda: records_of(staged, _share(names, world), _threads(world)), subject, CheckpointError
+        )
+        records = {name: record for share in shares for name, record in share.items()}
         on_leader(world, commit, subject, CheckpointError)
 
 
@@ -79,14 +95,21 @@ def opened(path: str, world: Comm, *, kind: str | None, require_manifest: bool =
     """
     with ExitStack() as stack:
 
-        def fetch() -> Path:
+        def fetch() -> tuple[Path, dict[str, FileRecord]]:
             directory = stack.enter_context(place_of(path).reading())
-            _verify(directory, kind, require_manifest)
-            return directory
+            return directory, _recorded(directory, kind, require_manifest)
 
         subject = f"cannot load {path!r}"
-        directory = on_leader(world, fetch, subject)
+        directory, files = on_leader(world, fetch, subject)
         on_all(world, lambda: _check_visible(directory), subject)
+        own = {name: files[name] for name in _share(list(files), world)}
+        shares = agree(world, lambda: find_damage(directory, own, _threads(world)), subject)
+        problems = {name: problem for share in shares for name, problem in share.items()}
+        raise_all(
+            CheckpointDamaged,
+            f"{subject}: the checkpoint is damaged",
+            [problems[name] for name in files if name in problems],
+        )
         yield directory
         if is_url(path):
             world.barrier()  # rank 0 removes the download when it leaves
@@ -106,12 +129,26 @@ def _check_visible(directory: Path) -> None:
         )
 
 
-def _verify(directory: Path, kind: str | None, require_manifest: bool) -> None:
+def _own_records(directory: Path, names: Sequence[str], world: Comm) -> dict[str, FileRecord]:
+    return records_of(directory, _share(names, world), _threads(world))
+
+
+def _share(names: Sequence[str], world: Comm) -> Sequence[str]:
+    """Those of ``names`` that this rank hashes; of files with the number of a rank, its own."""
+    return names[world.rank :: world.size]
+
+
+def _threads(world: Comm) -> int:
+    return max(1, HASHING_THREADS // world.size)
+
+
+def _recorded(directory: Path, kind: str | None, require_manifest: bool) -> dict[str, FileRecord]:
+    """The files of a checkpoint as they should be, by its manifest; none where there is no manifest."""
     if not directory.is_dir() or not any(directory.iterdir()):
         raise CheckpointNotFound("there is no checkpoint at this place")
     if not require_manifest and not (directory / MANIFEST).is_file():
-        return
+        return {}
     manifest = read_manifest(directory)
     if kind is not None and manifest.kind != kind:
         raise CheckpointMismatch(f"it is a checkpoint of kind {manifest.kind!r}, not {kind!r}")
-    raise_all(CheckpointDamaged, "the checkpoint is damaged", find_damage(directory, manifest))
+    return all_files(directory, manifest)

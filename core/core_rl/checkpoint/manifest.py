@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -19,11 +20,14 @@ __all__ = [
     "MANIFEST",
     "FileRecord",
     "Manifest",
+    "all_files",
     "check_ours",
+    "file_names",
     "find_damage",
     "flush",
     "parse_manifest",
     "read_manifest",
+    "records_of",
     "seal",
     "to_json",
 ]
@@ -98,20 +102,30 @@ def _digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def seal(directory: Path, kind: str, state: Mapping[str, Any], *, in_background: bool = False) -> None:
-    """Write the manifest of ``directory`` and flush all that it covers to the disk.
+def file_names(directory: Path) -> list[str]:
+    """The files that the manifest of ``directory`` is to list, relative to it."""
+    return [file.relative_to(directory).as_posix() for file in _own_files(directory)]
 
-    ``in_background`` takes one thread, the caller's: a program that is ending starts no others.
+
+def records_of(
+    directory: Path, names: Sequence[str], threads: int = HASHING_THREADS
+) -> dict[str, FileRecord]:
+    """Size and hash of each of the files ``names`` of ``directory``.
+
+    With one thread, the caller's, none is started: a program that is ending starts no others.
     """
-    files = list(_own_files(directory))
-    if in_background:
-        records = list(map(_record, files))
-    else:
-        with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            records = list(pool.map(_record, files))
-    names = [file.relative_to(directory).as_posix() for file in files]
-    manifest = Manifest(kind=kind, state=state, files=dict(zip(names, records, strict=True)))
+    files = [directory / name for name in names]
+    if threads == 1:
+        return dict(zip(names, map(_record, files), strict=True))
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(names, pool.map(_record, files), strict=True))
+
+
+def seal(directory: Path, kind: str, state: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
+    """Write the manifest of ``directory``, with the ``records`` of all of its files, and flush it all to the disk."""
+    manifest = Manifest(kind=kind, state=state, files={name: records[name] for name in sorted(records)})
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
+    files = [directory / name for name in manifest.files]
     folders = {parent for file in files for parent in file.parents if parent.is_relative_to(directory)}
     for path in [*files, directory / MANIFEST, *folders, directory]:
         flush(path)
@@ -191,17 +205,23 @@ def _inside(name: str) -> str:
     return name
 
 
-def find_damage(directory: Path, manifest: Manifest) -> list[str]:
-    """Every file of ``manifest``, and of nested manifests, that is missing or not what it was."""
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        found = pool.map(partial(_difference, directory), manifest.files, manifest.files.values())
-        problems = [problem for problem in found if problem is not None]
-    if problems:
-        return problems
+def all_files(directory: Path, manifest: Manifest) -> dict[str, FileRecord]:
+    """The files of ``manifest`` and of nested manifests, except of those that cannot be read."""
+    found = dict(manifest.files)
     for name in manifest.nested():
-        inner = read_manifest(directory / name)
-        problems += [f"{name}/{problem}" for problem in find_damage(directory / name, inner)]
-    return problems
+        with suppress(CheckpointDamaged):  # as its own record says as well
+            inner = all_files(directory / name, read_manifest(directory / name))
+            found |= {f"{name}/{file}": record for file, record in inner.items()}
+    return found
+
+
+def find_damage(
+    directory: Path, files: Mapping[str, FileRecord], threads: int = HASHING_THREADS
+) -> dict[str, str]:
+    """Those of ``files`` that are missing or not what they were, each with the problem."""
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(partial(_difference, directory), files, files.values())
+        return {name: problem for name, problem in zip(files, found, strict=True) if problem is not None}
 
 
 def _difference(directory: Path, name: str, record: FileRecord) -> str | None:

@@ -15,7 +15,7 @@ from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, WeightsError
 from core_rl.state.slices import Shard
 
-__all__ = ["ShardFiles", "write_copies"]
+__all__ = ["ShardFiles", "files_of", "write_copies"]
 
 HEADER = "core_rl_shards"
 
@@ -34,6 +34,11 @@ def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size
         }
     header = json.dumps({"world_size": world_size, "pieces": pieces})
     write_file(directory / _file_name(rank), tensors, {HEADER: header})
+
+
+def files_of(directory: Path, rank: int) -> list[Path]:
+    """The files that ``rank`` wrote below ``directory``."""
+    return sorted(directory.rglob(_file_name(rank)))
 
 
 def _file_name(rank: int) -> str:

@@ -20,7 +20,7 @@ from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.errors import CheckpointError, ConfigError, WeightsError
-from core_rl.toolkit.build import read_config
+from core_rl.toolkit.build import build_model, read_config
 from core_rl.toolkit.optimizer import build_adamw, moment_kinds, set_step_count
 from core_rl_tiny.model import Llama, Rows
 
@@ -71,11 +71,13 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
         self.group = context.groups.data_parallel
         self.config = read_config(context.config.model)
         context.check_model(self.config)
-        torch.manual_seed(context.seed)  # the same weights on all ranks, where no file gives them
         self.model = Llama(self.config)
         self.config.architectures = ["LlamaForCausalLM"]
+        state = TinyState(self.model, None, 0)
         if context.config.model.path is not None:
-            _load(TinyState(self.model, None, 0), context.config.model)
+            _load(state, context.config.model)
+        else:
+            _draw(state, context.config.model, context.seed)
         self.model.to(context.device)
         wanted = context.config.optimizer
         self.optimizer = build_adamw(self.model.parameters(), wanted) if wanted else None
@@ -130,6 +132,14 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
 
     def after_load(self, kinds: frozenset[str]) -> None:
         """The module computes with the master weights themselves."""
+
+
+@torch.no_grad()
+def _draw(state: TinyState, model: ModelConfig, seed: int) -> None:
+    """Fill the parameters with the weights that every engine draws from ``seed``, where no file gives them."""
+    drawn = build_model(model, seed=seed, attn_implementation="eager").state_dict()
+    for part in state.local("master"):
+        part.tensor.copy_(drawn[part.name])
 
 
 @torch.no_grad()

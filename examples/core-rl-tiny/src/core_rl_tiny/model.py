@@ -9,10 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from core_rl.errors import UnsupportedCapability
 
 __all__ = ["Llama", "Rows"]
+
+SCALED = ("linear", "llama3")
+"""Scalings of the rotary frequencies that do not depend on the length of a sequence, and scale nothing else."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Llama(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         rope = getattr(config, "rope_parameters", None) or {}
-        plain = rope.get("rope_type", "default") == "default" and config.hidden_act == "silu"
+        plain = rope.get("rope_type", "default") in ("default", *SCALED) and config.hidden_act == "silu"
         if config.model_type != "llama" or not plain or config.attention_bias or config.mlp_bias:
             raise UnsupportedCapability(
                 f"the engine 'tiny' runs plain models of type 'llama', and this is {config.model_type!r} with "
@@ -109,17 +113,25 @@ class Llama(nn.Module):
         self.head = (
             self.embedding if config.tie_word_embeddings else _matrix(config.vocab_size, config.hidden_size)
         )
-        self.theta = rope["rope_theta"]
+        self.rope = rope
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits ``[L, V]`` of one sequence ``[L]``."""
-        dim = self.config.head_dim
-        frequencies = self.theta ** -(torch.arange(0, dim, 2, device=ids.device).float() / dim)
-        angles = torch.outer(torch.arange(len(ids), device=ids.device).float(), frequencies).repeat(1, 2)
+        angles = torch.outer(torch.arange(len(ids), device=ids.device).float(), self._frequencies(ids.device))
+        angles = angles.repeat(1, 2)
         x = F.embedding(ids, self.embedding, padding_idx=self.config.pad_token_id)
         for layer in self.layers:
             x = layer(x, angles.cos(), angles.sin())
         return F.rms_norm(x, self.norm.shape, self.norm, self.config.rms_norm_eps) @ self.head.T
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Of the rotation of each pair of a head's dimensions, ``[head_dim / 2]``."""
+        if (scaled := self.rope.get("rope_type")) in SCALED:
+            frequencies: Tensor = ROPE_INIT_FUNCTIONS[scaled](self.config, device)[0]
+            return frequencies
+        dim, theta = self.config.head_dim, float(self.rope["rope_theta"])
+        plain: Tensor = theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
+        return plain
 
     def checkpoint(self) -> Iterator[Rows]:
         """All tensors in a checkpoint."""
