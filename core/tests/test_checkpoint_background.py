@@ -25,7 +25,7 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint import background
 from core_rl.checkpoint.background import BackgroundSave, Later, Write, late_writes, publish_later
-from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.manifest import read_manifest, records_of
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
@@ -275,7 +275,7 @@ def slowly(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 def test_the_thread_that_writes_shards_hashes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And rank 0 hashes nothing of other ranks, whose files it may have to fetch."""
-    real, names = background.records_of, list[list[str]]()
+    real, names = records_of, list[list[str]]()
 
     def noted(directory: Path, found: list[str], threads: int) -> Any:
         names.append(sorted(found))

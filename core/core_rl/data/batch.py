@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +41,11 @@ class SequenceBatch:
     """Sequence fields that are no tensors, one list entry for each sequence."""
     unit: Tensor | None = None
     """Int64 ``[B]``: sequences with the same number are never separated (a preference pair, a group)."""
-    _original: SequenceBatch | None = field(default=None, init=False, repr=False, compare=False)
+    # No fields, so that `dataclasses.replace` forgets them with what they follow from.
+    _original: ClassVar[SequenceBatch | None] = None
     """The batch on the CPU that `to` has copied: what follows from it is computed there, so that nobody waits for an
     accelerator."""
-    _copied: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _copied: ClassVar[Mapping[str, Tensor]] = {}
     """What was computed there and copied."""
 
     def __post_init__(self) -> None:
@@ -154,7 +155,8 @@ class SequenceBatch:
         if self._original is None:
             return compute(self)
         if name not in self._copied:
-            self._copied[name] = to_device(compute(self._original), self.device)
+            copied = {**self._copied, name: to_device(compute(self._original), self.device)}
+            object.__setattr__(self, "_copied", copied)
         return self._copied[name]
 
     def __getitem__(self, name: str) -> Tensor:

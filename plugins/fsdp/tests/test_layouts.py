@@ -9,13 +9,16 @@ from typing import Any
 import fsdp_support as support
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.layout import ParallelLayout
+from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError, UnsupportedCapability
@@ -23,6 +26,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.dtensor import local_part
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
+from core_rl_fsdp import sharding
 from core_rl_fsdp.engine import FSDPBackend
 from core_rl_fsdp.tensor_parallel import check_sequence_parallel
 
@@ -90,6 +94,63 @@ def test_gradients_equal_the_plain_model(
     for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
     assert group.optimizer_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def count_all_reduces(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, parts: int) -> int:
+    """Sums over the replicas in one pass of ``parts`` micro-batches."""
+    original, calls = dist.all_reduce, [0]
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += tensor.dtype == torch.float32 and tensor.numel() > 1
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        engine.forward_backward(engine.shard_data(batch), loss, MicroBatchSpec(count=parts))
+    finally:
+        dist.all_reduce = original
+    return calls[0]
+
+
+def test_replicas_add_up_gradients_once_in_a_pass(group: EngineGroup) -> None:
+    counts = []
+    for parts in (1, 3):
+        group.initialize(config=support.fsdp_config(4, replicas=2))
+        counts.append(group.run(count_all_reduces, support.make_batch(0), LOSSES["lm"], parts))
+    assert counts[0] == counts[1]
+    assert min(counts[0]) > 0
+
+
+@pytest.mark.parametrize(("model", "apart"), [("uneven", True), ("tiny", False)])
+def test_an_embedding_of_its_own_is_gathered_apart(group: EngineGroup, model: str, apart: bool) -> None:
+    """A tied one belongs to the head, which needs it at the end of the pass."""
+    group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
+    assert group.run(embedding_is_apart) == [apart] * 4
+
+
+def embedding_is_apart(engine: TrainEngine) -> bool:
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    return isinstance(backend.packed.model.get_input_embeddings(), FSDPModule)
+
+
+def test_prefetched_weights_give_the_same_gradients(group: EngineGroup) -> None:
+    """As on CUDA, where blocks gather the next one's weights."""
+    group.initialize(config=support.fsdp_config(4))
+    group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
+    wanted = group.named_tensors("grads")
+    group.initialize(config=support.fsdp_config(4))
+    group.run(prefetch)
+    group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
+    assert all(grad.equal(wanted[name]) for name, grad in group.named_tensors("grads").items())
+
+
+def prefetch(engine: TrainEngine) -> None:
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    sharding._prefetch(
+        [module for module in backend.packed.model.modules() if isinstance(module, FSDPModule)]
+    )
 
 
 KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")

@@ -24,6 +24,9 @@ class FSDPOptions(Config):
     reduce_scatter: Literal["each", "last"] = "each"
     """Reduce gradients after each micro-batch, or only after the last one of a pass: less communication, and a
     whole float32 gradient on each rank until then."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype in which gradients are added up over ranks. bfloat16 halves the traffic and rounds each sum to 8 bits:
+    no check allows that much."""
     gradient_checkpointing: bool = False
     """Keep only the input of each block and compute its activations again in the backward pass."""
     compile: bool = False

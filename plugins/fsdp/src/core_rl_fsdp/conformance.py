@@ -27,12 +27,18 @@ PROFILE = Profile(
         Setting(
             name="hybrid",
             layout=ParallelLayout(dp=4),
-            options={"options": {"replicas": 2, "reduce_scatter": "last", "gradient_checkpointing": True}},
+            options={"options": {"replicas": 2, "gradient_checkpointing": True}},
         ),
         Setting(
             name="activation-offload",
             layout=ParallelLayout(dp=2),
-            options={"options": {"activation_offload": True, "reshard_after_forward": False}},
+            options={
+                "options": {
+                    "activation_offload": True,
+                    "reshard_after_forward": False,
+                    "reduce_scatter": "last",
+                }
+            },
         ),
     ),
     dtypes=("float32", "bfloat16"),

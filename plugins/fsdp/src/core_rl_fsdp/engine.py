@@ -97,7 +97,10 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         each = self.context.config.options.reduce_scatter == "each"
         offload = None if mode == "forward" else self.activation_offload
         for number, micro_batch in enumerate(micro_batches, start=1):
-            self._root.set_requires_gradient_sync(each or number == len(micro_batches))
+            last = number == len(micro_batches)
+            self._root.set_requires_gradient_sync(each or last)
+            # Between copies of the weights, gradients need to be added up once.
+            self._root.set_requires_all_reduce(last)
             with nullcontext() if offload is None else offload.active():
                 output = self.outputs(micro_batch, step)
             loss = step(output, micro_batch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -17,27 +19,52 @@ from core_rl_fsdp.config import FSDPConfig
 
 __all__ = ["fsdp_modules", "reset_pass", "shard_modules"]
 
+REDUCE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 def shard_modules(packed: PackedModel, mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
-    """Shard each block, the scalar head and the rest of ``packed`` in place; returns the root."""
+    """Shard each block, the embedding, the scalar head and the rest of ``packed`` in place; returns the root."""
     reshard = config.options.reshard_after_forward
     compute = torch.bfloat16 if config.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for block in _blocks(packed.model):
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=REDUCE_DTYPES[config.options.reduce_dtype]
+    )
+    blocks = _blocks(packed.model)
+    for block in blocks:
         if config.options.compile:
             # Sequences of all lengths meet here, so sizes stay symbols.
             block.compile(dynamic=True)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if (embedding := _embedding_apart(packed.model)) is not None:
+        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if mesh.device_type == "cuda":
+        _prefetch(blocks)
     if packed.head != "lm":
         # The scalar head computes in float32, whatever the blocks do.
         fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
-    root = fully_shard(packed, mesh=mesh, mp_policy=policy)
+    # The root gets ids and masks, of which nothing is to be rounded.
+    root = fully_shard(packed, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
     for module in fsdp_modules(packed):
         # The core has already divided the loss by the global weight, so ranks add up. FSDP
         # would average, and gloo has no pre-multiplied sum.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
     return root
+
+
+def _embedding_apart(model: PreTrainedModel) -> nn.Module | None:
+    """The embedding where the head does not use its weight: gathered and reduced apart from the root, whose weights
+    are there from the beginning of a pass to its end.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    return embedding if isinstance(embedding, nn.Embedding) and not tied else None
+
+
+def _prefetch(blocks: Sequence[nn.Module]) -> None:
+    """Let each block gather the next one's weights before it computes, also where Python is slower than the GPU."""
+    for block, following in pairwise(blocks):
+        cast("FSDPModule", block).set_modules_to_forward_prefetch([cast("FSDPModule", following)])
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
