@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl.backend.loss import count_sequences, count_tokens
+from core_rl.backend.metrics import Metric, merge_metrics
 from core_rl.backend.steps import MicroBatches
 from core_rl.config.engine import Head
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
@@ -126,6 +127,26 @@ def test_loads_of_experts_are_balanced_without_waiting() -> None:
 def test_weights_of_micro_batches_are_counted_on_the_cpu() -> None:
     real = MicroBatches(batch(), [[0, 1], [], [2]], META).real()
     assert [(count_tokens(part), count_sequences(part)) for part in real] == [(3.0, 1.0), (2.0, 1.0)]
+
+
+def test_metrics_of_a_pass_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are on an accelerator; a value of another size is the loss's fault, as before."""
+    copies: list[torch.Size] = []
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    original = Tensor.cpu
+
+    def noted(tensor: Tensor) -> Tensor:
+        copies.append(tensor.shape)
+        return original(tensor)
+
+    monkeypatch.setattr(Tensor, "cpu", noted)
+    parts = [
+        {"mean": Metric.mean(torch.tensor(3.0), torch.tensor(2)), "max": Metric.max(torch.tensor([5.0]))},
+        {"mean": Metric.mean(5.0, 2.0), "max": Metric.max(7.0)},
+    ]
+    merged = {name: metric.result() for name, metric in merge_metrics(parts).items()}
+    assert merged == {"mean": 2.0, "max": 7.0}
+    assert copies == [(3,)]
 
 
 def test_what_is_in_blocks_is_seen() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from core_rl.errors import LossError
@@ -72,16 +73,29 @@ class Metric:
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Reduce equal names over ``parts``; a part may lack a name, and then says nothing about it."""
+    named = [(name, metric) for part in parts for name, metric in part.items()]
+    for name, metric in named:
+        if not isinstance(metric, Metric):
+            raise LossError(
+                f"metric {name!r} is a {type(metric).__name__}; return Metric.mean/sum/max/min, "
+                "so that it is reduced correctly over micro-batches and ranks"
+            )
     merged: dict[str, Metric] = {}
-    for part in parts:
-        for name, metric in part.items():
-            if not isinstance(metric, Metric):
-                raise LossError(
-                    f"metric {name!r} is a {type(metric).__name__}; return Metric.mean/sum/max/min, "
-                    "so that it is reduced correctly over micro-batches and ranks"
-                )
-            merged[name] = merged[name] + metric if name in merged else metric.plain()
+    for (name, _), metric in zip(named, _on_cpu([metric for _, metric in named]), strict=True):
+        merged[name] = merged[name] + metric if name in merged else metric.plain()
     return merged
+
+
+def _on_cpu(metrics: Sequence[Metric]) -> Iterator[Metric]:
+    """``metrics`` with the values on an accelerator copied together: each copy waits for all that is queued there."""
+    values = [value for metric in metrics for value in (metric.value, metric.count)]
+    away = [value.double().reshape(()) for value in values if isinstance(value, Tensor) and not value.is_cpu]
+    copied = iter(torch.stack(away).cpu() if away else ())
+    arrived = iter(
+        [next(copied) if isinstance(value, Tensor) and not value.is_cpu else value for value in values]
+    )
+    for metric in metrics:
+        yield Metric(metric.reduction, next(arrived), next(arrived))
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
