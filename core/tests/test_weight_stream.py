@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from checkpoint_support import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +28,7 @@ from torch.multiprocessing import get_sharing_strategy
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
-from core_rl.distributed.comm import Channel
+from core_rl.distributed.comm import Channel, Comm
 from core_rl.engine import sync
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
@@ -42,7 +44,7 @@ from core_rl.weight_sync.messages import (
     shared_by_name,
 )
 from core_rl.weight_sync.rendezvous import abandon
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.sender import send_tensors, send_weights
 from core_rl.weight_sync.stream import Bucket, receiving
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -237,6 +239,35 @@ def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: P
         arrival = pool.submit(receive)
         send_tensors(stream(), what)
         assert arrival.result(20) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_no_rank_begins_to_stream_before_the_writer_has_met_the_receiver(
+    tmp_path: Path, received: bool
+) -> None:
+    """On an accelerator, a rank that waits in the stream's collective would be taken for hanging."""
+    what, began, met = meta(tmp_path), list[bool](), threading.Event()
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        began.append(met.is_set())
+        yield "a", torch.ones(2)
+
+    def receive() -> list[str]:
+        time.sleep(0.3)
+        met.set()
+        with receiving(what, 20) as weights:
+            return [name for bucket in weights for name, _ in bucket]
+
+    def send(world: Comm) -> None:
+        send_weights(stream(), what, world, is_writer=world.rank == 1, device=torch.device("cpu"))
+
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patched:
+        arrival = pool.submit(receive) if received else None
+        patched.setattr(rendezvous, "CONNECT_S", 20.0 if received else 0.1)
+        found = on_ranks(2, send)
+        assert arrival is None or arrival.result(20) == ["a"]
+    assert began == ([True, True] if received else [])
+    assert [type(error) for error in found] == ([type(None)] * 2 if received else [WeightsError] * 2)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="only Linux has a limit of its own")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,16 @@ def send_weights(
     device: torch.device,
     adapter: AdapterMetadata | None = None,
 ) -> None:
-    """Call `send_tensors` on all ranks of ``comm``; raises one `WeightsError` on all of them if one fails."""
-    send = partial(send_tensors, stream, meta, is_writer=is_writer, device=device, adapter=adapter)
-    on_all(comm, send, f"weights of version {meta.version} were not installed", WeightsError)
+    """`send_tensors` on all ranks of ``comm``; raises one `WeightsError` on all of them if one fails.
+
+    The writer meets the receiver first, while the others wait for it on the CPU: in a collective of an accelerator,
+    they would be taken for hanging. Where that fails, no rank begins the stream.
+    """
+    subject = f"weights of version {meta.version} were not installed"
+    sender = _Sender(meta, device, adapter, None)
+    with _told(sender):
+        on_all(comm, lambda: sender.connect() if is_writer else None, subject, WeightsError)
+    on_all(comm, partial(_send, sender, stream, is_writer), subject, WeightsError)
 
 
 def send_tensors(
@@ -68,17 +75,34 @@ def send_tensors(
     ``on_bucket`` is called with each bucket that was sent. Its memory is the receiver's to read until the update ends.
     """
     sender = _Sender(meta, device, adapter, on_bucket)
-    failure: Exception | None = None
-    try:
+    with _told(sender):
         failure = error_of(sender.connect) if is_writer else None
+    _send(sender, stream, is_writer, failure)
+
+
+@contextmanager
+def _told(sender: _Sender) -> Iterator[None]:
+    """An error inside the context is reported to the receiver, which waits for the rest."""
+    try:
+        yield
+    except BaseException as error:
+        sender.close(describe(error) if isinstance(error, CoreRLError) else f"the export failed: {error!r}")
+        raise
+
+
+def _send(
+    sender: _Sender,
+    stream: Iterable[tuple[str, Tensor | None]],
+    is_writer: bool,
+    failure: Exception | None = None,
+) -> None:
+    """Send ``stream``, which is consumed to its end, and raise ``failure`` or the first one of this rank."""
+    with _told(sender):
         for name, tensor in stream:
             if is_writer and failure is None:
                 failure = error_of(partial(sender.add, name, tensor))
         if is_writer and failure is None:
             failure = error_of(sender.finish)
-    except BaseException as error:  # of the export itself: the receiver waits for the rest
-        sender.close(f"the export failed: {error!r}")
-        raise
     sender.close(None if failure is None else describe(failure))
     if failure is not None:
         raise failure if isinstance(failure, CoreRLError) else WeightsError(describe(failure)) from failure
