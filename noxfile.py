@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -208,6 +209,13 @@ def bench(session: nox.Session) -> None:
         serves = script.stem.startswith("sglang")
         env = {SERVER_PYTHON: _server_python(session)} if serves else None
         session.run("python", str(script), env=env)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run what a GPU is needed for, with the packages of this Python; `-- --rehearse` on the CPU, at tiny sizes."""
+    env = {"PYTHONPATH": str(ROOT / "gpu")}
+    session.run(sys.executable, "-m", "core_rl_gpu", *session.posargs, env=env, external=True)
 
 
 @nox.session

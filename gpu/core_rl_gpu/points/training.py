@@ -1,0 +1,233 @@
+"""Training steps of the engine ``fsdp``: what waits for the GPU, utilisation, offloading and checkpoints."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.metrics import Metric
+from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput, masked_sum
+from core_rl.engine.loading import load_engine
+from core_rl.engine.train import TrainEngine
+from core_rl.registry.engines import get_spec, load_config
+from core_rl_gpu.setting import Figures, Setting
+from core_rl_gpu.shapes import QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, TINY, model_flops
+
+__all__ = ["checkpoints", "offload", "syncs", "utilisation"]
+
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s by the makers' data sheets (SXM)."""
+
+
+def negative_logprobs(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """Their sum over the trained tokens."""
+    return -masked_sum(output["logprobs"], batch.loss_mask), {}
+
+
+LOSS = LossSpec(fn=negative_logprobs)
+
+
+def engine_of(setting: Setting, shape: dict[str, Any], name: str = "fsdp", **fields: Any) -> TrainEngine:
+    """An engine of one rank in this process, in bfloat16."""
+    values = {"model": {"config": shape}, "dtype": "bfloat16", "device": setting.device, **fields}
+    spec = get_spec(name)
+    config = parse_config(load_config(spec), values)
+    assert isinstance(config, TrainEngineConfig)
+    engine = load_engine(spec, config)
+    assert isinstance(engine, TrainEngine)
+    engine.initialize()
+    return engine
+
+
+def batch_of(setting: Setting, vocabulary: int, tokens: int) -> SequenceBatch:
+    """Sequences of many lengths with ``tokens`` in all."""
+    generator, lengths, left = torch.Generator().manual_seed(0), list[int](), tokens
+    while left > 0:
+        length = min(left, int(torch.randint(2, setting.size(4096, 64), (), generator=generator)))
+        lengths.append(length)
+        left -= length
+    return SequenceBatch.from_sequences(
+        [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
+    )
+
+
+def syncs(setting: Setting) -> Figures:
+    """Raises where the CPU waits for the GPU inside of a block; what waits elsewhere is listed."""
+    shape = setting.size(QWEN3_0_6B, TINY)
+    engine = engine_of(setting, shape)
+    tokens = setting.size(8192, 256)
+    batch, spec = batch_of(setting, shape["vocab_size"], tokens), MicroBatchSpec(count=2)
+    engine.train_batch(batch, LOSS, spec)
+    watch = _Waits(engine)
+    with watch.active(setting):
+        engine.train_batch(batch, LOSS, spec)
+    engine.destroy()
+    if watch.inside:
+        raise RuntimeError(f"inside of blocks: {dict(watch.inside)}")
+    return {"waits in a step": sum(watch.outside.values()), "where": "; ".join(watch.outside) or "nowhere"}
+
+
+class _Waits:
+    """Counts warnings of ``torch.cuda.set_sync_debug_mode`` by the line that waited."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.inside: Counter[str] = Counter()
+        self.outside: Counter[str] = Counter()
+        self._depth = 0
+        model = getattr(engine.backend, "model", None)
+        assert isinstance(model, nn.Module)
+        for module in model.modules():
+            if "DecoderLayer" in type(module).__name__:
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
+
+    def _enter(self, *_: object) -> None:
+        self._depth += 1
+
+    def _leave(self, *_: object) -> None:
+        self._depth -= 1
+
+    @contextmanager
+    def active(self, setting: Setting) -> Iterator[None]:
+        """Inside the context, waits are counted."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = self._note  # type: ignore[assignment]
+            if setting.device == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                if setting.device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+
+    def _note(self, *_: object) -> None:
+        frames = [frame for frame in traceback.extract_stack()[:-1] if "/core_rl" in frame.filename]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "elsewhere"
+        (self.inside if self._depth else self.outside)[where] += 1
+
+
+def utilisation(setting: Setting) -> Figures:
+    """Of two shapes, with blocks compiled and not."""
+    figures: dict[str, float | str] = {}
+    shapes = setting.size({"0.6B": QWEN3_0_6B, "8B, 8 layers": QWEN3_8B}, {"tiny": TINY})
+    for name, shape in shapes.items():
+        for compiled in setting.size((False, True), (False,)):
+            engine = engine_of(setting, shape, options={"compile": compiled})
+            tokens = setting.size(16_384, 256)
+            batch, spec = (
+                batch_of(setting, shape["vocab_size"], 2 * tokens),
+                MicroBatchSpec(max_tokens=tokens),
+            )
+
+            def step(engine: TrainEngine = engine, batch: Any = batch, spec: Any = spec) -> None:
+                engine.train_batch(batch, LOSS, spec)
+
+            spent = setting.milliseconds(step)
+            subject = f"{name}{', compiled' if compiled else ''}"
+            speed = model_flops(shape, batch.lengths) / (spent / 1e3)
+            figures[f"{subject}: step, ms"] = spent
+            figures[f"{subject}: tokens/s"] = batch.num_tokens / (spent / 1e3)
+            figures[f"{subject}: TFLOP/s"] = speed / 1e12
+            if setting.device == "cuda":
+                device = torch.cuda.get_device_name()
+                figures |= {f"{subject}: MFU, %": 100 * speed / p for n, p in PEAKS.items() if n in device}
+            figures[f"{subject}: peak, MiB"] = setting.peak_mib(step)
+            engine.destroy()
+    return figures
+
+
+def offload(setting: Setting) -> Figures:
+    """Raises where contents change, or less than 90 % of the state comes back as free memory."""
+    shape = setting.size(QWEN3_1_7B, TINY)
+    engine = engine_of(setting, shape)
+    engine.train_batch(batch_of(setting, shape["vocab_size"], 256), LOSS, MicroBatchSpec(count=1))
+    before, state = _bits(engine), _state_bytes(engine)
+    free = _free(setting)
+    start = time.perf_counter()
+    engine.offload()
+    away_s, gained = time.perf_counter() - start, _free(setting) - free
+    start = time.perf_counter()
+    engine.onload()
+    back_s = time.perf_counter() - start
+    if _bits(engine) != before:
+        raise RuntimeError("weights or moments are others after offload() and onload()")
+    if setting.device == "cuda" and gained < 0.9 * state:
+        raise RuntimeError(f"offload() frees {gained / 2**20:.0f} MiB of {state / 2**20:.0f} MiB")
+    engine.destroy()
+    return {
+        "state, MiB": state / 2**20,
+        "given back, MiB": gained / 2**20,
+        "away, s/GiB": away_s / (state / 2**30),
+        "back, s/GiB": back_s / (state / 2**30),
+    }
+
+
+KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+
+
+def _bits(engine: TrainEngine) -> dict[str, int]:
+    """A sum of the bits of each tensor."""
+    return {
+        f"{kind} {name}": int(value.float().contiguous().view(torch.int32).sum(dtype=torch.int64))
+        for kind in KINDS
+        for name, value in engine.named_tensors(kind)
+        if value is not None
+    }
+
+
+def _state_bytes(engine: TrainEngine) -> int:
+    return sum(v.nbytes for kind in KINDS for _, v in engine.named_tensors(kind) if v is not None)
+
+
+def _free(setting: Setting) -> int:
+    if setting.device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def checkpoints(setting: Setting) -> Figures:
+    """Raises where the step after a load is not the one after the save, or transformers cannot read an export."""
+    shape = setting.size(QWEN3_0_6B, TINY)
+    engine = engine_of(setting, shape)
+    batch, spec = batch_of(setting, shape["vocab_size"], 512), MicroBatchSpec(count=1)
+    engine.train_batch(batch, LOSS, spec)
+    gib = _state_bytes(engine) / 2**30
+    meta = SaveLoadMeta(path=str(setting.directory / "sharded"), format="sharded")
+    figures: dict[str, float | str] = {"sharded save, s/GiB": _seconds(lambda: engine.save(meta)) / gib}
+    expected = engine.train_batch(batch, LOSS, spec)
+    figures["sharded load, s/GiB"] = _seconds(lambda: engine.load(meta)) / gib
+    found = engine.train_batch(batch, LOSS, spec)
+    names = ("loss", "grad_norm", "lr")
+    if any(found[name] != expected[name] for name in names):
+        raise RuntimeError(
+            f"after a load the next step gives {[found[n] for n in names]}, not {[expected[n] for n in names]}"
+        )
+    exported = SaveLoadMeta(path=str(setting.directory / "hf"), format="hf", with_optimizer=False)
+    figures["export, s"] = _seconds(lambda: engine.save(exported))
+    engine.destroy()
+    AutoModelForCausalLM.from_pretrained(exported.path)
+    return figures
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
