@@ -342,6 +342,20 @@ def test_what_this_environment_cannot_show_is_no_problem() -> None:
     assert summary.problems() == {"wide": []}
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_moments_of_8_bits_are_asked_for_where_their_package_is(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, an engine that passes everything else passes; with it, the capability must be shown."""
+    found_spec = object() if installed else None
+    monkeypatch.setattr("core_rl_conformance.session.summary.find_spec", lambda package: found_spec)
+    summary = _summary(spec=replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.ADAMW_8BIT}))
+    for found in CHECKS.values():
+        outcome = Outcome.NOT_RUN if Capability.ADAMW_8BIT in found.requires else Outcome.PASSED
+        summary.add(_result(found, outcome))
+    assert ["adamw_8bit" in problem for problem in summary.problems()["wide"]] == [True] * installed
+
+
 def test_a_failure_is_not_overwritten() -> None:
     summary = _summary()
     for outcome in (Outcome.PASSED, Outcome.FAILED, Outcome.PASSED):

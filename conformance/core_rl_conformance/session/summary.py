@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Protocol
 
 from core_rl.config.capability import Capability
@@ -21,6 +22,8 @@ SYMBOLS = {
     Outcome.WAIVED: "waived",
     Outcome.NOT_RUN: "not run",
 }
+PACKAGES = {Capability.ADAMW_8BIT: "torchao"}
+"""Capabilities that a package brings: without it no check of them can be run, and the report says so."""
 SLOWEST = 10
 """How many of the slowest cases are listed."""
 
@@ -82,6 +85,7 @@ class Summary:
         shown = {capability for check in own if check.partner is None for capability in check.requires}
         shown |= {Capability.BFLOAT16}
         shown |= {Capability.CUDA} if self.plan.selection.device == "cuda" else set()
+        shown -= {capability for capability, package in PACKAGES.items() if find_spec(package) is None}
         return shown | {
             need for place in target.profile.places for need in place.layout.needed_capabilities()
         }
