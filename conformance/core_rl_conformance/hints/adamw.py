@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,8 @@ Grads = Mapping[str, Tensor]
 Named = Mapping[str, Grads]
 """Tensors by name, of each kind: ``params``, ``exp_avg`` and ``exp_avg_sq``."""
 StepRule = Callable[[AdamW, AdamWState, Grads, float], object]
+LEEWAY = 16.0
+"""Of a hint alone: other mistakes are off by thousands of tolerances."""
 KINDS = {"params": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
@@ -78,16 +80,22 @@ def _explains(
 
 
 def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Tolerance]) -> bool:
-    """Whether ``wrong`` explains ``got``: tolerances are for what is ``right``, and grow with the values."""
-    scale = max(1.0, _largest(wrong) / max(_largest(right), 1e-300))
+    """Whether ``wrong`` explains ``got``: tolerances are for what is ``right``, and grow with the values.
+
+    `LEEWAY` is for what a mistake does to rounding, as where a decay nearly cancels a gradient.
+    """
+    whole = _growth(wrong.values(), right.values())
     return set(got) == set(wrong) and all(
-        largest_difference(got[name], value) <= scale * tolerances[name].limit
+        largest_difference(got[name], value)
+        <= LEEWAY * max(1.0, whole, _growth([value], [right[name]])) * tolerances[name].limit
         for name, value in wrong.items()
     )
 
 
-def _largest(tensors: Grads) -> float:
-    return max(float(value.abs().max()) for value in tensors.values())
+def _growth(wrong: Iterable[Tensor], right: Iterable[Tensor]) -> float:
+    """By how much the largest value is larger."""
+    largest, before = (max(float(value.abs().max()) for value in values) for values in (wrong, right))
+    return largest / max(before, 1e-300)
 
 
 def _rounded(got: Named) -> str | None:
