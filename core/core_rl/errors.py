@@ -10,6 +10,7 @@ CoreRLError
 │   ├── EngineIncompatible     the plugin was built for another interface version
 │   ├── EngineStateError       a method was called in a state that does not allow it
 │   ├── EngineContractError    an engine's hook returned something that the contract forbids
+│   ├── OutOfDeviceMemory      a pass did not fit into the memory of the accelerator
 │   └── UnsupportedCapability  something optional that this engine does not declare
 ├── BatchError                 the data of a batch is inconsistent or does not fit
 ├── LossError                  a loss function broke the loss contract
@@ -56,6 +57,7 @@ __all__ = [
     "LossError",
     "MissingPackage",
     "NothingLearned",
+    "OutOfDeviceMemory",
     "RankDied",
     "RankFailed",
     "RankTimeout",
@@ -110,6 +112,10 @@ class EngineStateError(EngineError):
 
 class EngineContractError(EngineError):
     """A hook of an engine returned something that the contract forbids."""
+
+
+class OutOfDeviceMemory(EngineError):
+    """A pass did not fit into the memory of the accelerator; the message names the micro-batch and what to lower."""
 
 
 class UnsupportedCapability(EngineError):

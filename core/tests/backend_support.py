@@ -147,6 +147,16 @@ class Breaks(ReferenceBackend):
 BREAKS = spec(Breaks, Capability.DATA_PARALLEL)
 
 
+class RunsOutOfMemory(Breaks):
+    """The error of an accelerator that is full takes the place of the other one."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        try:
+            return super().outputs(micro_batch, step)
+        except RuntimeError as error:
+            raise torch.OutOfMemoryError("CUDA out of memory") from error
+
+
 def touchy_nll(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
     """The sum of ``-weight * log p``; raises for a weight of `BREAKS_LOSS`."""
     if (batch["weight"] == BREAKS_LOSS).any():

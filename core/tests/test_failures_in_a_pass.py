@@ -9,10 +9,13 @@ import backend_support as support
 import engine_support
 import pytest
 import torch
-from backend_support import BREAKS_BACKEND, BREAKS_LOSS, LOSS, ONE, broken
+from backend_support import BREAKS_BACKEND, BREAKS_LOSS, LOSS, ONE, RunsOutOfMemory, broken, spec
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.errors import EngineStateError, LossError
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.loading import load_engine
+from core_rl.engine.train import TrainEngine
+from core_rl.errors import EngineStateError, LossError, OutOfDeviceMemory
 from core_rl.launch.group import EngineGroup
 
 LIMIT_S = 10.0
@@ -56,6 +59,25 @@ def test_after_a_loss_that_raised_it_trains_as_if_nothing_had_happened(
     untouched = group.optimizer_step(), group.named_tensors("master")
     assert after[0] == untouched[0]
     assert all(torch.equal(tensor, untouched[1][name]) for name, tensor in after[1].items())
+
+
+def test_a_pass_that_runs_out_of_memory_names_the_micro_batch_and_the_field() -> None:
+    lone = spec(RunsOutOfMemory)
+    engine = load_engine(lone, engine_support.config())
+    assert isinstance(engine, TrainEngine)
+    engine.initialize()
+    says = (
+        r"with [12] of 3 micro-batches begun; the next one has \d tokens in \d sequences \(the longest has \d\), and "
+        r"the largest 9 tokens\nfix: lower MicroBatchSpec.max_tokens \(micro_batch_tokens of a recipe\)"
+    )
+    data = engine_support.batch(lengths=(5, 9, 3, 7))
+    weights = data["weight"].clone()
+    weights[0] = BREAKS_BACKEND
+    with pytest.raises(OutOfDeviceMemory, match=says):
+        engine.train_batch(data.with_tokens(weight=weights), LOSS, MicroBatchSpec(max_tokens=9))
+    engine.optimizer_zero_grad()
+    engine.train_batch(data, LOSS, MicroBatchSpec(max_tokens=5000))  # a lone rank can go on
+    engine.destroy()
 
 
 def test_a_backend_that_raises_alone_fails_the_engine(ranks: EngineGroup) -> None:

@@ -65,6 +65,17 @@ class MicroBatches:
             )
         return number
 
+    def reached(self) -> str:
+        """How far a pass came that ran out of memory."""
+        begun = len(self.items) - len(self._index)
+        following = self.items[min(begun, len(self.items) - 1)]
+        largest = max(item.num_tokens for item in self.items)
+        return (
+            f"out of memory on the device, with {begun} of {len(self.items)} micro-batches begun; the next one has "
+            f"{following.num_tokens} tokens in {following.num_sequences} sequences (the longest has "
+            f"{following.max_length}), and the largest {largest} tokens"
+        )
+
     def check_finished(self) -> None:
         """Raise `EngineContractError` when a micro-batch was left out."""
         if self._index:

@@ -23,13 +23,18 @@ from core_rl.distributed.agreement import agree
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
-from core_rl.errors import BatchError, CoreRLError, LossError
+from core_rl.errors import BatchError, CoreRLError, LossError, OutOfDeviceMemory
 
 __all__ = ["AggregateFn", "Passes"]
 
 AggregateFn = Callable[[list[Tensor]], Any]
 
 logger = logging.getLogger(__name__)
+
+LESS_MEMORY = (
+    "lower MicroBatchSpec.max_tokens (micro_batch_tokens of a recipe), spread the model over more ranks, or compute "
+    "activations again in the backward pass (options.gradient_checkpointing of fsdp)"
+)
 
 
 class Passes:
@@ -128,6 +133,8 @@ class Passes:
                 run.backend.run(micro_batches.items, step, mode)
         except BaseException as error:
             self._abort(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfDeviceMemory(f"{micro_batches.reached()}\nfix: {LESS_MEMORY}") from error
             raise
         if run.groups.is_output_rank:
             step.require_all()
