@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core_rl.errors import MissingPackage
 from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.cuda import use_flash_attention
 
 BOUNDS = (0, 4, 11, 12)
 HEADS, KV_HEADS = 4, 2
@@ -126,6 +129,23 @@ def test_float32_never_needs_the_kernel_that_keeps_all_scores(monkeypatch: pytes
     found = attend(parts, 3)
     assert calls == [(True, False)] * (len(BOUNDS) - 1)
     torch.testing.assert_close(found.double(), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_flash_attention_3_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("core_rl.toolkit.cuda.activate_flash_attention_impl", asked.append)
+    use_flash_attention(2)
+    use_flash_attention(3)
+    assert asked == ["FA3"], "torch's own needs nothing"
+
+
+def test_flash_attention_3_that_is_not_installed_is_refused() -> None:
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        pytest.skip("it is installed here")
+    with pytest.raises(
+        MissingPackage, match=r"options.flash_attention = 3: torch cannot use .*, or set .* to 2"
+    ):
+        use_flash_attention(3)
 
 
 def test_bounds_are_copied_once_for_all_layers() -> None:

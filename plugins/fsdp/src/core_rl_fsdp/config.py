@@ -24,6 +24,8 @@ class FSDPOptions(Config):
     reduce_scatter: Literal["each", "last"] = "each"
     """Reduce gradients after each micro-batch, or only after the last one of a pass: less communication, and a
     whole float32 gradient on each rank until then."""
+    flash_attention: Literal[2, 3] = 2
+    """The version of FlashAttention on CUDA: torch's own, or 3, faster on H100 and H200, where it is installed."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype in which gradients are added up over ranks. bfloat16 halves the traffic and rounds each sum to 8 bits:
     no check allows that much."""

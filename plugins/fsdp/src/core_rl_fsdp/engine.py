@@ -18,6 +18,7 @@ from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
 from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
+from core_rl.toolkit.cuda import use_flash_attention
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
@@ -57,6 +58,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
     def build(self, context: BuildContext[FSDPConfig]) -> None:
         options, chosen = context.config.options, context.config.model
         register_packed_attention(compiled=options.compile)
+        use_flash_attention(options.flash_attention)
         unloaded = build_on_meta(
             chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION, experts="grouped"
         )
