@@ -126,3 +126,19 @@ def _comparisons_of_packing(count: int) -> int:
 
 def test_packing_under_a_budget_compares_n_log_n_times() -> None:
     assert _comparisons_of_packing(2048) < 20 * _comparisons_of_packing(256)
+
+
+def test_the_lengths_of_many_sequences_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each sequence would be quadratic: 20,000 take a minute."""
+    batch, read = SequenceBatch.from_sequences([[1, 2]] * 20_000), [0]
+    lengths = SequenceBatch.lengths
+
+    def counted(batch: SequenceBatch) -> list[int]:
+        read[0] += 1
+        return lengths.fget(batch)  # type: ignore[attr-defined,no-any-return]
+
+    monkeypatch.setattr(SequenceBatch, "lengths", property(counted))
+    parts = shard_plan(batch, 64)
+    assert sorted(index for part in parts for index in part) == list(range(20_000))
+    plan_micro_batches(batch, MicroBatchSpec(count=8), 8)
+    assert read[0] <= 4

@@ -27,8 +27,8 @@ def use_flash_attention(version: int) -> None:
         activate_flash_attention_impl(f"FA{version}")
     except (ImportError, RuntimeError, ValueError) as error:
         raise MissingPackage(
-            f"options.flash_attention = {version}: torch cannot use FlashAttention {version} ({error}); install it from "
-            "https://github.com/Dao-AILab/flash-attention, or set options.flash_attention to 2"
+            f"options.flash_attention = {version}: torch cannot use FlashAttention {version} ({error}); install it "
+            "from https://github.com/Dao-AILab/flash-attention, or set options.flash_attention to 2"
         ) from error
 
 
