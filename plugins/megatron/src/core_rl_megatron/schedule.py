@@ -148,7 +148,8 @@ class Schedule:
 
 
 class StageMessages(P2PCommunicator):  # type: ignore[misc]
-    """Exchanges the shapes of activations in the order in which Megatron exchanges the activations.
+    """Exchanges the shapes of activations in the order in which Megatron exchanges the activations; on CUDA as Megatron
+    does.
 
     Megatron sends shapes to both neighbours in one batch (p2p_communication.py: ``_communicate_shapes``).
     In an interleaved pipeline of two stages these are one and the same rank, which then takes the shape of
@@ -179,6 +180,11 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[list[int], list[int]]:
+        if self._device.type == "cuda":
+            own: tuple[list[int], list[int]] = super()._communicate_shapes(
+                tensor_send_next, tensor_send_prev, recv_prev, recv_next
+            )
+            return own
         # A shape that is not received stays 0, as Megatron's own does.
         from_prev, from_next = torch.zeros((2, DIMENSIONS), dtype=torch.int64, device=self._device)
         to_prev, to_next = self._shape(tensor_send_prev), self._shape(tensor_send_next)

@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from transformers import PretrainedConfig
 
 from core_rl.config.layout import ParallelLayout
+from core_rl.distributed.devices import device_type
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
 from core_rl_megatron.config import MegatronConfig
@@ -115,8 +116,8 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         # Micro-batches are packed, each of its own length; the dispatcher is asked for in dense models as well.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # noqa: S106  no password
-        # On gloo, batched sends to both neighbours at once mix up where the two are one rank.
-        batch_p2p_comm=False,
+        # On gloo, batched sends to both neighbours at once mix up where the two are one rank; NCCL needs them.
+        batch_p2p_comm=device_type(config.device) == "cuda",
         # The core has divided the loss by its whole weight: see `core_rl_megatron.schedule`.
         calculate_per_token_loss=True,
         # Weights are loaded, not drawn.
