@@ -81,7 +81,7 @@ def _verify_step(subject: EngineUnderTest, group: EngineGroup, config: MixedOpti
 
 @check("I11.resume-8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
 def resume_with_8_bit_moments_is_bitwise(subject: EngineUnderTest) -> None:
-    """Training with moments of 8 bits goes on bit for bit from ``sharded`` at the same layout, and after an offload.
+    """Training with moments of 8 bits continues bit for bit from ``sharded`` at the same layout, and after an offload.
 
     From ``portable``, which has them as float32, they are rounded to codes again: weights are equal, and moments differ
     by no more than that.

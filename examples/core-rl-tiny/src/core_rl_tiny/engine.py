@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import LocalSlice, check_source
+from core_rl.backend.tensors import LocalSlice, TensorDict, TensorSource, check_source
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
@@ -73,11 +73,7 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
         context.check_model(self.config)
         self.model = Llama(self.config)
         self.config.architectures = ["LlamaForCausalLM"]
-        state = TinyState(self.model, None, 0)
-        if context.config.model.path is not None:
-            _load(state, context.config.model)
-        else:
-            _draw(state, context.config.model, context.seed)
+        _load(TinyState(self.model, None, 0), context.config.model, context.seed)
         self.model.to(context.device)
         wanted = context.config.optimizer
         self.optimizer = build_adamw(self.model.parameters(), wanted) if wanted else None
@@ -135,19 +131,15 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
 
 
 @torch.no_grad()
-def _draw(state: TinyState, model: ModelConfig, seed: int) -> None:
-    """Fill the parameters with the weights that every engine draws from ``seed``, where no file gives them."""
-    drawn = build_model(model, seed=seed, attn_implementation="eager").state_dict()
-    for part in state.local("master"):
-        part.tensor.copy_(drawn[part.name])
-
-
-@torch.no_grad()
-def _load(state: TinyState, model: ModelConfig) -> None:
-    """Fill the parameters from the safetensors files of ``model.path``."""
+def _load(state: TinyState, model: ModelConfig, seed: int) -> None:
+    """Fill the parameters from the files of ``model.path``; without one, with what every engine draws from ``seed``."""
+    source: TensorSource
     try:
-        source = TensorFiles(Path(model.path or ""), "model")
-        check_source(source, state.shapes("master"), "the weights")
+        if model.path is None:
+            source = TensorDict(build_model(model, seed=seed, attn_implementation="eager").state_dict())
+        else:
+            source = TensorFiles(Path(model.path), "model")
+            check_source(source, state.shapes("master"), "the weights")
         for part in state.local("master"):
             part.tensor.copy_(source.read(part.name))
     except (CheckpointError, WeightsError) as error:
