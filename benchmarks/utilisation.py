@@ -18,37 +18,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from common.engine import engine_step, start_engine
 from common.measure import Side, interleave, spread
 from common.workload import MODEL, make_batch, skewed_lengths
+from core_rl_gpu.shapes import PEAKS, QWEN3_0_6B, QWEN3_8B, model_flops
 
 from core_rl.data.batch import SequenceBatch
 
-QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        **QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        **QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "tiny": MODEL,
-}
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bfloat16 FLOP/s by the makers' data sheets (SXM)."""
+SHAPES: dict[str, dict[str, Any]] = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-8b": QWEN3_8B, "tiny": MODEL}
 
 
 def main() -> None:
@@ -115,17 +96,6 @@ def matrix_product(device: str) -> tuple[Callable[[], None], float]:
             left @ right
 
     return run, 2.0 * size**3 * times
-
-
-def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
-    """Forward and backward; see the head of this file."""
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    queries = shape["num_attention_heads"] * shape["head_dim"]
-    keys = shape["num_key_value_heads"] * shape["head_dim"]
-    layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * inner
-    weights = shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
-    attention = 2 * queries * shape["num_hidden_layers"]
-    return 3.0 * sum(2 * weights * length + attention * length * length for length in lengths)
 
 
 if __name__ == "__main__":

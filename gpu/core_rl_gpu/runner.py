@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -57,7 +57,7 @@ def run_points(points: Iterable[Point], device: Literal["cpu", "cuda"], director
             found = _failed(point, f"took more than its {point.limit_s:g} s", own)
         else:
             found = _read(point, own, process.exitcode)
-        yield Outcome(**{**asdict(found), "seconds": round(time.monotonic() - start, 1)})
+        yield replace(found, seconds=round(time.monotonic() - start, 1))
 
 
 def _work(point: Point, device: Literal["cpu", "cuda"], directory: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +47,6 @@ class Setting:
 
     def milliseconds(self, work: Callable[[], Any], repeats: int = 10) -> float:
         """The median time of ``work()``, after two calls that do not count."""
-        import statistics
-        import time
-
         times = []
         for number in range(-2, self.size(repeats, 2)):
             self.finish()
@@ -72,3 +71,10 @@ class Setting:
         torch.cuda.reset_peak_memory_stats()
         work()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def free_bytes(self) -> int:
+        """Memory of the device that no process has, once torch keeps none for itself; 0 on the CPU."""
+        if self.device != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["QWEN3_0_6B", "QWEN3_1_7B", "QWEN3_8B", "TINY", "model_flops"]
+__all__ = ["PEAKS", "QWEN3_0_6B", "QWEN3_1_7B", "QWEN3_8B", "TINY", "model_flops"]
+
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s by the makers' data sheets (SXM)."""
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -26,11 +29,10 @@ QWEN3_8B: dict[str, Any] = {
     **_QWEN3,
     "hidden_size": 4096,
     "intermediate_size": 12_288,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 36,
     "num_attention_heads": 32,
     "tie_word_embeddings": False,
 }
-"""With 8 of its 36 layers, so that its state fits on one GPU."""
 TINY: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 48,

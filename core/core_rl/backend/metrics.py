@@ -89,13 +89,12 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 def _on_cpu(metrics: Sequence[Metric]) -> Iterator[Metric]:
     """``metrics`` with the values on an accelerator copied together: each copy waits for all that is queued there."""
     values = [value for metric in metrics for value in (metric.value, metric.count)]
-    away = [value.double().reshape(()) for value in values if isinstance(value, Tensor) and not value.is_cpu]
-    copied = iter(torch.stack(away).cpu() if away else ())
-    arrived = iter(
-        [next(copied) if isinstance(value, Tensor) and not value.is_cpu else value for value in values]
-    )
+    away = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
+    copies = torch.stack([value.double().reshape(()) for value in away]).cpu() if away else ()
+    arrived = dict(zip(map(id, away), copies, strict=True))
     for metric in metrics:
-        yield Metric(metric.reduction, next(arrived), next(arrived))
+        value, count = (arrived.get(id(part), part) for part in (metric.value, metric.count))
+        yield Metric(metric.reduction, value, count)
 
 
 def _detached(value: float | Tensor) -> float | Tensor:

@@ -141,17 +141,16 @@ def _write_part(staged: Path, rank: int, write: Write, *, hashes: bool) -> None:
     """Write the files of this rank, and leave a marker for rank 0, whatever happens: with the records of its shards,
     where it ``hashes`` them.
     """
-    outcome = "failed"
+    marker = staged / f".rank-{rank:05d}"
     try:
         write(staged)
         names = [file.relative_to(staged).as_posix() for file in files_of(staged, rank)] if hashes else []
         records = {name: asdict(record) for name, record in records_of(staged, names, threads=1).items()}
-        (staged / f".rank-{rank:05d}.writing").write_text(json.dumps(records))
-        (staged / f".rank-{rank:05d}.writing").rename(staged / f".rank-{rank:05d}.done")
-        outcome = "done"
-    finally:
-        if outcome != "done":
-            (staged / f".rank-{rank:05d}.failed").touch()  # empty: a full disk takes it
+        marker.with_suffix(".writing").write_text(json.dumps(records))
+        marker.with_suffix(".writing").rename(marker.with_suffix(".done"))
+    except BaseException:
+        marker.with_suffix(".failed").touch()  # empty: a full disk takes it
+        raise
 
 
 def _await_parts(staged: Path, world_size: int, timeout_s: float) -> dict[str, FileRecord] | None:

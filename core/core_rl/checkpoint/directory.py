@@ -129,10 +129,6 @@ def _check_visible(directory: Path) -> None:
         )
 
 
-def _own_records(directory: Path, names: Sequence[str], world: Comm) -> dict[str, FileRecord]:
-    return records_of(directory, _share(names, world), _threads(world))
-
-
 def _share(names: Sequence[str], world: Comm) -> Sequence[str]:
     """Those of ``names`` that this rank hashes; of files with the number of a rank, its own."""
     return names[world.rank :: world.size]

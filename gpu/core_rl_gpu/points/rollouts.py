@@ -11,17 +11,14 @@ import time
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.config.base import parse_config
-from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.loading import load_engine
 from core_rl.engine.sync import sync_weights
 from core_rl.engine.train import TrainEngine
-from core_rl.registry.engines import get_spec, load_config
-from core_rl_gpu.points.training import _free, engine_of
+from core_rl_gpu.engines import started
+from core_rl_gpu.points.training import engine_of
 from core_rl_gpu.setting import Figures, NotRun, Setting
 from core_rl_gpu.shapes import QWEN3_0_6B, TINY
 
@@ -55,9 +52,9 @@ def sglang(setting: Setting) -> Figures:
             raise RuntimeError(
                 f"server and trainer differ by {gap:.3g} nats; at most {LARGEST_GAP} is explained"
             )
-        free = _free(setting)
+        free = setting.free_bytes()
         server.release_memory()
-        figures["given back, MiB"] = (_free(setting) - free) / 2**20
+        figures["given back, MiB"] = (setting.free_bytes() - free) / 2**20
         server.resume_memory()
     finally:
         server.destroy()
@@ -73,7 +70,6 @@ def _require_sglang() -> None:
 
 
 def _server(setting: Setting, path: str) -> InferenceEngine:
-    spec = get_spec("sglang")
     values = {
         "model": {"path": path},
         "device": setting.device,
@@ -81,12 +77,7 @@ def _server(setting: Setting, path: str) -> InferenceEngine:
         "shares_devices": True,
         "options": {"memory_fraction": 0.3},
     }
-    config = parse_config(load_config(spec), values)
-    assert isinstance(config, InferenceEngineConfig)
-    engine = load_engine(spec, config)
-    assert isinstance(engine, InferenceEngine)
-    engine.initialize()
-    return engine
+    return started(InferenceEngine, "sglang", values)
 
 
 async def _responses(server: InferenceEngine, count: int) -> list[LLMResponse]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 import warnings
@@ -18,21 +19,18 @@ from transformers import AutoModelForCausalLM
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, TensorKind
 from core_rl.backend.metrics import Metric
-from core_rl.config.base import parse_config
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, masked_sum
-from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
-from core_rl.registry.engines import get_spec, load_config
+from core_rl_gpu.engines import started
 from core_rl_gpu.setting import Figures, Setting
-from core_rl_gpu.shapes import QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, TINY, model_flops
+from core_rl_gpu.shapes import PEAKS, QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, TINY, model_flops
 
 __all__ = ["checkpoints", "offload", "syncs", "utilisation"]
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bfloat16 FLOP/s by the makers' data sheets (SXM)."""
+EIGHT_LAYERS = {**QWEN3_8B, "num_hidden_layers": 8}
+"""Of the 36 layers of 8B, so that its state fits on one GPU."""
 
 
 def negative_logprobs(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
@@ -46,13 +44,7 @@ LOSS = LossSpec(fn=negative_logprobs)
 def engine_of(setting: Setting, shape: dict[str, Any], name: str = "fsdp", **fields: Any) -> TrainEngine:
     """An engine of one rank in this process, in bfloat16."""
     values = {"model": {"config": shape}, "dtype": "bfloat16", "device": setting.device, **fields}
-    spec = get_spec(name)
-    config = parse_config(load_config(spec), values)
-    assert isinstance(config, TrainEngineConfig)
-    engine = load_engine(spec, config)
-    assert isinstance(engine, TrainEngine)
-    engine.initialize()
-    return engine
+    return started(TrainEngine, name, values)
 
 
 def batch_of(setting: Setting, vocabulary: int, tokens: int) -> SequenceBatch:
@@ -126,7 +118,7 @@ class _Waits:
 def utilisation(setting: Setting) -> Figures:
     """Of two shapes, with blocks compiled and not."""
     figures: dict[str, float | str] = {}
-    shapes = setting.size({"0.6B": QWEN3_0_6B, "8B, 8 layers": QWEN3_8B}, {"tiny": TINY})
+    shapes = setting.size({"0.6B": QWEN3_0_6B, "8B, 8 layers": EIGHT_LAYERS}, {"tiny": TINY})
     for name, shape in shapes.items():
         for compiled in setting.size((False, True), (False,)):
             engine = engine_of(setting, shape, options={"compile": compiled})
@@ -159,10 +151,10 @@ def offload(setting: Setting) -> Figures:
     engine = engine_of(setting, shape)
     engine.train_batch(batch_of(setting, shape["vocab_size"], 256), LOSS, MicroBatchSpec(count=1))
     before, state = _bits(engine), _state_bytes(engine)
-    free = _free(setting)
+    free = setting.free_bytes()
     start = time.perf_counter()
     engine.offload()
-    away_s, gained = time.perf_counter() - start, _free(setting) - free
+    away_s, gained = time.perf_counter() - start, setting.free_bytes() - free
     start = time.perf_counter()
     engine.onload()
     back_s = time.perf_counter() - start
@@ -193,14 +185,8 @@ def _bits(engine: TrainEngine) -> dict[str, int]:
 
 
 def _state_bytes(engine: TrainEngine) -> int:
-    return sum(v.nbytes for kind in KINDS for _, v in engine.named_tensors(kind) if v is not None)
-
-
-def _free(setting: Setting) -> int:
-    if setting.device != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    """Of the float32 weights and moments."""
+    return 4 * sum(math.prod(shape) for kind in KINDS for shape in engine.tensor_shapes(kind).values())
 
 
 def checkpoints(setting: Setting) -> Figures:

@@ -51,7 +51,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         "--random-seed": config.seed,
         "--max-total-tokens": options.max_total_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
         "--max-running-requests": options.max_running_requests,
-        **(_on_cuda(config) if device == "cuda" else {}),
+        **(_device_arguments(config) if device == "cuda" else {}),
         "--context-length": None if context_length is None else context_length + CONTEXT_MARGIN,
     }
     given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
@@ -67,7 +67,7 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
     return [*given, *options.extra_args]
 
 
-def _on_cuda(config: SglangConfig) -> dict[str, int | float | None]:
+def _device_arguments(config: SglangConfig) -> dict[str, int | float | None]:
     """Arguments of a server on ``config.devices``, which are its own, and rise in equal steps."""
     first, *others = config.devices
     return {
