@@ -115,6 +115,7 @@ def with_devices(monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None)
     return used
 
 
@@ -137,6 +138,23 @@ def test_asking_for_a_device_sets_none(
     assert used == []
     use_device(torch.device(expected))
     assert used == [torch.device(expected)] * expected.startswith("cuda")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [("", ["expandable_segments:True", "cuda:1"]), ("max_split_size_mb:64", ["cuda:1"])],
+)
+def test_memory_on_cuda_comes_in_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, expected: list[str]
+) -> None:
+    did: list[str] = []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", chosen)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", did.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: did.append(str(device)))
+    use_device(torch.device("cpu"))
+    assert did == []
+    use_device(torch.device("cuda:1"))
+    assert did == expected
 
 
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,17 +96,18 @@ def _all_reduce(value: Tensor, comm: Comm) -> Tensor:
 
 
 def _all_gather(value: Tensor, comm: Comm, dim: int) -> Tensor:
-    own = value.contiguous()
-    pieces = [torch.empty_like(own) for _ in range(comm.size)]
-    dist.all_gather(pieces, own, group=comm.group)
-    return torch.cat(pieces, dim)
+    # One tensor for all pieces: a list of them costs a copy in and a copy out.
+    own = value.movedim(dim, 0).contiguous()
+    joined = own.new_empty(comm.size * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(joined, own, group=comm.group)
+    return joined.movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
-    pieces = [piece.contiguous() for piece in value.chunk(comm.size, dim)]
-    result = torch.empty_like(pieces[0])
-    dist.reduce_scatter(result, pieces, group=comm.group)
-    return result
+    whole = value.movedim(dim, 0).contiguous()
+    own = whole.new_empty(len(whole) // comm.size, *whole.shape[1:])
+    dist.reduce_scatter_tensor(own, whole, group=comm.group)
+    return own.movedim(0, dim).contiguous()
 
 
 def _exchange(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from core_rl.errors import ConfigError
 
 __all__ = ["chosen_device", "device_type", "give_back_cache", "use_device"]
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where users choose how torch gets memory from CUDA."""
 
 
 def device_type(choice: str) -> str:
@@ -35,9 +40,17 @@ def chosen_device(choice: str, index: int | None = None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the one that CUDA kernels and collectives of this process use."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    """Make ``device`` the one that CUDA kernels and collectives of this process use.
+
+    Its memory comes in segments that grow (``expandable_segments``), unless the environment chooses: micro-batches of
+    many sizes would leave pieces between them that no tensor fits into.
+    """
+    if device.type != "cuda":
+        return
+    if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        # Not by the environment, which servers inherit that cannot release such memory.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.set_device(device)
 
 
 def give_back_cache(device: torch.device) -> None:

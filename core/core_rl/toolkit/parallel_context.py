@@ -26,9 +26,10 @@ class VocabularyShard:
 
     def normaliser(self, own: Tensor) -> Tensor:
         """The log-sum-exp over the whole vocabulary, float32 ``[N]``, from that over this rank's rows."""
-        parts = own.new_empty(dist.get_world_size(self.group), len(own))
-        dist.all_gather(list(parts), own.contiguous(), group=self.group)
-        return torch.logsumexp(parts, dim=0)
+        ranks = dist.get_world_size(self.group)
+        parts = own.new_empty(ranks * len(own))
+        dist.all_gather_into_tensor(parts, own.contiguous(), group=self.group)
+        return torch.logsumexp(parts.view(ranks, -1), dim=0)
 
     def add_up(self, *own: Tensor) -> list[Tensor]:
         """Each tensor summed over the ranks, with one collective; all are 1-D of one dtype."""
