@@ -129,8 +129,8 @@ def _with_routing(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) 
 
 
 WRONG_ROUTING = {
-    r"must be int64 \[T, layers, 2\]; got torch.float32": _with_routing(1, 2, dtype=torch.float32),
-    r"must be int64 \[T, layers, 2\]; got torch.int64 \[17, 1, 4\]": _with_routing(1, 4),
+    r"must be int16 .* \[T, layers, 2\]; got torch.float32": _with_routing(1, 2, dtype=torch.float32),
+    r"must be int16 .* \[T, layers, 2\]; got torch.int64 \[17, 1, 4\]": _with_routing(1, 4),
     "holds 5 to 6; experts are 0 to 5": _with_routing(1, 2, fill=5),
     "is for 3 layers; .* has 1 routers": _with_routing(3, 2),
     "names an expert twice": support.batch().with_tokens(routing=torch.zeros(17, 1, 2, dtype=torch.long)),
@@ -142,6 +142,18 @@ def test_wrong_routing_is_refused(message: str) -> None:
     made = engine()
     with pytest.raises(BatchError, match=message):
         made.forward(WRONG_ROUTING[message], ONE)
+    made.destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.int32, torch.int64])
+def test_routing_takes_two_bytes_and_is_replayed_from_any_integers(dtype: torch.dtype) -> None:
+    made, data = engine(), support.batch()
+    before = made.forward(data, ONE, ("logprobs", "routing"))
+    assert before["routing"].dtype == torch.int16
+    other = (before["routing"] + 1) % EXPERTS
+    moved = made.forward(data.with_tokens(routing=other.to(dtype)), ONE, ("logprobs", "routing"))
+    assert torch.equal(moved["routing"], other)
+    assert not torch.equal(moved["logprobs"], before["logprobs"])
     made.destroy()
 
 

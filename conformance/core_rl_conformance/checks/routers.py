@@ -144,7 +144,7 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     subject.verify_logprobs("before any replay", group, model, data, BUDGET)
     recorded = group.forward(data.batch(), BUDGET, ("routing",)).routing
     truth = torch.cat([o["routing"] for o in subject.expected.oracle(model).evaluate(data.for_oracle())])
-    same = recorded.dtype == torch.int64 and torch.equal(recorded.sort(-1).values, truth.sort(-1).values)
+    same = torch.equal(recorded.long().sort(-1).values, truth.sort(-1).values)
     subject.require(same, "the output 'routing' is not what the oracle's routers choose")
     subject.verify_logprobs("with the recorded routing", group, model, _routed(data, recorded), BUDGET)
     other = _routed(data, _moved(recorded, model))

@@ -40,6 +40,7 @@ HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
     "value": frozenset({"values", "routing"}),
     "reward": frozenset({"scores", "routing"}),
 }
+ROUTING_DTYPES = (torch.int16, torch.uint8, torch.int32, torch.int64)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
     "disk": Capability.SYNC_DISK,
@@ -243,9 +244,10 @@ def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfi
             f"the batch has a token field 'routing', and {model.model_type!r} routes nothing; drop it"
         )
     k = model.get_text_config().num_experts_per_tok
-    if routing.dtype != torch.int64 or routing.dim() != 3 or routing.shape[2] != k:
+    if routing.dtype not in ROUTING_DTYPES or routing.dim() != 3 or routing.shape[2] != k:
         raise BatchError(
-            f"token field 'routing' must be int64 [T, layers, {k}]; got {routing.dtype} {list(routing.shape)}"
+            f"token field 'routing' must be int16 (or uint8, int32, int64) [T, layers, {k}]; got {routing.dtype} "
+            f"{list(routing.shape)}"
         )
     if routing.numel() and not 0 <= int(routing.min()) <= int(routing.max()) < count:
         raise BatchError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import OutputName, segment_sum
+from core_rl.data.outputs import ROUTING_DTYPE, OutputName, segment_sum
 from core_rl.data.pinned import to_device
 from core_rl.errors import BatchError, UnsupportedCapability
 from core_rl.toolkit.parallel_context import TokenSlice
@@ -65,7 +65,7 @@ def routing_outputs(
         )
     found = {"aux_loss": balance_loss(routings, cu_seqlens)} if "aux_loss" in asked else {}
     if "routing" in asked:
-        found["routing"] = torch.stack([routing.experts for routing in routings], dim=1)
+        found["routing"] = torch.stack([routing.experts.to(ROUTING_DTYPE) for routing in routings], dim=1)
     return found
 
 
@@ -100,7 +100,7 @@ class Routers:
         """A list that holds, after the context, the routing of each layer with a router; none of other models.
 
         Args:
-            replay: experts to choose, int64 ``[T, layers, k]``; gates follow from the present
+            replay: experts to choose, of any integer dtype, ``[T, layers, k]``; gates follow from the present
                 probabilities of these.
 
         Raises `BatchError` where ``replay`` is for another number of layers.
@@ -131,7 +131,7 @@ class Routers:
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits, gates, experts = output
         if self._replay is not None:
-            experts = self._replay[:, layer].to(logits.device)
+            experts = self._replay[:, layer].to(logits.device, torch.int64)
             gates = _gates(router, logits, experts)
         for heard in self._listening:
             heard[layer] = Routing(logits, experts)

@@ -29,7 +29,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
     recorded: Routing | None = None
     """Logits and choices for the last tokens."""
     replay: Tensor | None = None
-    """Experts to choose, int64 ``[L, k]``, one row for each token that it sees."""
+    """Experts to choose, integers ``[L, k]``, one row for each token that it sees."""
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002  Megatron's name
         """Logits, float32, of states ``[L, 1, H]``. Megatron's own needs TransformerEngine (moe_utils.py:
@@ -41,7 +41,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """Gates ``[L, E]``, 0 where not chosen, and what is chosen, bool ``[L, E]``."""
         logits = logits.view(-1, self.config.num_moe_experts)
         probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
-        experts = probabilities.topk(self.topk, dim=-1).indices if self.replay is None else self.replay
+        experts = probabilities.topk(self.topk, dim=-1).indices if self.replay is None else self.replay.long()
         gates = probabilities.gather(1, experts)
         if not self.config.moe_router_pre_softmax:
             gates = gates / gates.sum(-1, keepdim=True)
