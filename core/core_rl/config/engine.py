@@ -164,7 +164,7 @@ class EngineConfig(Config):
     model: ModelConfig
     """The model and its head."""
     dtype: DType = "float32"
-    """Compute dtype. Master weights and optimizer state are float32 in any case."""
+    """Compute dtype. What is trained has float32 master weights and moments in any case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is CUDA if available, else the CPU."""
     seed: int = Field(default=0, ge=0)

@@ -20,6 +20,7 @@ from core_rl.backend.tensors import TensorDict
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import OutputName
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
@@ -260,6 +261,35 @@ def test_a_plan_knows_what_a_rank_holds(group: EngineGroup, case: str) -> None:
     held = group.run(held_bytes)
     mean = [sum(values) / len(held) for values in zip(*held, strict=True)]
     assert mean == pytest.approx([planned.weights, planned.moments], rel=0.1)
+
+
+def weights_of(engine: TrainEngine) -> list[tuple[torch.dtype, int]]:
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    return [(weight.dtype, weight.nbytes) for weight in backend.memory("weights")]
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_role_that_only_runs_forward_has_its_weights_in_the_compute_dtype(
+    group: EngineGroup, head: Any
+) -> None:
+    """Half the memory, and the same results: each pass would round them anyway."""
+    output: OutputName = "values" if head == "value" else "logprobs"
+    trained = support.fsdp_config(2, dtype="bfloat16", head=head)
+    alone = trained.model_copy(update={"optimizer": None})
+    found, held = [], []
+    for config in (trained, alone):
+        group.initialize(config=config)
+        found.append(group.forward(support.make_batch(0), BUDGET, (output,))[output])
+        held.append(group.run(weights_of)[0])
+    assert torch.equal(*found)
+    scalar = [(torch.float32, size) for dtype, size in held[1] if dtype == torch.float32]
+    assert len(scalar) == (head == "value")
+    assert [(dtype, 2 * size) for dtype, size in held[1] if dtype == torch.bfloat16] == [
+        (torch.bfloat16, size) for _, size in held[0][: len(held[0]) - len(scalar)]
+    ]
+    planned = [config.state_bytes(1000, 0).weights for config in (trained, alone)]
+    assert planned == [2000.0, 1000.0]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
+from core_rl.state.store import is_float32_head
 from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import use_flash_attention
@@ -69,6 +70,8 @@ class FSDPBackend(HFBackend[FSDPConfig]):
                 chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION, experts="grouped"
             )
         _check_layout(model, context.layout)
+        if context.config.holds_compute_dtype:
+            _hold(model, torch.bfloat16)
         if options.gradient_checkpointing:
             _recompute_activations(model)
         self.packed = PackedModel(model, chosen.head, self._meshes.shards)
@@ -152,6 +155,13 @@ def _check_layout(model: PreTrainedModel, layout: ParallelLayout) -> None:
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     if layout.cp > 1 and heads is not None:  # without attention, layers gather their tokens
         check_heads(heads // layout.tp, layout.cp)
+
+
+def _hold(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Keep all weights in ``dtype``, but for those of a scalar head, which computes in float32."""
+    for name, parameter in model.named_parameters():
+        if not is_float32_head(checkpoint_name(name)):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:
