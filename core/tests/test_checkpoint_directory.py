@@ -306,9 +306,9 @@ def test_each_rank_hashes_its_own_file(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("records_of", "find_damage"):
         original = getattr(directory_module, name)
 
-        def noted(directory: Path, files: Any, threads: int, original: Any = original) -> Any:
+        def noted(directory: Path, files: Any, *rest: Any, original: Any = original) -> Any:
             hashed.append(tuple(files))
-            return original(directory, files, threads)
+            return original(directory, files, *rest)
 
         monkeypatch.setattr(directory_module, name, noted)
 

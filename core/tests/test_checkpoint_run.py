@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoint_support import DAMAGE, hidden, in_child, killed_at, load_text, save_text
 
+from core_rl.checkpoint import manifest
 from core_rl.checkpoint.local import LocalPlace
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
@@ -113,9 +114,7 @@ def test_a_save_killed_at_any_point_loses_nothing(tmp_path: Path, step: int) -> 
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize(
-    "name", ["state.json", "manifest.json", "loader/state.json", "engine/weights", "engine/manifest.json"]
-)
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "loader/state.json", "engine/manifest.json"])
 def test_a_damaged_newest_is_refused_with_the_way_on(
     tmp_path: Path, damage: Callable[[Path], None], name: str
 ) -> None:
@@ -127,6 +126,68 @@ def test_a_damaged_newest_is_refused_with_the_way_on(
         runs.latest()
     assert name in str(caught.value)
     assert f"remove {tmp_path}/step-00000002 to go on from step 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_who_opens_a_damaged_part_refuses_it(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """What shows by its size is refused at once."""
+    runs = RunCheckpoints(tmp_path, keep=2)
+    save(runs, 1)
+    damage(tmp_path / "step-00000001" / "engine" / "weights")
+    with pytest.raises(CheckpointDamaged, match="weights: "):
+        check(runs.latest(), 1)
+
+
+def test_files_of_parts_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine that loads them: the checkpoint of a large model is hundreds of gigabytes."""
+    runs = RunCheckpoints(tmp_path, keep=2)
+    save(runs, 1)
+    original, hashed = manifest._record, list[str]()
+
+    def noted(file: Path) -> manifest.FileRecord:
+        hashed.append(file.relative_to(tmp_path / "step-00000001").as_posix())
+        return original(file)
+
+    monkeypatch.setattr(manifest, "_record", noted)
+    check(runs.latest(), 1)
+    assert sorted(hashed) == ["engine/manifest.json", "engine/weights", "loader/state.json", "state.json"]
+
+
+def test_a_checkpoint_appears_when_its_parts_are_complete(tmp_path: Path) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+    later: list[Path] = []
+
+    def begin(directory: Path) -> None:
+        later.extend([directory, directory.with_name(f".{directory.name}.tmp-{'0' * 32}")])
+        later[-1].mkdir()
+
+    state = {"step": 2, "reward": [0.5, 1.0]}
+    pending = runs.begin(2, parts("at 2") | {"engine": begin}, state)
+    assert not pending.is_written
+    check(runs.latest(), 1)
+    later[-1].rmdir()
+    save_text(later[0], weights="at 2")
+    assert pending.is_written
+    pending.finish()
+    check(runs.latest(), 2)
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_part_that_was_not_written_is_refused(tmp_path: Path, written: bool) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+
+    def begin(directory: Path) -> None:
+        if not written:
+            directory.with_name(f".{directory.name}.tmp-{'0' * 32}").mkdir()
+
+    problem = "nothing was written of 'engine'" if written else "parts are still being written"
+    with pytest.raises(CheckpointError, match=problem):
+        runs.begin(2, {"engine": begin}, {}).finish()
+    check(runs.latest(), 1)
+    assert hidden(tmp_path) == []
 
 
 def test_what_is_partial_or_foreign_is_ignored(tmp_path: Path) -> None:

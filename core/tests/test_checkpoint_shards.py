@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from checkpoint_support import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from torch import Tensor
 
+from core_rl.checkpoint import tensor_files
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.errors import (
     CheckpointDamaged,
@@ -135,6 +138,24 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path, rank: int) -> None
     file.unlink()
     with pytest.raises(CheckpointDamaged, match=f"{file.name}: missing"):
         ShardFiles(tmp_path)
+
+
+def test_a_rank_opens_the_files_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the files of all ranks, whose headers another rank has read."""
+    whole = torch.arange(12.0).reshape(4, 3)
+    for rank, shard in enumerate(cut(whole, [[0, 1, 2, 3, 4], [0, 3]])):
+        write_copies(tmp_path, rank, copy_shards(rank, [shard]), 4)
+    sent, opened = pickle.dumps(ShardFiles(tmp_path)), list[str]()
+
+    def noted(path: Path, framework: str) -> Any:
+        opened.append(path.name)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(tensor_files, "safe_open", noted)
+    files = pickle.loads(sent)
+    assert files.shape("w") == (4, 3)
+    assert torch.equal(files.read("w", (slice(1, 3), slice(0, 3))), whole[1:3])
+    assert opened == ["rank-00001.safetensors", "rank-00002.safetensors"]
 
 
 def test_pieces_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

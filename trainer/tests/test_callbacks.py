@@ -94,16 +94,22 @@ def test_callbacks_get_all_events_in_order(start: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [(EvaluationEnd, 0), (StepEnd, 1), (CheckpointSaved, 2)], ids=["start", "step", "save"]
+    ("kind", "step", "last"),
+    [
+        (EvaluationEnd, 0, 0),
+        (StepEnd, 1, 1),
+        (CheckpointSaved, 2, 3),
+    ],  # a checkpoint is there after the next step
+    ids=["start", "step", "save"],
 )
 def test_a_run_that_a_callback_stops_goes_on_bit_for_bit(
-    start: Path, tmp_path: Path, unbroken: Path, kind: type[Event], step: int
+    start: Path, tmp_path: Path, unbroken: Path, kind: type[Event], step: int, last: int
 ) -> None:
     recipe, log = values(start, tmp_path / "out"), StringIO()
     result = train(recipe, callbacks=[stop_at(kind, step)], console=Console(file=log))
     reason = "callback 'stop_at.<locals>.stop': enough"
-    assert (result["steps"], result["stopped"]) == (step, reason)
-    assert f"stopped after step {step} by the {reason}; the same run again goes on" in log.getvalue()
+    assert (result["steps"], result["stopped"]) == (last, reason)
+    assert f"stopped after step {last} by the {reason}; the same run again goes on" in log.getvalue()
     assert (tmp_path / "out" / "model" / "config.json").is_file()
     status = json.loads((tmp_path / "out" / "status.json").read_text())
     assert (status["status"], status["problem"]) == ("stopped", reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from core_rl.errors import (
     raise_all,
 )
 
-__all__ = ["opened", "place_of", "publish", "staged_on_leader"]
+__all__ = ["Publication", "begin_publish", "opened", "place_of", "publish", "staged_on_leader"]
 
 
 def publish(
@@ -53,21 +54,64 @@ def publish(
     the file, and a checkpoint that was at ``path`` stays. If a rank dies, it stays as well.
     A ``write`` that runs collectives must not leave them halfway on one rank.
     """
+    begin_publish(path, write, world, kind=kind, state=state).commit()
+
+
+def begin_publish(
+    path: str,
+    write: Callable[[Path], None],
+    world: Comm,
+    *,
+    kind: str,
+    state: Mapping[str, Any] | None = None,
+) -> Publication:
+    """The first half of `publish`: what ``write`` writes is there, and not yet at ``path``; collective."""
     subject = f"cannot save {path!r}, and what was there before is untouched"
     with ExitStack() as stack:
-
-        def commit() -> None:
-            seal(staged, kind, state or {}, records)
-            place_of(path).commit(staged)
-
         staged = staged_on_leader(path, state or {}, world, stack, subject)
         on_all(world, lambda: write(staged), subject, CheckpointError)
-        names = on_leader(world, lambda: file_names(staged), subject, CheckpointError)
-        shares = agree(
-            world, lambda: records_of(staged, _share(names, world), _threads(world)), subject, CheckpointError
+        return Publication(
+            path=path,
+            staged=staged,
+            kind=kind,
+            state=state or {},
+            world=world,
+            subject=subject,
+            resources=stack.pop_all(),
         )
-        records = {name: record for share in shares for name, record in share.items()}
-        on_leader(world, commit, subject, CheckpointError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A written directory that is to become the checkpoint at ``path``."""
+
+    path: str
+    staged: Path
+    """The directory."""
+    kind: str
+    state: Mapping[str, Any]
+    world: Comm
+    subject: str
+    resources: ExitStack
+
+    def commit(self) -> None:
+        """Add the manifest, and put the directory in place; collective. Raises as `publish` does."""
+        with self.resources:
+            names = on_leader(self.world, lambda: file_names(self.staged), self.subject, CheckpointError)
+            shares = agree(self.world, lambda: self._records(names), self.subject, CheckpointError)
+            records = {name: record for share in shares for name, record in share.items()}
+            on_leader(self.world, lambda: self._put_in_place(records), self.subject, CheckpointError)
+
+    def close(self) -> None:
+        """Remove the directory; after `commit`, nothing."""
+        self.resources.close()
+
+    def _records(self, names: Sequence[str]) -> dict[str, FileRecord]:
+        return records_of(self.staged, _share(names, self.world), _threads(self.world))
+
+    def _put_in_place(self, records: Mapping[str, FileRecord]) -> None:
+        seal(self.staged, self.kind, self.state, records)
+        place_of(self.path).commit(self.staged)
 
 
 def staged_on_leader(
@@ -85,25 +129,30 @@ def staged_on_leader(
 
 
 @contextmanager
-def opened(path: str, world: Comm, *, kind: str | None, require_manifest: bool = True) -> Iterator[Path]:
+def opened(
+    path: str, world: Comm, *, kind: str | None, require_manifest: bool = True, parts_later: bool = False
+) -> Iterator[Path]:
     """A local directory with the verified checkpoint of ``path``, the same on all ranks; collective.
 
     A URL is downloaded into a temporary directory first. Every rank raises the same error:
     `CheckpointNotFound` if there is nothing, `CheckpointDamaged` with every file that is missing,
     truncated or changed, `CheckpointMismatch` if it is not of ``kind``. With
-    ``require_manifest=False``, a directory that something else wrote is accepted as it is.
+    ``require_manifest=False``, a directory that something else wrote is accepted as it is. With ``parts_later``,
+    files in subdirectories that have a manifest of their own are there in full size, and who opens them hashes them.
     """
     with ExitStack() as stack:
 
-        def fetch() -> tuple[Path, dict[str, FileRecord]]:
+        def fetch() -> tuple[Path, dict[str, FileRecord], set[str]]:
             directory = stack.enter_context(place_of(path).reading())
-            return directory, _recorded(directory, kind, require_manifest)
+            files = _recorded(directory, kind, require_manifest)
+            later = set(files) - set(read_manifest(directory).files) if parts_later else set()
+            return directory, files, later
 
         subject = f"cannot load {path!r}"
-        directory, files = on_leader(world, fetch, subject)
+        directory, files, later = on_leader(world, fetch, subject)
         on_all(world, lambda: _check_visible(directory), subject)
         own = {name: files[name] for name in _share(list(files), world)}
-        shares = agree(world, lambda: find_damage(directory, own, _threads(world)), subject)
+        shares = agree(world, lambda: find_damage(directory, own, later, _threads(world)), subject)
         problems = {name: problem for share in shares for name, problem in share.items()}
         raise_all(
             CheckpointDamaged,

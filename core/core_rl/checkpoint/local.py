@@ -20,7 +20,7 @@ from pathlib import Path
 from core_rl.checkpoint.manifest import MANIFEST, check_ours, flush
 from core_rl.errors import CheckpointError
 
-__all__ = ["LocalPlace", "remove_stale"]
+__all__ = ["LocalPlace", "is_temporary", "remove_stale"]
 
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 STALE_AFTER_S = 24 * 3600.0
@@ -112,6 +112,11 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
 
 
+def is_temporary(directory: Path) -> bool:
+    """Whether ``directory`` is one that a save writes to, or has left."""
+    return TEMPORARY.search(directory.name) is not None
+
+
 def _lock(descriptor: int) -> None:
     """Mark a temporary directory as in use for as long as this process lives."""
     try:
@@ -123,7 +128,7 @@ def _lock(descriptor: int) -> None:
 def remove_stale(parent: Path, prefix: str) -> None:
     """Remove temporary directories in ``parent`` whose names start with ``prefix`` and whose writer is gone."""
     for entry in parent.iterdir():
-        if entry.name.startswith(prefix) and TEMPORARY.search(entry.name) and _is_stale(entry):
+        if entry.name.startswith(prefix) and is_temporary(entry) and _is_stale(entry):
             shutil.rmtree(entry, ignore_errors=True)
 
 

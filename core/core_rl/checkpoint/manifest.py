@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -216,21 +215,31 @@ def all_files(directory: Path, manifest: Manifest) -> dict[str, FileRecord]:
 
 
 def find_damage(
-    directory: Path, files: Mapping[str, FileRecord], threads: int = HASHING_THREADS
+    directory: Path,
+    files: Mapping[str, FileRecord],
+    measured: Collection[str] = (),
+    threads: int = HASHING_THREADS,
 ) -> dict[str, str]:
-    """Those of ``files`` that are missing or not what they were, each with the problem."""
+    """Those of ``files`` that are missing or not what they were, each with the problem.
+
+    Of those that are only ``measured``, the size is compared, and not the contents.
+    """
+
+    def difference(name: str) -> str | None:
+        return _difference(directory, name, files[name], hashes=name not in measured)
+
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(partial(_difference, directory), files, files.values())
+        found = pool.map(difference, files)
         return {name: problem for name, problem in zip(files, found, strict=True) if problem is not None}
 
 
-def _difference(directory: Path, name: str, record: FileRecord) -> str | None:
+def _difference(directory: Path, name: str, record: FileRecord, *, hashes: bool) -> str | None:
     file = directory / name
     try:
         size = file.stat().st_size
         if size != record.bytes:
             return f"{name}: {size} bytes instead of {record.bytes}"
-        found = _record(file)
+        found = _record(file) if hashes else record
     except FileNotFoundError:
         return f"{name}: missing"
     except OSError as error:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.directory import opened, publish
-from core_rl.checkpoint.local import LocalPlace, remove_stale
+from core_rl.checkpoint.directory import Publication, begin_publish, opened
+from core_rl.checkpoint.local import LocalPlace, is_temporary, remove_stale
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest, to_json
 from core_rl.checkpoint.remote import is_url
 from core_rl.distributed.comm import Comm
-from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, raise_all
 
 __all__ = ["RunCheckpoint", "RunCheckpoints", "open_run_checkpoint"]
 
@@ -28,7 +28,7 @@ KIND = "run"
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoint:
-    """One complete, verified checkpoint of a run."""
+    """One complete checkpoint of a run. Its own files are verified; an engine verifies its part when it loads it."""
 
     path: Path
     step: int
@@ -57,12 +57,18 @@ class RunCheckpoints:
         self.keep = keep
 
     def save(self, step: int, parts: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> Path:
-        """Save step ``step``: each part writes into an empty directory of its own. Returns the checkpoint's path.
+        """`begin`, and `PendingCheckpoint.finish` at once. Returns the checkpoint's path."""
+        return self.begin(step, parts, state).finish()
 
-        A part may itself save a checkpoint at that path. Only when all parts are complete does the
-        step appear, and only then are old ones removed. Raises `CheckpointError`, with everything
-        that was there before untouched, if a part fails, if ``state`` is not JSON, or if ``root``
-        holds a later step: a resume would continue from that one.
+    def begin(
+        self, step: int, parts: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]
+    ) -> PendingCheckpoint:
+        """Save step ``step``: each part writes into an empty directory of its own.
+
+        A part may itself save a checkpoint at that path, also in the background. Only when all parts are complete, and
+        `PendingCheckpoint.finish` is called, does the step appear, and only then are old ones removed. Raises
+        `CheckpointError`, with everything that was there before untouched, if a part fails, if ``state`` is not JSON,
+        or if ``root`` holds a later step: a resume would continue from that one.
         """
         for name in parts:
             if "/" in name or name.startswith(".") or name in ("", STATE, MANIFEST):
@@ -84,12 +90,12 @@ class RunCheckpoints:
 
         self.root.mkdir(parents=True, exist_ok=True)
         remove_stale(self.root, ".step-")
-        publish(str(self._path(step)), write, Comm(), kind=KIND, state={"step": step})
-        self._remove_old()
-        return self._path(step)
+        path = self._path(step)
+        publication = begin_publish(str(path), write, Comm(), kind=KIND, state={"step": step})
+        return PendingCheckpoint(path, step, publication, self._remove_old)
 
     def latest(self) -> RunCheckpoint | None:
-        """The newest complete checkpoint, verified; None if there is none.
+        """The newest complete checkpoint; None if there is none.
 
         Raises `CheckpointDamaged`, with the file's name, when the newest is not what was saved.
         """
@@ -104,7 +110,7 @@ class RunCheckpoints:
             raise CheckpointDamaged(f"{error}\nRestore the file, or remove {path} to {before}") from error
 
     def at(self, step: int) -> RunCheckpoint:
-        """The checkpoint of ``step``, verified.
+        """The checkpoint of ``step``.
 
         Raises `CheckpointNotFound` with the steps that there are, and `CheckpointDamaged` with the file's name.
         """
@@ -132,8 +138,44 @@ class RunCheckpoints:
                 logger.warning("cannot remove the old checkpoint of step %d: %s", step, error)
 
 
+class PendingCheckpoint:
+    """A checkpoint of a run whose parts may still be written in the background. `finish` or `abandon` ends it."""
+
+    def __init__(
+        self, path: Path, step: int, publication: Publication, remove_old: Callable[[], None]
+    ) -> None:
+        self.path = path
+        self.step = step
+        self._publication = publication
+        self._remove_old = remove_old
+
+    @property
+    def is_written(self) -> bool:
+        """Whether no part is being written any more; one that failed has written nothing."""
+        return not any(map(is_temporary, self._publication.staged.iterdir()))
+
+    def finish(self) -> Path:
+        """Put the checkpoint in place, when all parts are complete; its path.
+
+        Raises `CheckpointError` where it cannot be put there, or the background left a part out.
+        """
+        problems = [] if self.is_written else ["parts are still being written; wait for them first"]
+        parts = [entry for entry in sorted(self._publication.staged.iterdir()) if entry.is_dir()]
+        problems += [f"nothing was written of {part.name!r}" for part in parts if not any(part.iterdir())]
+        if problems:
+            self.abandon()
+            raise_all(CheckpointError, f"cannot save {self.path}", problems)
+        self._publication.commit()
+        self._remove_old()
+        return self.path
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._publication.close()
+
+
 def open_run_checkpoint(path: Path) -> RunCheckpoint | None:
-    """The run checkpoint in the directory ``path``, whatever its name, verified; None where it is none.
+    """The run checkpoint in the directory ``path``, whatever its name; None where it is none.
 
     Raises `CheckpointDamaged` when it is not what was saved.
     """
@@ -143,7 +185,7 @@ def open_run_checkpoint(path: Path) -> RunCheckpoint | None:
 
 
 def _opened(path: Path) -> RunCheckpoint:
-    with opened(str(path), Comm(), kind=KIND) as directory:
+    with opened(str(path), Comm(), kind=KIND, parts_later=True) as directory:
         step = int(read_manifest(directory).state["step"])
         state = json.loads((directory / STATE).read_text())
         return RunCheckpoint(path=directory, step=step, state=state)

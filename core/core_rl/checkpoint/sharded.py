@@ -16,7 +16,7 @@ from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.config.capability import Capability
 from core_rl.config.layout import ParallelLayout
-from core_rl.distributed.agreement import on_all
+from core_rl.distributed.agreement import on_all, on_leader
 from core_rl.errors import UnsupportedCapability
 from core_rl.state.slices import Shard, copy_shards
 
@@ -61,7 +61,8 @@ def load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | Non
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
         saved = ParallelLayout.model_validate(state["layout"])
         _require_layout(contents, meta, saved)
-        files = on_all(contents.world, lambda: ShardFiles(directory / DIRECTORY), subject)
+        # Of all ranks, one reads the headers of all files; each then opens those that it needs.
+        files = on_leader(contents.world, lambda: ShardFiles(directory / DIRECTORY), subject)
         backend = contents.backend
         if isinstance(backend, SupportsOwnCheckpoint):
             own = backend

@@ -108,21 +108,29 @@ def write_file(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
 
 
 class SafetensorsFile:
-    """One safetensors file, of which only what is asked for is read. Pickled as its path."""
+    """One safetensors file, of which only what is asked for is read. Unpickled, it opens when it is first read."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
         self._path = path
-        self._file: Any
-        try:
-            self._file = safe_open(path, framework="pt")
-        except FileNotFoundError as error:
-            raise CheckpointDamaged(f"{path.name}: missing") from error
-        except (SafetensorError, OSError) as error:
-            raise CheckpointDamaged(f"{path.name}: {describe(error)}") from error
+        self._opened: Any = self._open()
 
-    def __reduce__(self) -> tuple[type[SafetensorsFile], tuple[Path]]:
-        return type(self), (self._path,)
+    @property
+    def _file(self) -> Any:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def _open(self) -> Any:
+        try:
+            return safe_open(self._path, framework="pt")
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(f"{self.name}: missing") from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointDamaged(f"{self.name}: {describe(error)}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "_path": self._path, "_opened": None}
 
     @property
     def metadata(self) -> dict[str, str]:

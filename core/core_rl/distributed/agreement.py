@@ -72,8 +72,8 @@ def on_leader(
     kind: type[CoreRLError] | None = None,
 ) -> T:
     """``action()`` on rank 0 alone; every rank returns its result, or raises as `agree` does. Collective."""
-    results = agree(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
-    return cast("T", results[0])
+    own = on_all(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
+    return comm.broadcast(cast("T", own))
 
 
 def first_on_each_machine(comm: Comm, action: Callable[[bool], T], subject: str) -> T:

@@ -57,7 +57,7 @@ class EvaluationEnd(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(RunEvent):
-    """A run checkpoint is complete on the disk."""
+    """A run checkpoint is complete on the disk: that of an earlier step where it was written in the background."""
 
     path: Path
     """Its directory."""

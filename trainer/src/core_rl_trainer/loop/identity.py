@@ -23,6 +23,7 @@ CHANGEABLE = (
     "steps",
     "save_every",
     "save_portable_every",
+    "save_in_background",
     "eval_every",
     "keep",
     "stop_on*",

@@ -130,9 +130,14 @@ class TrainingLoop:
 
     # ----------------------------------------------------------------- state
 
-    def parts(self, portable: bool = False) -> dict[str, Callable[[Path], None]]:
+    def parts(self, *, portable: bool, background: bool) -> dict[str, Callable[[Path], None]]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return part_writers(self._roles.trained(), portable)
+        return part_writers(self._roles.trained(), portable=portable, background=background)
+
+    def wait_for_parts(self) -> None:
+        """Return when no part is being written in the background, or raise its error."""
+        for group in self._roles.trained().values():
+            group.wait_for_saves()
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, and what was drawn and not trained on, as JSON."""

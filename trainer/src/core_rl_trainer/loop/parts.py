@@ -12,7 +12,7 @@ from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.errors import CheckpointMismatch, UnsupportedCapability
+from core_rl.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
 
@@ -35,19 +35,24 @@ def require_portable(spec: EngineSpec) -> None:
         )
 
 
-def part_writers(groups: Mapping[str, EngineGroup], portable: bool) -> dict[str, Callable[[Path], None]]:
-    """Writers by the names of their parts, with ``portable`` for other engines and layouts too."""
+def part_writers(
+    groups: Mapping[str, EngineGroup], *, portable: bool, background: bool
+) -> dict[str, Callable[[Path], None]]:
+    """Writers by the names of their parts, with ``portable`` for other engines and layouts too.
+
+    In the ``background``, the files of an engine's own format are still to come when its writer returns.
+    """
     writers: dict[str, Callable[[Path], None]] = {}
     for name, group in groups.items():
         own = own_format(group.spec)
-        writers[name] = partial(_save, group, own)
-        if portable and own != "portable":
-            writers[f"{name}{PORTABLE}"] = partial(_save, group, "portable")
+        if portable and own != "portable":  # first: a save waits for the one before
+            writers[f"{name}{PORTABLE}"] = partial(_save, group, "portable", False)
+        writers[name] = partial(_save, group, own, background)
     return writers
 
 
-def _save(group: EngineGroup, name: CheckpointFormat, path: Path) -> None:
-    group.save(SaveLoadMeta(path=str(path), format=name))
+def _save(group: EngineGroup, name: CheckpointFormat, background: bool, path: Path) -> None:
+    group.save(SaveLoadMeta(path=str(path), format=name, asynchronous=background))
 
 
 def has_portable(checkpoint: RunCheckpoint, roles: Mapping[str, tuple[EngineSpec, EngineConfig]]) -> bool:
@@ -83,9 +88,18 @@ def readable_part(
 
 
 def restore_parts(groups: Mapping[str, EngineGroup], checkpoint: RunCheckpoint) -> None:
-    """Load the parts of ``checkpoint``; `CheckpointMismatch` when they do not belong together."""
+    """Load the parts of ``checkpoint``.
+
+    Raises `CheckpointDamaged` where one is not what was saved, and `CheckpointMismatch` when they do not belong
+    together.
+    """
     for name, group in groups.items():
-        group.load(readable_part(checkpoint, name, group.spec, group.layout))
+        try:
+            group.load(readable_part(checkpoint, name, group.spec, group.layout))
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(
+                f"{error}\nRestore the file, or remove {checkpoint.path} to go on from the checkpoint before it"
+            ) from error
         version = group.get_version()
         if version != checkpoint.step:
             raise CheckpointMismatch(

@@ -38,11 +38,15 @@ class Loop(Protocol):
     def save_adapter(self, path: Path) -> None:
         """Write the adapter that is trained, in the layout of ``peft``."""
 
-    def parts(self, portable: bool = False) -> dict[str, Callable[[Path], None]]:
+    def parts(self, *, portable: bool, background: bool) -> dict[str, Callable[[Path], None]]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`.
 
-        With ``portable`` some of them are for engines of another kind or layout.
+        With ``portable`` some of them are for engines of another kind or layout. In the ``background``, files are still
+        to come when a writer returns.
         """
+
+    def wait_for_parts(self) -> None:
+        """Return when no part is being written in the background, or raise its error."""
 
     def state_dict(self) -> dict[str, Any]:
         """The rest of a run checkpoint, as JSON."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from core_rl_trainer.loop.best_model import BestModel
 from core_rl_trainer.loop.callbacks import Callbacks
 from core_rl_trainer.loop.prepared import Loop
 from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.loop.saving import RunSaver
 from core_rl_trainer.loop.signals import StopSignals
 from core_rl_trainer.loop.watch import Watch
 from core_rl_trainer.recipe.recipe import Recipe
@@ -37,6 +40,7 @@ class RunSteps:
     callbacks: Callbacks
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
+    _saver: RunSaver = field(init=False)
 
     def run(self, checkpoint: RunCheckpoint | None) -> dict[str, Any]:
         """Train to the last step, or to the one after which a callback stops the run; the result as plain values.
@@ -54,7 +58,8 @@ class RunSteps:
         )
         self.records.best = best.state_dict()
         watch = Watch(recipe.stop_on)
-        with TrainingProgress(self.console, recipe.steps, done) as progress:
+        self._saver = RunSaver(directory.checkpoints, self.loop.wait_for_parts, partial(self._saved, best))
+        with TrainingProgress(self.console, recipe.steps, done) as progress, self._saver.completed():
             self._begin(checkpoint, best, progress)
             with self.signals.during_steps():
                 while done < recipe.steps and self.callbacks.stopped is None:
@@ -87,6 +92,7 @@ class RunSteps:
         recipe, records = self.recipe, self.records
         with weights_are_blamed(recipe) if step == 1 else nullcontext():
             metrics = self.loop.step(step)
+        self._saver.finish_if_written()
         progress.show(step, metrics)
         last = step == recipe.steps
         evaluated = last or _is_due(step, recipe.eval_every)
@@ -106,8 +112,10 @@ class RunSteps:
         elif evaluated:
             records.draw()
         if verdict is not None:
+            self._saver.finish()
             raise NothingLearned(f"{verdict.reason}. {self._last_checkpoint()}")
         if saved and self.signals.noted:  # one that came after the choice above waits for the next step
+            self._saver.finish()
             self.signals.raise_stopped(step)
 
     def _last_checkpoint(self) -> str:
@@ -130,6 +138,7 @@ class RunSteps:
             self._save(step, best)
 
     def _evaluate(self, step: int, best: BestModel) -> dict[str, float]:
+        self._saver.finish()  # its best model is still there
         found = self.loop.evaluate()
         self.records.add_samples(step, found.samples)
         self.evaluations[str(step)] = found.metrics
@@ -146,10 +155,13 @@ class RunSteps:
             "run": self.directory.identity.to_dict(),
         }
         last = step == recipe.steps and recipe.save_portable_every > 0
-        parts = self.loop.parts(portable=last or _is_due(step, recipe.save_portable_every))
-        path = self.directory.checkpoints.save(step, parts, state)
-        best.prune()
+        portable = last or _is_due(step, recipe.save_portable_every)
+        parts = self.loop.parts(portable=portable, background=recipe.save_in_background)
+        self._saver.begin(step, parts, state)
         self.records.draw()
+
+    def _saved(self, best: BestModel, step: int, path: Path) -> None:
+        best.prune()
         self.callbacks.checkpoint_saved(step, path)
 
     def _result(self, step: int, best: BestModel) -> dict[str, Any]:

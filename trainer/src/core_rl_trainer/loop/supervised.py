@@ -158,9 +158,13 @@ class SupervisedLoop:
 
     # ----------------------------------------------------------------- state
 
-    def parts(self, portable: bool = False) -> dict[str, Callable[[Path], None]]:
+    def parts(self, *, portable: bool, background: bool) -> dict[str, Callable[[Path], None]]:
         """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return part_writers({MODEL: self._engine}, portable)
+        return part_writers({MODEL: self._engine}, portable=portable, background=background)
+
+    def wait_for_parts(self) -> None:
+        """Return when no part is being written in the background, or raise its error."""
+        self._engine.wait_for_saves()
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, as JSON."""

@@ -91,6 +91,9 @@ class Recipe(Config):
     save_portable_every: int = Field(default=0, ge=0)
     """Steps between run checkpoints that hold the models and their moments in the format ``portable`` as well, from
     which a run under another engine or layout starts (``resume_from``); the last step has one then. 0: none."""
+    save_in_background: bool = True
+    """Train on while the files of a run checkpoint are written, from a copy of weights and moments in host memory. It
+    is in place after the next step, or earlier; a run that is killed before goes on from the one before it."""
     keep: int = Field(default=2, ge=1)
     """Run checkpoints that are kept."""
     keep_best: KeepBest | None = None
