@@ -160,6 +160,8 @@ class ExpectedValues:
             # Sums over all tokens round more than sums over those of the sequences that differ.
             plain, loss, all_ = self.plain(of, dtype, device), TokenMeanLoss(), data.all.for_oracle()
             whole = [plain.gradients(variant, all_, loss.of_sequence, 1.0) for variant in MANY_VARIANTS]
+            one_by_one = (data.distinct.for_oracle(), data.order)
+            whole.append(plain.repeated_gradients(*one_by_one, loss.of_sequence, 1.0))
             return _run_gradients(self.oracle(of), plain, data.distinct, RepeatedLoss(), whole)
 
         return self._keep(of, ("gradients of many", data, dtype, device), run)

@@ -53,11 +53,10 @@ VARIANTS = (
 
 
 MANY_VARIANTS = (
-    Variant(rows_at_once=1),
     Variant(rows_at_once=1000, alone=64, nudge=1),
     Variant(rows_at_once=1000, alone=64, softmax="logsumexp", shuffle=1, nudge=2),
 )
-"""For hundreds of sequences: sums over few tokens each, and sums over nearly all, which round most."""
+"""For hundreds of sequences, besides `PlainModel.repeated_gradients`: sums over nearly all tokens, which round most."""
 
 
 EXACT_VARIANTS = (
@@ -115,19 +114,52 @@ class PlainModel:
         model = self.model(variant)
         total, weight = 0.0, sum(_weight(loss, sequence, self.head) for sequence in sequences)
         for rows in _cuts(variant, sequences):
-            outputs = self._batch(model, variant, rows, sequences, temperature)
-            parts = [loss(outputs[index], sequences[index].in_dtype(torch.float32))[0] for index in rows]
-            part = torch.stack(parts).sum() / weight
-            if part.requires_grad:
-                part.backward()
-            total += float(part.detach())
-        grads = {
-            name: torch.zeros_like(value) if value.grad is None else value.grad
-            for name, value in model.named_parameters()
-        }
-        return total, {
-            own: part.float().cpu() for name, grad in grads.items() for own, part in written(name, grad)
-        }
+            total += self._add_gradients(variant, rows, sequences, loss, temperature, weight)
+        return total, _written(_gradients(model))
+
+    def repeated_gradients(
+        self,
+        distinct: Sequence[OracleSequence],
+        order: Sequence[int],
+        loss: SequenceLoss,
+        temperature: float,
+    ) -> tuple[float, dict[str, Tensor]]:
+        """The same of the sequences ``distinct[number]`` for each of ``order``, one by one and added up in this order.
+
+        Equal sequences have equal gradients, which are computed once.
+        """
+        alone = Variant(rows_at_once=1)
+        weights = [_weight(loss, sequence, self.head) for sequence in distinct]
+        weight = sum(weights[number] for number in order)
+        found: list[tuple[float, list[Tensor]]] = []
+        for number in range(len(distinct)):
+            model = self.model(alone)
+            part = self._add_gradients(alone, [number], distinct, loss, temperature, weight)
+            found.append((part, list(_gradients(model).values())))
+        total, sums = 0.0, [torch.zeros_like(grad) for grad in found[0][1]]
+        for number in order:
+            part, grads = found[number]
+            total += part
+            torch._foreach_add_(sums, grads)
+        return total, _written(dict(zip(_gradients(model), sums, strict=True)))
+
+    def _add_gradients(
+        self,
+        variant: Variant,
+        rows: Sequence[int],
+        sequences: Sequence[OracleSequence],
+        loss: SequenceLoss,
+        temperature: float,
+        weight: float,
+    ) -> float:
+        """Run one batch forward and backward; its part of the loss."""
+        model, _ = self._models[variant.attention]
+        outputs = self._batch(model, variant, rows, sequences, temperature)
+        parts = [loss(outputs[index], sequences[index].in_dtype(torch.float32))[0] for index in rows]
+        part = torch.stack(parts).sum() / weight
+        if part.requires_grad:
+            part.backward()
+        return float(part.detach())
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Compute with ``values`` from now on, rounded to the model's dtype."""
@@ -259,6 +291,19 @@ def _lse(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(logits, dim=-1)
     p = (logits - lse[:, None]).exp()
     return logits.gather(1, ids[:, None])[:, 0] - lse, lse - (p * logits).sum(-1)
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All gradients, 0 where there is none."""
+    return {
+        name: torch.zeros_like(value) if value.grad is None else value.grad
+        for name, value in model.named_parameters()
+    }
+
+
+def _written(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``grads`` under the names of the checkpoint, in float32 on the CPU."""
+    return {own: part.float().cpu() for name, grad in grads.items() for own, part in written(name, grad)}
 
 
 def _cuts(variant: Variant, sequences: Sequence[OracleSequence]) -> Iterator[list[int]]:

@@ -16,7 +16,7 @@ from core_rl_conformance.inputs.data import LENGTHS, Repeated, ragged
 from core_rl_conformance.inputs.losses import RepeatedLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.profile import FAMILIES
-from core_rl_oracle.plain import VARIANTS, PlainModel
+from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 from core_rl_oracle.tolerance import (
     FACTOR,
     FLOOR_ULPS,
@@ -130,6 +130,18 @@ def test_what_sums_over_many_sequences_round_is_in_the_baseline(tmp_path: Path) 
     growth = [many[name].baseline / few[name].baseline for name in few]
     assert min(growth) >= 1 and max(growth) > 2
     assert all(tolerance.baseline < 1e-4 for tolerance in many.values())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
+def test_equal_sequences_are_computed_once_with_the_same_bits(store: ModelStore, family: str) -> None:
+    model = TinyModel(family=family)
+    data = Repeated.of(ragged(model.vocab_size, 0), [number % 5 for number in range(23)])
+    plain, loss = PlainModel(store.directory(model), "lm", torch.float32), TokenMeanLoss().of_sequence
+    value, grads = plain.gradients(Variant(rows_at_once=1), data.all.for_oracle(), loss, 1.0)
+    again, sums = plain.repeated_gradients(data.distinct.for_oracle(), data.order, loss, 1.0)
+    assert value == again
+    assert grads.keys() == sums.keys()
+    assert all(torch.equal(grads[name], sums[name]) for name in grads)
 
 
 def test_outputs_come_back_in_the_callers_order(store: ModelStore) -> None:
