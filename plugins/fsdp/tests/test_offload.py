@@ -18,9 +18,9 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.dtensor import local_part
-from core_rl_fsdp import activation_offload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.engine import FSDPBackend
+from core_rl_fsdp.side_copies import HostCopy
 
 LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
 BUDGET = MicroBatchSpec(max_tokens=32)
@@ -113,8 +113,8 @@ def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, int]:
     def pack(tensor: Tensor) -> Any:
         storages = {local_part(p).tensor.untyped_storage()._cdata for p in backend.model.parameters()}
         found = real(tensor)
-        if isinstance(found, activation_offload._OnHost):
-            copied.append(found.copy)
+        if isinstance(found, HostCopy):
+            copied.append(found.values)
             weights.append(tensor.untyped_storage()._cdata in storages)
         return found
 

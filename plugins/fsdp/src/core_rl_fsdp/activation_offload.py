@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from core_rl_fsdp.side_copies import HostCopy, SideCopies
+
 __all__ = ["ActivationOffload"]
 
 SMALLEST_BYTES = 1024
@@ -19,7 +21,7 @@ SMALLEST_BYTES = 1024
 
 
 class ActivationOffload:
-    """Copies what autograd saves to host memory, pinned for CUDA, until it is needed.
+    """Copies what autograd saves to host memory, pinned for CUDA, until it is needed; nothing waits for it.
 
     Weights stay: they are there in any case, and a sharded module gathers them again itself. With
     gradient checkpointing, what is saved is the input of each block, and that is what moves. The
@@ -30,6 +32,7 @@ class ActivationOffload:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """``modules`` have their weights gathered when their forward pass begins, and are final."""
         self._weights: set[int] = set()
+        self._copies = SideCopies()
         for module in modules:
             # Not compiled: a compiled block runs its hooks inside.
             module.register_forward_pre_hook(torch.compiler.disable(self._note_weights))
@@ -38,8 +41,9 @@ class ActivationOffload:
     def active(self) -> Iterator[None]:
         """Inside the context, saved tensors move."""
         self._weights.clear()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
+        self._copies.forget()
 
     def _note_weights(self, module: nn.Module, _: object) -> None:
         for parameter in module.parameters():
@@ -55,18 +59,19 @@ class ActivationOffload:
             return _PartsOnHost(type(tensor), parts, context, tensor.size(), tensor.stride())
         if tensor.untyped_storage()._cdata in self._weights:
             return tensor
-        # With the same strides: kernels choose their order of summation by them.
-        pinned = tensor.device.type == "cuda"
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
-        return _OnHost(copy.copy_(tensor.detach()), tensor.device)
+        return self._copies.to_host(tensor)
 
-
-@dataclass(frozen=True)
-class _OnHost:
-    """A copy, and where it came from."""
-
-    copy: Tensor
-    device: torch.device
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _PartsOnHost):
+            parts = {name: self._unpack(part) for name, part in packed.parts.items()}
+            whole: Tensor = packed.kind.__tensor_unflatten__(
+                parts, packed.context, packed.size, packed.stride
+            )
+            return whole
+        if isinstance(packed, HostCopy):
+            return self._copies.to_device(packed)
+        assert isinstance(packed, Tensor)
+        return packed
 
 
 @dataclass(frozen=True)
@@ -78,14 +83,3 @@ class _PartsOnHost:
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, _PartsOnHost):
-        parts = {name: _unpack(part) for name, part in packed.parts.items()}
-        whole: Tensor = packed.kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)
-        return whole
-    if isinstance(packed, _OnHost):
-        return packed.copy.to(packed.device, non_blocking=True)
-    assert isinstance(packed, Tensor)
-    return packed
