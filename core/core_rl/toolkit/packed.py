@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -70,8 +71,7 @@ class PackedModel(nn.Module):
             ).last_hidden_state[0]
         states = PackedStates(hidden, tokens, batch, self.shards)
         if self.head == "lm":
-            head = self._output_embeddings()
-            found = self._language_model.outputs(states, *head, outputs, temperature, trained_only)
+            found = self._token_outputs(states, outputs, temperature, trained_only)
         else:
             score = self.model.score
             assert isinstance(score, nn.Module)  # every ...ForSequenceClassification has it
@@ -87,12 +87,32 @@ class PackedModel(nn.Module):
         experts = gather(routing.experts, self.shards.context, 0, partial=False)
         return Routing(logits[:length], experts[:length])
 
-    def _output_embeddings(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the language-model head, this rank's rows."""
+    def _token_outputs(
+        self, states: PackedStates, asked: Sequence[OutputName], temperature: float, trained_only: bool
+    ) -> dict[str, Tensor]:
+        """What the language-model head gives, computed as its forward pass: a wrapper may gather it for that alone."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
             raise ConfigError(
                 f"{type(self.model).__name__} has no output embeddings, so it gives no log-probs"
             )
-        bias = getattr(head, "bias", None)
-        return own_part(head.weight), None if bias is None else own_part(bias)
+
+        def outputs_of(hidden: Tensor) -> dict[str, Tensor]:
+            bias = getattr(head, "bias", None)
+            rows = own_part(head.weight), None if bias is None else own_part(bias)
+            own = replace(states, hidden=hidden)
+            return self._language_model.outputs(own, *rows, asked, temperature, trained_only)
+
+        return _called_as(head, outputs_of, states.hidden)
+
+
+def _called_as(
+    module: nn.Module, function: Callable[[Tensor], dict[str, Tensor]], value: Tensor
+) -> dict[str, Tensor]:
+    """``function(value)`` as the forward pass of ``module``, between its hooks."""
+    module.forward = function
+    try:
+        found: dict[str, Tensor] = module(value)
+    finally:
+        del module.forward
+    return found

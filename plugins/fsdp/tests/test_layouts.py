@@ -123,24 +123,47 @@ def test_replicas_add_up_gradients_once_in_a_pass(group: EngineGroup) -> None:
 
 
 @pytest.mark.parametrize(("model", "apart"), [("uneven", True), ("tiny", False)])
-def test_an_embedding_of_its_own_is_gathered_apart(group: EngineGroup, model: str, apart: bool) -> None:
-    """A tied one belongs to the head, which needs it at the end of the pass."""
+def test_ends_that_share_no_weight_are_gathered_apart(group: EngineGroup, model: str, apart: bool) -> None:
+    """A tied weight is needed at the beginning and at the end of a pass."""
     group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
-    assert group.run(embedding_is_apart) == [apart] * 4
+    assert group.run(ends_are_apart) == [[apart, apart]] * 4
 
 
-def embedding_is_apart(engine: TrainEngine) -> bool:
+def ends_are_apart(engine: TrainEngine) -> list[bool]:
     backend = engine.backend
     assert isinstance(backend, FSDPBackend)
-    return isinstance(backend.packed.model.get_input_embeddings(), FSDPModule)
+    model = backend.packed.model
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [isinstance(end, FSDPModule) for end in ends]
 
 
-def test_prefetched_weights_give_the_same_gradients(group: EngineGroup) -> None:
-    """As on CUDA, where blocks gather the next one's weights."""
-    group.initialize(config=support.fsdp_config(4))
+def gathered_at_the_first_block(engine: TrainEngine) -> list[bool]:
+    """Whether the embedding and the head have all of their weights when the first block computes."""
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    model, found = backend.packed.model, list[bool]()
+
+    def note(*_: object) -> None:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        found.extend(not isinstance(end.get_parameter("weight"), DTensor) for end in ends)
+
+    with model.base_model.get_submodule("layers.0").register_forward_pre_hook(note):
+        engine.forward(support.make_batch(0), MicroBatchSpec(count=1))
+    return found
+
+
+def test_the_head_is_gathered_when_it_is_needed(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(4, model=MODELS["uneven"]))
+    assert group.run(gathered_at_the_first_block) == [[False, False]] * 4
+
+
+@pytest.mark.parametrize("model", ["tiny", "uneven"])
+def test_prefetched_weights_give_the_same_gradients(group: EngineGroup, model: str) -> None:
+    """As on CUDA, where each part gathers the next one's weights."""
+    group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
     group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
     wanted = group.named_tensors("grads")
-    group.initialize(config=support.fsdp_config(4))
+    group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
     group.run(prefetch)
     group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
     assert all(grad.equal(wanted[name]) for name, grad in group.named_tensors("grads").items())

@@ -23,7 +23,7 @@ REDUCE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16"
 
 
 def shard_modules(packed: PackedModel, mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
-    """Shard each block, the embedding, the scalar head and the rest of ``packed`` in place; returns the root."""
+    """Shard each block, both ends of the model and the rest of ``packed`` in place; returns the root."""
     reshard = config.options.reshard_after_forward
     compute = torch.bfloat16 if config.dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(
@@ -35,15 +35,19 @@ def shard_modules(packed: PackedModel, mesh: DeviceMesh, config: FSDPConfig) -> 
             # Sequences of all lengths meet here, so sizes stay symbols.
             block.compile(dynamic=True)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    if (embedding := _embedding_apart(packed.model)) is not None:
-        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # Both ends get ids or hidden states, of which nothing is to be rounded.
+    exact = replace(policy, cast_forward_inputs=False)
+    embedding, head = _ends_apart(packed.model)
+    if embedding is not None:
+        fully_shard(embedding, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
+    if head is not None:  # the backward pass begins with it
+        fully_shard(head, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     if mesh.device_type == "cuda":
-        _prefetch(blocks)
+        _prefetch([part for part in (embedding, *blocks, head) if part is not None])
     if packed.head != "lm":
         # The scalar head computes in float32, whatever the blocks do.
         fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
-    # The root gets ids and masks, of which nothing is to be rounded.
-    root = fully_shard(packed, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
+    root = fully_shard(packed, mesh=mesh, mp_policy=exact)
     for module in fsdp_modules(packed):
         # The core has already divided the loss by the global weight, so ranks add up. FSDP
         # would average, and gloo has no pre-multiplied sum.
@@ -52,19 +56,23 @@ def shard_modules(packed: PackedModel, mesh: DeviceMesh, config: FSDPConfig) -> 
     return root
 
 
-def _embedding_apart(model: PreTrainedModel) -> nn.Module | None:
-    """The embedding where the head does not use its weight: gathered and reduced apart from the root, whose weights
-    are there from the beginning of a pass to its end.
+def _ends_apart(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    """Embedding and language-model head, where they do not share their weight.
+
+    They are gathered and reduced apart from the root, whose weights are there from the beginning of a pass to its end.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    return embedding if isinstance(embedding, nn.Embedding) and not tied else None
+    if not isinstance(embedding, nn.Embedding):
+        return None, None
+    if not isinstance(head, nn.Module):
+        return embedding, None
+    return (None, None) if head.weight is embedding.weight else (embedding, head)
 
 
-def _prefetch(blocks: Sequence[nn.Module]) -> None:
-    """Let each block gather the next one's weights before it computes, also where Python is slower than the GPU."""
-    for block, following in pairwise(blocks):
-        cast("FSDPModule", block).set_modules_to_forward_prefetch([cast("FSDPModule", following)])
+def _prefetch(parts: Sequence[nn.Module]) -> None:
+    """Let each part gather the next one's weights before it computes, also where Python is slower than the GPU."""
+    for part, following in pairwise(parts):
+        cast("FSDPModule", part).set_modules_to_forward_prefetch([cast("FSDPModule", following)])
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
