@@ -15,12 +15,12 @@ import training_support as support
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError, LayoutError
-from core_rl.toolkit.build import build_model
+from core_rl.toolkit.build import build_model, use_experts_kernel
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
@@ -175,6 +175,7 @@ SHAPE: dict[str, Any] = {
 LLAMA = LlamaConfig(**SHAPE, tie_word_embeddings=False)
 # Queries are twice as wide as the model, and have norms, as have keys.
 QWEN3 = Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)
+MOE = Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=16, num_experts_per_tok=8, moe_intermediate_size=48)
 
 
 def test_a_footprint_counts_what_the_shape_says() -> None:
@@ -192,11 +193,12 @@ def test_a_footprint_counts_what_the_shape_says() -> None:
     assert footprint_of(adapter).largest == 0
 
 
-@pytest.mark.parametrize("shape", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("shape", [LLAMA, QWEN3, MOE], ids=["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_are_about_what_autograd_keeps(dtype: str, shape: PretrainedConfig) -> None:
     """For a model of transformers, within a tenth."""
     model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
+    use_experts_kernel(model, "grouped")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -32,7 +32,7 @@ class Footprint:
     inner: int
     """Numbers that a layer keeps of each token inside its attention and its MLP until the backward pass: queries, keys
     and values, the attention's result twice (as the attention and as the next product need it), and four inside a
-    gated MLP, of the experts that a token goes to."""
+    gated MLP. Of each expert that a token goes to, these four, and what goes in and comes out."""
     normed: int
     """Numbers of each token that go through norms inside the attention: queries and keys, or none."""
     vocabulary: int
@@ -84,10 +84,18 @@ def _inner(config: PretrainedConfig) -> int:
     # Multi-head latent attention has values of a width of their own.
     own, shared = getattr(config, "v_head_dim", None), getattr(config, "qk_head_dim", None)
     ratio = own / shared if own and shared else 1.0
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    mlp = getattr(config, "moe_intermediate_size", None) or mlp
-    mlp *= getattr(config, "num_experts_per_tok", None) or 1
-    return int(queries + keys + ratio * (keys + 2 * queries) + 4 * mlp)
+    return int(queries + keys + ratio * (keys + 2 * queries) + _inside_mlp(config))
+
+
+def _inside_mlp(config: PretrainedConfig) -> int:
+    """Numbers that an MLP keeps of each token; in a mixture, tokens are sorted for each of their experts and back."""
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if chosen is None:
+        return int(4 * width)
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    width = getattr(config, "moe_intermediate_size", None) or width
+    return int(chosen * (4 * width + 2 * config.hidden_size) + 4 * shared)
 
 
 def _normed(model: PreTrainedModel, config: PretrainedConfig) -> int:
