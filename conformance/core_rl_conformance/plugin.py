@@ -150,6 +150,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # The ranks' transformers reads it when it is loaded; bars would hide what a failed check says.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        # CUDA's matrix products have one order of summation only with workspaces of a fixed size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         start_fork_server()  # it imports torch for the ranks while this process does so for itself
     from core_rl_conformance.session.session import ConformanceSession
 

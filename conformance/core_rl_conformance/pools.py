@@ -7,15 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
+from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool"]
+__all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool", "use_deterministic_kernels"]
 
 MakeEngine = Callable[[EngineSpec, Any], Any]
 """Makes an inference engine, as `load_engine` does; the suite's own tests plant bugs of the core here."""
@@ -23,6 +26,13 @@ CALL_TIMEOUT_S = 120.0
 """No call on a tiny model takes that long, unless a rank hangs."""
 MOST_SERVERS = 2
 """Shared servers that run at one time: each takes more than a gigabyte."""
+
+
+def use_deterministic_kernels(_engine: TrainEngine) -> None:
+    """Let torch's kernels add up in one order: the backward pass of FlashAttention has another one each time, and checks
+    of equal bits would fail engines for it. A kernel that cannot do so says so, and works as before.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 class GroupPool:
@@ -51,6 +61,8 @@ class GroupPool:
             self.starting_s += group.starting_s
         before = group.starting_s
         group.initialize(ft_spec, config)
+        if config.device == "cuda":
+            group.run(use_deterministic_kernels)
         self.starting_s += group.starting_s - before
         return group
 

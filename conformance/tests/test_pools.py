@@ -1,0 +1,53 @@
+"""Groups that checks share."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from core_rl.config.engine import ModelConfig, TrainEngineConfig
+from core_rl.reference import SPEC
+from core_rl_conformance import pools
+from core_rl_conformance.pools import GroupPool, use_deterministic_kernels
+
+
+class Group:
+    """Notes what its ranks run."""
+
+    spec = SPEC
+    starting_s = 0.0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.ran: list[Any] = []
+
+    def initialize(self, *_: Any) -> None:
+        self.ran.append("initialize")
+
+    def run(self, function: Any) -> None:
+        self.ran.append(function)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", ["initialize"]), ("cuda", ["initialize", use_deterministic_kernels])]
+)
+def test_kernels_of_cuda_add_up_in_one_order(
+    monkeypatch: pytest.MonkeyPatch, device: Literal["cpu", "cuda"], expected: list[Any]
+) -> None:
+    monkeypatch.setattr(pools, "EngineGroup", Group)
+    config = TrainEngineConfig(model=ModelConfig(config={"model_type": "qwen3"}), device=device)
+    group: Any = GroupPool().start(SPEC, config)
+    assert group.ran == expected
+
+
+def test_a_kernel_without_one_order_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda on, warn_only: chosen.append((on, warn_only))
+    )
+    use_deterministic_kernels(None)  # type: ignore[arg-type]
+    assert chosen == [(True, True)]
