@@ -29,8 +29,9 @@ MOST_SERVERS = 2
 
 
 def use_deterministic_kernels(_engine: TrainEngine) -> None:
-    """Let torch's kernels add up in one order: the backward pass of FlashAttention has another one each time, and checks
-    of equal bits would fail engines for it. A kernel that cannot do so says so, and works as before.
+    """Let torch's kernels add up in one order; one that cannot says so, and works as before.
+
+    The backward pass of FlashAttention has another order each time, for which checks of equal bits would fail engines.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
 
