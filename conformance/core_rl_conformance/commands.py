@@ -31,11 +31,12 @@ def checks(
     Example: core-rl checks I7.logprobs
     """
     from core_rl_conformance import handbook
-    from core_rl_conformance.catalogue import load_checks
-    from core_rl_conformance.report.files import write_text
+    from core_rl_conformance.described import described_checks
 
-    known = load_checks()
+    known = {check.identifier: check for check in described_checks()}
     if markdown is not None:
+        from core_rl_conformance.report.files import write_text
+
         write_text(markdown, handbook.checks_page(known.values()))
         return
     found = handbook.chosen(known, names or [])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from core_rl.errors import ConfigError
-from core_rl_conformance.catalogue import load_checks, natural_order
+from core_rl_conformance.catalogue import Check, load_checks, natural_order
+from core_rl_conformance.described import described_checks
 from core_rl_conformance.handbook import checks_page, chosen, text_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
@@ -18,6 +22,36 @@ def test_the_page_is_that_of_the_checks() -> None:
     assert PAGE.read_text(encoding="utf-8") == checks_page(CHECKS.values()), (
         "docs/checks.md is not what the checks say; write it again: core-rl checks --markdown docs/checks.md"
     )
+
+
+def test_checks_are_described_as_they_are() -> None:
+    found = described_checks()
+    assert [one.identifier for one in found] == list(CHECKS)
+    differing = [
+        (one.identifier, field.name)
+        for one in found
+        for field in fields(Check)
+        if field.name != "function"
+        and getattr(one, field.name) != getattr(CHECKS[one.identifier], field.name)
+    ]
+    assert differing == []
+
+
+COMMAND = """
+import sys
+from core_rl.cli import main
+try:
+    main(["checks", "I7"])
+except SystemExit as end:
+    assert not end.code, end.code
+print(*sorted(set(sys.modules) & {"torch", "transformers", "numpy", "hypothesis"}), file=sys.stderr)
+"""
+
+
+def test_the_command_imports_nothing_that_takes_long() -> None:
+    result = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True)
+    assert "I7.logprobs (train engines)" in result.stdout
+    assert result.stderr.split() == []
 
 
 @pytest.mark.parametrize("name", CHECKS)
