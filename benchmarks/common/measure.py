@@ -20,19 +20,26 @@ Side = Callable[[], object]
 
 
 def compare(
-    title: str, sides: Mapping[str, Side], tokens: int, *, base: str, repeats: int, warmup: int = 2
+    title: str,
+    sides: Mapping[str, Side],
+    amount: int,
+    *,
+    base: str,
+    repeats: int,
+    warmup: int = 2,
+    unit: str = "real tokens",
 ) -> None:
-    """Time ``sides``; rank 0 prints seconds, real tokens/s, and the ratio to ``base`` in the same round."""
+    """Time ``sides``; rank 0 prints seconds, the ``amount`` of each second, and the ratio to ``base`` in its round."""
     seconds = interleave(sides, repeats=repeats, warmup=warmup)
     if not is_first():
         return
     table = Table(title=title, caption=f"median (quartiles) of {repeats} rounds; {_hardware()}")
     table.add_column("")
-    for column in ("seconds", "real tokens/s", f"time / {base}"):
+    for column in ("seconds", f"{unit}/s", f"time / {base}"):
         table.add_column(column, justify="right")
     for name, times in seconds.items():
         ratios = [own / other for own, other in zip(times, seconds[base], strict=True)]
-        speed = f"{tokens / statistics.median(times):,.0f}"
+        speed = f"{amount / statistics.median(times):,.0f}"
         table.add_row(name, spread(times), speed, spread(ratios))
     Console(width=max(110, Console().width)).print(table)
 

@@ -49,8 +49,8 @@ class _Names(dict[str, Any]):
 def _checks_of(file: Path) -> Iterator[Check]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = _Names(tree)
-    for node in tree.body:
-        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+    for node in (part for part in tree.body if isinstance(part, ast.FunctionDef)):
+        for decorator in node.decorator_list:
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check":
                 mark: Callable[[Callable[..., None]], object] = names.value(decorator)
                 found = check_of(mark(_undefined(ast.get_docstring(node) or "")))

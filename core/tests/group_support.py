@@ -88,6 +88,7 @@ class EchoEngine:
         post_hook: PostHook | None = None,
         aggregate_fn: AggregateFn | None = None,
     ) -> Any:
+        self.fields = sorted([*batch.tokens, *batch.sequences, *batch.meta])
         if (batch.input_ids >= 1000).any():
             raise BatchError("token id 1000 is outside the vocabulary")
         output = ModelOutput(logprobs=batch.input_ids * temperature)
@@ -159,6 +160,11 @@ def surroundings(rank: TrainEngine) -> dict[str, object]:
         "preloaded": "transformers.modeling_utils" in sys.modules,
         "sigint": signal.getsignal(signal.SIGINT),
     }
+
+
+def fields(engine: TrainEngine) -> list[str]:
+    """Of the batch of the last forward pass."""
+    return echo_engine(engine).fields
 
 
 def calls(engine: TrainEngine) -> list[str]:

@@ -47,6 +47,16 @@ def batch_of(*lengths: int) -> SequenceBatch:
     return SequenceBatch.from_sequences([torch.arange(n) + 100 * i for i, n in enumerate(lengths)])
 
 
+def test_a_forward_pass_gets_the_fields_that_it_may_look_at(group: EngineGroup) -> None:
+    """And a hook gets all of them."""
+    batch = batch_of(3, 2).with_tokens(advantages=torch.zeros(5), routing=torch.zeros(5, 1, 2).long())
+    batch = batch.with_tokens(loss_mask=torch.ones(5, dtype=torch.bool)).with_sequences(reward=torch.ones(2))
+    group.forward(batch, MB)
+    assert group.run(support.fields) == [["loss_mask", "routing"]] * 4
+    group.forward(batch, MB, post_hook=support.double_tokens)
+    assert group.run(support.fields) == [["advantages", "loss_mask", "reward", "routing"]] * 4
+
+
 def test_results_come_in_rank_order(group: EngineGroup) -> None:
     assert group.run(support.whoami, "x", 3) == [(rank, "x", 3) for rank in range(4)]
     assert group.run_each(support.whoami, [(r * 10,) for r in range(4)]) == [(r, r * 10) for r in range(4)]

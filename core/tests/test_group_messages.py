@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl.distributed.comm import FRAME_HEADER as HEADER
-from core_rl.distributed.comm import Channel
+from core_rl.distributed.channel import FRAME_HEADER as HEADER
+from core_rl.distributed.channel import Channel
 
 Ends = tuple[socket.socket, socket.socket]
 
@@ -33,6 +33,18 @@ def test_messages_arrive_in_order(payloads: list[bytes]) -> None:
             Channel(left).send(payload)
         channel = Channel(right)
         assert [bytes(channel.receive(time.monotonic() + 60)) for _ in payloads] == payloads
+
+
+@settings(deadline=None)
+@given(messages=st.lists(st.lists(st.binary(max_size=300), max_size=4), max_size=4))
+def test_parts_of_messages_arrive_in_order(messages: list[list[bytes]]) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        for parts in messages:
+            Channel(left).send_parts(parts)
+        channel = Channel(right)
+        found = [channel.receive_parts(time.monotonic() + 60) for _ in messages]
+    assert [[bytes(part) for part in parts] for parts in found] == messages
 
 
 def test_a_large_message_passes_a_small_buffer(ends: Ends) -> None:

@@ -28,7 +28,8 @@ from torch.multiprocessing import get_sharing_strategy
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
-from core_rl.distributed.comm import Channel, Comm
+from core_rl.distributed.channel import Channel
+from core_rl.distributed.comm import Comm
 from core_rl.engine import sync
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError

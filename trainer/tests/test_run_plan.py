@@ -175,7 +175,7 @@ SHAPE: dict[str, Any] = {
 LLAMA = LlamaConfig(**SHAPE, tie_word_embeddings=False)
 # Queries are twice as wide as the model, and have norms, as have keys.
 QWEN3 = Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)
-MOE = Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=16, num_experts_per_tok=8, moe_intermediate_size=48)
+MOE = Qwen3MoeConfig(**SHAPE, num_experts=16, num_experts_per_tok=8, moe_intermediate_size=48)
 
 
 def test_a_footprint_counts_what_the_shape_says() -> None:

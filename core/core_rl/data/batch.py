@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -181,6 +181,14 @@ class SequenceBatch:
         """A copy with these sequence fields ``[B, ...]`` added or replaced."""
         raise_all(BatchError, "batch", self._field_violations({}, fields))
         return self._derived(sequences={**self.sequences, **fields})
+
+    def only(self, names: Collection[str]) -> SequenceBatch:
+        """A copy with no other fields than those of ``names`` that it has, and ``unit``."""
+        return self._derived(
+            tokens={name: value for name, value in self.tokens.items() if name in names},
+            sequences={name: value for name, value in self.sequences.items() if name in names},
+            meta={name: entries for name, entries in self.meta.items() if name in names},
+        )
 
     def to(self, device: torch.device | str) -> SequenceBatch:
         """The batch on ``device``; ``cu_seqlens`` and ``unit`` stay on the CPU."""

@@ -1,22 +1,16 @@
-"""Collectives of small objects over a process group, and framed messages between two processes."""
+"""Collectives of small objects over a process group."""
 
 from __future__ import annotations
 
-import socket
-import struct
-import time
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["FRAME_HEADER", "Channel", "Comm", "RankGroups"]
+__all__ = ["Comm", "RankGroups"]
 
 T = TypeVar("T")
-
-FRAME_HEADER = struct.Struct("!Q")
-"""The length of a message, before its bytes."""
 
 
 @dataclass(frozen=True)
@@ -98,45 +92,3 @@ class RankGroups:
     def is_writer(self) -> bool:
         """True on the rank that writes what exists once: the output rank of data-parallel rank 0."""
         return self.is_output_rank and self.data_parallel.rank == 0
-
-
-class Channel:
-    """Framed messages over one end of a socket pair; no operation outlasts its deadline."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-
-    def fileno(self) -> int:
-        """The descriptor, so that `multiprocessing.connection.wait` takes a channel."""
-        return self._socket.fileno()
-
-    def send(self, payload: bytes, deadline: float | None = None) -> None:
-        """Send one message before ``deadline`` (of `time.monotonic`), or raise `TimeoutError` or `OSError`."""
-        self._limit(deadline)
-        self._socket.sendall(FRAME_HEADER.pack(len(payload)))
-        self._limit(deadline)
-        self._socket.sendall(payload)
-
-    def receive(self, deadline: float | None = None) -> bytearray:
-        """The next message; raises `TimeoutError` at ``deadline`` and `EOFError` when the other end is closed."""
-        (size,) = FRAME_HEADER.unpack(self._read(FRAME_HEADER.size, deadline))
-        return self._read(size, deadline)
-
-    def close(self) -> None:
-        """Close this end; the other one reads the end of the stream."""
-        self._socket.close()
-
-    def _read(self, size: int, deadline: float | None) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            self._limit(deadline)
-            count = self._socket.recv_into(view)
-            if count == 0:
-                raise EOFError("the other end closed the connection")
-            view = view[count:]
-        return data
-
-    def _limit(self, deadline: float | None) -> None:
-        # A timeout of 0 would mean "do not block" and raise another error than TimeoutError.
-        self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))

@@ -15,7 +15,7 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import EngineProgress, TensorKind
 from core_rl.backend.steps import PostHook
-from core_rl.data.batch import SequenceBatch
+from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.data.partition import shard_plan, unshard_output, unshard_rows
@@ -30,6 +30,8 @@ __all__ = ["EngineGroup"]
 
 
 P = ParamSpec("P")
+FORWARD_FIELDS = (LOSS_MASK, "routing")
+"""Fields that a forward pass may look at, besides ids and bounds; a hook may want any."""
 
 
 def _on_all_ranks(
@@ -149,8 +151,9 @@ class EngineGroup(EngineRanks):
         """Outputs in the order of ``batch``; see `TrainEngine.forward`. ``aggregate_fn`` runs in the driver."""
         check_output_seqlens(output_seqlens, batch)
         plan = shard_plan(batch, self.data_parallel_size)
+        sent = batch.only(FORWARD_FIELDS) if post_hook is None else batch
         calls = []
-        for indices, part in zip(plan, batch.split(plan), strict=True):
+        for indices, part in zip(plan, sent.split(plan), strict=True):
             lengths = None if output_seqlens is None else [output_seqlens[index] for index in indices]
             calls.append((part, mb_spec, outputs, temperature, lengths, post_hook))
         results = self._call_parts("forward", remote.forward, calls, plan)

@@ -1,14 +1,15 @@
-"""Messages between the driver and its ranks, as bytes."""
+"""Messages between the driver and its ranks."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 
 __all__ = ["Failure", "pack_call", "pack_reply", "unpack_call", "unpack_reply"]
@@ -45,10 +46,10 @@ class Failure:
         return original
 
 
-def pack_call(name: str, engine_id: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call ``name`` of engine ``engine_id`` as bytes; raises `GroupError` if a part of it cannot be pickled."""
+def pack_call(name: str, engine_id: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Buffer]:
+    """The call ``name`` of engine ``engine_id`` as `packed`; raises `GroupError` if a part of it cannot be pickled."""
     try:
-        return pickle.dumps((engine_id, fn, args), protocol=pickle.HIGHEST_PROTOCOL)
+        return _packed((engine_id, fn, args))
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise GroupError(
             f"{name} or its arguments cannot be sent to the ranks: {error}. Use functions and "
@@ -56,10 +57,10 @@ def pack_call(name: str, engine_id: int, fn: Callable[..., Any], args: tuple[Any
         ) from error
 
 
-def unpack_call(payload: bytearray) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
+def unpack_call(parts: Sequence[Buffer]) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
     """The engine id, the function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
     try:
-        engine_id, fn, args = pickle.loads(payload)  # noqa: S301 - our own driver sent it
+        engine_id, fn, args = _unpacked(parts)
     except Exception as error:
         raise GroupError(
             f"the function or its arguments cannot be restored in the rank: {error}. Define them in a module "
@@ -68,25 +69,38 @@ def unpack_call(payload: bytearray) -> tuple[int, Callable[..., Any], tuple[Any,
     return engine_id, fn, args
 
 
-def pack_reply(reply: object) -> bytes:
-    """A reply as bytes; a result that cannot be pickled becomes a `Failure`."""
+def pack_reply(reply: object) -> list[Buffer]:
+    """A reply as `packed`; a result that cannot be pickled becomes a `Failure`."""
     try:
-        return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
+        return _packed(reply)
     except Exception as error:  # noqa: BLE001 - `__reduce__` of a user's object may raise anything
         kind = type(reply).__name__
         refusal = GroupError(f"the result, a {kind}, cannot be sent to the driver: {error}")
         refusal.__cause__ = error
-        return pickle.dumps(Failure.of(refusal), protocol=pickle.HIGHEST_PROTOCOL)
+        return _packed(Failure.of(refusal))
 
 
-def unpack_reply(payload: bytearray) -> Any:
-    """A reply from its bytes; a result that cannot be restored here becomes a `Failure`."""
+def unpack_reply(parts: Sequence[Buffer]) -> Any:
+    """The reply; a result that cannot be restored here becomes a `Failure`."""
     try:
-        return pickle.loads(payload)  # noqa: S301 - our own rank sent it
+        return _unpacked(parts)
     except Exception as error:  # noqa: BLE001 - `__setstate__` of a user's object may raise anything
         refusal = GroupError(f"the result of a rank cannot be restored in the driver: {error}")
         refusal.__cause__ = error
         return Failure.of(refusal)
+
+
+def _packed(value: object) -> list[Buffer]:
+    # Here, as it imports torch: this module does so only when there are ranks.
+    from core_rl.launch.out_of_band import packed
+
+    return packed(value)
+
+
+def _unpacked(parts: Sequence[Buffer]) -> Any:
+    from core_rl.launch.out_of_band import unpacked
+
+    return unpacked(parts)
 
 
 def _pack_error(error: BaseException) -> bytes | None:

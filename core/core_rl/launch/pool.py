@@ -10,6 +10,7 @@ from multiprocessing import util
 from multiprocessing.connection import wait
 from typing import Any
 
+from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
 from core_rl.launch.messages import Failure, pack_call, unpack_reply
 from core_rl.launch.process import RankProcess
@@ -141,9 +142,9 @@ class RankPool:
             self.caller = None
             self._busy.release()
 
-    def _send(self, rank: RankProcess, payload: bytes, name: str, deadline: float) -> None:
+    def _send(self, rank: RankProcess, payload: Sequence[Buffer], name: str, deadline: float) -> None:
         try:
-            rank.channel.send(payload, deadline)
+            rank.channel.send_parts(payload, deadline)
         except TimeoutError as error:
             raise RankTimeout(
                 f"rank {rank.rank} did not take the arguments of {name} in time. {IF_SLOW}", rank.rank
@@ -162,7 +163,7 @@ class RankPool:
                 if not has_answer:
                     raise _death(rank, name, replies)
                 try:
-                    replies[rank.rank] = unpack_reply(rank.channel.receive(deadline))
+                    replies[rank.rank] = unpack_reply(rank.channel.receive_parts(deadline))
                 except TimeoutError:
                     break  # it stopped in the middle of a message, and the deadline is over
                 except (EOFError, OSError):

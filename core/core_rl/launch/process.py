@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from core_rl.distributed.comm import Channel
+from core_rl.distributed.channel import Channel
 from core_rl.errors import GroupError
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import DRIVER_SIGNALS, DUMP_SIGNAL, rank_main

@@ -219,9 +219,8 @@ class EngineRanks:
     def run(self, fn: Callable[[TrainEngine, *ArgTs], ResultT], *args: *ArgTs) -> list[ResultT]:
         """``fn(engine, *args)`` on every rank at once; the results in rank order.
 
-        ``fn``, ``args`` and the results are pickled by value (the view of a tensor with all of its
-        storage). Contexts and generators of an engine are used inside ``fn``, which moves results on an
-        accelerator to the CPU.
+        ``fn``, ``args`` and the results are pickled by value: tensors that share memory do so no longer. Contexts and
+        generators of an engine are used inside ``fn``, which moves results on an accelerator to the CPU.
         """
         return self.run_each(fn, [args] * len(self.rank_infos()))
 

@@ -100,7 +100,7 @@ def forward(
     post_hook: PostHook | None,
 ) -> ModelOutput | list[Tensor] | None:
     """The engine's ``forward``, or with ``post_hook`` the rows of each sequence; None except on output ranks."""
-    keep_rows = None if post_hook is None else _own_rows
+    keep_rows = None if post_hook is None else list[Tensor]
     result: ModelOutput | list[Tensor]
     result = engine.forward(batch, mb_spec, outputs, temperature, output_seqlens, post_hook, keep_rows)
     return result if engine.is_output_rank else None
@@ -113,8 +113,3 @@ def gather_tensors(engine: TrainEngine, kind: TensorKind) -> dict[str, Tensor] |
         if engine.is_writer and tensor is not None:
             gathered[name] = tensor.detach().to("cpu", copy=True).contiguous()
     return gathered if engine.is_writer else None
-
-
-def _own_rows(rows: list[Tensor]) -> list[Tensor]:
-    # A view is pickled with the whole storage behind it.
-    return [row.clone() for row in rows]

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -18,7 +18,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
-from core_rl.distributed.comm import Channel
+from core_rl.distributed.channel import Buffer, Channel
 from core_rl.launch.messages import Failure, pack_reply, unpack_call
 
 __all__ = ["DUMP_SIGNAL", "RankState", "end_with_driver", "rank_main"]
@@ -52,16 +52,16 @@ def rank_main(
     channel = Channel(sock)
     states: dict[int, RankState] = defaultdict(RankState)
     try:
-        channel.send(pack_reply(None))
+        channel.send_parts(pack_reply(None))
         while True:
-            channel.send(_answer(channel.receive(), states))
+            channel.send_parts(_answer(channel.receive_parts(), states))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the driver closed the connection: the end of an orderly life
 
 
-def _answer(payload: bytearray, states: Mapping[int, RankState]) -> bytes:
+def _answer(parts: Sequence[Buffer], states: Mapping[int, RankState]) -> list[Buffer]:
     try:
-        engine_id, fn, args = unpack_call(payload)
+        engine_id, fn, args = unpack_call(parts)
         return pack_reply(fn(states[engine_id], *args))
     except SystemExit:
         raise

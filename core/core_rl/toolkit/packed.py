@@ -98,12 +98,16 @@ class PackedModel(nn.Module):
             )
 
         def outputs_of(hidden: Tensor) -> dict[str, Tensor]:
-            bias = getattr(head, "bias", None)
-            rows = own_part(head.weight), None if bias is None else own_part(bias)
-            own = replace(states, hidden=hidden)
+            own, rows = replace(states, hidden=hidden), _own_rows(head)
             return self._language_model.outputs(own, *rows, asked, temperature, trained_only)
 
         return _called_as(head, outputs_of, states.hidden)
+
+
+def _own_rows(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """This rank's part of the weight and of the bias, gathered or not."""
+    bias = getattr(head, "bias", None)
+    return own_part(head.get_parameter("weight")), None if bias is None else own_part(bias)
 
 
 def _called_as(

@@ -19,7 +19,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
 from core_rl.config.engine import LoraConfig
 from core_rl.distributed.agreement import describe
-from core_rl.distributed.comm import Channel
+from core_rl.distributed.channel import Channel
 from core_rl.errors import WeightsError, raise_all
 
 __all__ = [

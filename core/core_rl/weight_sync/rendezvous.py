@@ -19,7 +19,7 @@ from pathlib import Path
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe
-from core_rl.distributed.comm import Channel
+from core_rl.distributed.channel import Channel
 from core_rl.errors import ConfigError, WeightsError
 
 __all__ = ["abandon", "accepted", "connect", "expecting", "forget_error"]

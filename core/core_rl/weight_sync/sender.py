@@ -13,7 +13,8 @@ from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe, error_of, on_all
-from core_rl.distributed.comm import Channel, Comm
+from core_rl.distributed.channel import Channel
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError, WeightsError
 from core_rl.weight_sync.group import ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import (

@@ -17,7 +17,7 @@ import torch
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe
-from core_rl.distributed.comm import Channel
+from core_rl.distributed.channel import Channel
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (

@@ -44,20 +44,21 @@ class Module:
     def current_stream(self, _device: torch.device) -> Stream:
         return self.current
 
-    def Stream(self, _device: torch.device) -> Stream:  # noqa: N802 - torch's name
-        return Stream("side", self.steps)
-
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
         yield
         self.current = before
 
+    def __getattr__(self, name: str) -> Any:
+        assert name == "Stream"
+        return lambda _device: Stream("side", self.steps)
+
 
 class OnDevice(torch.Tensor):
     """A tensor on the CPU that says to be on `DEVICE`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -1,0 +1,88 @@
+"""Framed messages between two processes. Importing this imports no torch: a driver starts its fork server first."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import TypeAlias
+
+__all__ = ["FRAME_HEADER", "Buffer", "Channel"]
+
+FRAME_HEADER = struct.Struct("!Q")
+"""The length of a message, before its bytes."""
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Channel:
+    """Framed messages over one end of a socket pair; no operation outlasts its deadline."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def fileno(self) -> int:
+        """The descriptor, so that `multiprocessing.connection.wait` takes a channel."""
+        return self._socket.fileno()
+
+    def send(self, payload: Buffer, deadline: float | None = None) -> None:
+        """Send one message before ``deadline`` (of `time.monotonic`), or raise `TimeoutError` or `OSError`."""
+        self._send(FRAME_HEADER.pack(memoryview(payload).nbytes), deadline)
+        self._send(payload, deadline)
+
+    def receive(self, deadline: float | None = None) -> bytearray:
+        """The next message; raises `TimeoutError` at ``deadline`` and `EOFError` when the other end is closed."""
+        data = bytearray(self._size(deadline))
+        self._read(memoryview(data), deadline)
+        return data
+
+    def send_parts(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
+        """Send several buffers as one message, without joining them; as `send`."""
+        views = [memoryview(part) for part in parts]
+        sizes = b"".join(FRAME_HEADER.pack(view.nbytes) for view in views)
+        self._send(FRAME_HEADER.pack(len(views)) + sizes, deadline)
+        for view in views:
+            self._send(view, deadline)
+
+    def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
+        """The buffers of `send_parts`, each in memory of its own, aligned as a tensor's; as `receive`."""
+        parts: list[Buffer] = []
+        for size in [self._size(deadline) for _ in range(self._size(deadline))]:
+            memory = _memory(size)
+            self._read(memory, deadline)
+            parts.append(memory)
+        return parts
+
+    def close(self) -> None:
+        """Close this end; the other one reads the end of the stream."""
+        self._socket.close()
+
+    def _size(self, deadline: float | None) -> int:
+        header = bytearray(FRAME_HEADER.size)
+        self._read(memoryview(header), deadline)
+        size: int = FRAME_HEADER.unpack(header)[0]
+        return size
+
+    def _send(self, data: Buffer, deadline: float | None) -> None:
+        self._limit(deadline)
+        self._socket.sendall(data)
+
+    def _read(self, view: memoryview, deadline: float | None) -> None:
+        """Fill ``view``."""
+        while view:
+            self._limit(deadline)
+            count = self._socket.recv_into(view)
+            if count == 0:
+                raise EOFError("the other end closed the connection")
+            view = view[count:]
+
+    def _limit(self, deadline: float | None) -> None:
+        # A timeout of 0 would mean "do not block" and raise another error than TimeoutError.
+        self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+
+
+def _memory(size: int) -> memoryview:
+    """Memory that is aligned as kernels like it, and not filled with zeros first."""
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8).numpy().data

@@ -1,0 +1,92 @@
+"""Objects whose tensors travel beside their pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.distributed.channel import Buffer
+from core_rl.launch.out_of_band import SMALLEST_BYTES, packed, unpacked
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
+LARGE = SMALLEST_BYTES // 4
+
+
+def sent(parts: Sequence[Buffer]) -> list[Buffer]:
+    """Copies, as a receiver has them."""
+    return [memoryview(bytearray(part)) for part in parts]
+
+
+def address(part: Buffer) -> int:
+    return np.frombuffer(part, dtype=np.uint8).ctypes.data
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 40), max_size=3),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+def test_any_tensor_comes_back_as_it_was(shape: list[int], dtype: torch.dtype, transposed: bool) -> None:
+    tensor = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape).to(dtype)
+    value = tensor.mT if transposed and len(shape) > 1 else tensor
+    found = unpacked(sent(packed({"a": value, "b": [1, "two"]})))
+    assert found["b"] == [1, "two"]
+    assert found["a"].dtype == dtype and found["a"].shape == value.shape
+    assert torch.equal(found["a"], value)
+    found["a"].zero_()  # its memory is its own
+
+
+def test_large_tensors_are_not_copied() -> None:
+    large, small = torch.randn(2, LARGE), torch.randn(3)
+    stream, *buffers = packed([large, small, np.zeros(LARGE)])
+    assert [memoryview(buffer).nbytes for buffer in buffers] == [large.nbytes, 8 * LARGE]
+    assert address(buffers[0]) == large.data_ptr()
+    assert memoryview(stream).nbytes < 2000
+    received = sent([stream, *buffers])
+    assert unpacked(received)[0].data_ptr() == address(received[1])
+
+
+def test_a_view_travels_without_what_is_around_it_and_a_tensor_once() -> None:
+    row = torch.randn(100, LARGE)[7]
+    parts = packed([row, row])
+    assert [memoryview(part).nbytes for part in parts[1:]] == [row.nbytes]
+    first, second = unpacked(sent(parts))
+    assert first is second and torch.equal(first, row)
+
+
+def test_a_batch_keeps_its_fields() -> None:
+    batch = SequenceBatch.from_sequences(
+        [range(LARGE), range(5)], tokens={"advantages": [torch.randn(LARGE), torch.randn(5)]}
+    )
+    found = unpacked(sent(packed(batch)))
+    assert torch.equal(found.input_ids, batch.input_ids)
+    assert torch.equal(found["advantages"], batch["advantages"])
+    assert torch.equal(found.loss_mask, batch.loss_mask)
+
+
+SPECIAL: dict[str, Any] = {
+    "trained": torch.randn(LARGE, requires_grad=True),
+    "parameter": nn.Parameter(torch.randn(LARGE)),
+    "sparse": torch.eye(3).to_sparse(),
+    "conjugated": torch.randn(LARGE, dtype=torch.complex64).conj(),
+    "meta": torch.empty(LARGE, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_other_tensors_travel_as_torch_pickles_them(name: str) -> None:
+    tensor: Tensor = SPECIAL[name]
+    found = unpacked(sent(packed(tensor)))
+    assert type(found) is type(tensor) and found.requires_grad == tensor.requires_grad
+    assert found.device == tensor.device and found.layout == tensor.layout
+    if tensor.device.type == "cpu":
+        assert torch.equal(found.to_dense(), tensor.to_dense())
