@@ -99,14 +99,14 @@ def _all_gather(value: Tensor, comm: Comm, dim: int) -> Tensor:
     # One tensor for all pieces: a list of them costs a copy in and a copy out.
     own = value.movedim(dim, 0).contiguous()
     joined = own.new_empty(comm.size * len(own), *own.shape[1:])
-    dist.all_gather_into_tensor(joined, own, group=comm.group)
+    dist.all_gather_single(joined, own, group=comm.group)
     return joined.movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
     whole = value.movedim(dim, 0).contiguous()
     own = whole.new_empty(len(whole) // comm.size, *whole.shape[1:])
-    dist.reduce_scatter_tensor(own, whole, group=comm.group)
+    dist.reduce_scatter_single(own, whole, group=comm.group)
     return own.movedim(0, dim).contiguous()
 
 

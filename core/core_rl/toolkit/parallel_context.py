@@ -28,7 +28,7 @@ class VocabularyShard:
         """The log-sum-exp over the whole vocabulary, float32 ``[N]``, from that over this rank's rows."""
         ranks = dist.get_world_size(self.group)
         parts = own.new_empty(ranks * len(own))
-        dist.all_gather_into_tensor(parts, own.contiguous(), group=self.group)
+        dist.all_gather_single(parts, own.contiguous(), group=self.group)
         return torch.logsumexp(parts.view(ranks, -1), dim=0)
 
     def add_up(self, *own: Tensor) -> list[Tensor]:
