@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,11 +17,12 @@ from core_rl import LossSpec, MicroBatchSpec, TrainEngine, load_config, load_eng
 from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.distributed.process_group import RankAddress
+from core_rl.distributed.process_group import Meeting, RankAddress, open_store
 
 __all__ = ["Work", "each_rank", "engine_step", "join_group", "start_engine", "step_options", "work_of"]
 
 Work = Callable[[RankAddress, argparse.Namespace], None]
+HOST = "127.0.0.1"
 
 
 def step_options(doc: str) -> argparse.ArgumentParser:
@@ -46,14 +45,14 @@ def work_of(batch: SequenceBatch, arguments: argparse.Namespace) -> str:
 
 def each_rank(work: Work, ranks: int, arguments: argparse.Namespace) -> None:
     """Run ``work(address, arguments)`` in ``ranks`` fresh processes with ``arguments.threads`` threads each."""
-    with tempfile.TemporaryDirectory() as directory:
-        store = str(Path(directory) / "store")
-        multiprocessing.spawn(_entry, (work, ranks, store, arguments), nprocs=ranks)
+    store = open_store(HOST)
+    meeting = Meeting(host=HOST, port=store.port, name="benchmark")
+    multiprocessing.spawn(_entry, (work, ranks, meeting, arguments), nprocs=ranks)
 
 
-def _entry(rank: int, work: Work, ranks: int, store: str, arguments: argparse.Namespace) -> None:
+def _entry(rank: int, work: Work, ranks: int, meeting: Meeting, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads or max(1, 2 // ranks))
-    address = RankAddress(rank=rank, world_size=ranks, store_path=store, local_rank=rank)
+    address = RankAddress(rank=rank, world_size=ranks, meeting=meeting, local_rank=rank)
     work(address, arguments)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -61,7 +60,9 @@ def _entry(rank: int, work: Work, ranks: int, store: str, arguments: argparse.Na
 
 def join_group(address: RankAddress) -> None:
     """Join the process group as an engine does, for scripts without one."""
-    store = dist.FileStore(address.store_path, address.world_size)
+    meeting = address.meeting
+    assert meeting is not None  # `each_rank` gives one
+    store = dist.TCPStore(meeting.host, meeting.port, None, False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=address.rank, world_size=address.world_size)
 
 

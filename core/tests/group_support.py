@@ -15,7 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import FinetuneSpec, TensorKind
@@ -48,8 +48,7 @@ class EchoEngine:
         self.config = config
 
     def initialize(self, addr: RankAddress, ft_spec: FinetuneSpec | None = None) -> None:
-        assert not Path(addr.store_path).exists()
-        assert Path(addr.store_path).parent.is_dir()
+        assert addr.meeting is not None
         if self.config.seed == FAILING_SEED:
             raise RuntimeError("no memory for the model")
         self.addr, self.ft_spec = addr, ft_spec
@@ -302,7 +301,9 @@ def join_gloo(engine: TrainEngine) -> None:
     import torch.distributed as dist
 
     addr = echo_engine(engine).addr
-    store = FileStore(addr.store_path, addr.world_size)
+    assert addr.meeting is not None
+    server = TCPStore(addr.meeting.host, addr.meeting.port, None, False, wait_for_workers=False)
+    store = PrefixStore(addr.meeting.name, server)
     dist.init_process_group("gloo", store=store, rank=addr.rank, world_size=addr.world_size)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from core_rl.distributed.devices import chosen_device, device_type, use_device
-from core_rl.distributed.process_group import RankAddress, local_index
+from core_rl.distributed.process_group import Meeting, RankAddress, join, local_index, open_store
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
 from core_rl.reference import SPEC
@@ -40,7 +40,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     ids=["torchrun", "srun"],
 )
 def test_processes_of_a_launcher_that_cannot_meet_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], says: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
 ) -> None:
     set_all(monkeypatch, variables)
     engine = load_engine(SPEC, engine_support.config())
@@ -49,7 +49,7 @@ def test_processes_of_a_launcher_that_cannot_meet_are_refused(
     assert not dist.is_initialized()
     with pytest.raises(ConfigError, match=f"an EngineGroup in {says}: .* Start the script once"):
         group_support.echo_group(group_support.SPEC, group_support.config(dp=2))
-    engine.initialize(RankAddress(rank=0, world_size=1, store_path=str(tmp_path / "store")))
+    engine.initialize(RankAddress(rank=0, world_size=1))
     engine.destroy()
 
 
@@ -106,6 +106,24 @@ def test_an_engine_joins_the_world_that_the_script_has_made(
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_store_listens_where_it_is_told_and_serves_one_world_after_another() -> None:
+    store = open_store("127.0.0.1")
+    listening = Path("/proc/net/tcp").read_text().split("\n")[1:]
+    places = [line.split()[1] for line in listening if line and line.split()[3] == "0A"]
+    assert f"0100007F:{store.port:04X}" in places and f"00000000:{store.port:04X}" not in places
+    for name in ("first", "second"):
+        meeting = Meeting(host="127.0.0.1", port=store.port, name=name)
+        membership = join(RankAddress(rank=0, world_size=1, meeting=meeting), torch.device("cpu"))
+        assert membership.world.gather(name) == [name]
+        membership.leave()
+        assert not dist.is_initialized()
+
+
+def test_several_ranks_need_a_place_to_meet() -> None:
+    with pytest.raises(ConfigError, match="rank 1 of 2 has an address without a meeting"):
+        join(RankAddress(rank=1, world_size=2), torch.device("cpu"))
 
 
 def with_devices(monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0) -> list[torch.device]:
@@ -176,4 +194,4 @@ def test_a_rank_finds_its_device_in_the_environment(
 ) -> None:
     set_all(monkeypatch, variables)
     assert local_index(None) == expected
-    assert local_index(RankAddress(rank=5, world_size=8, store_path="", local_rank=2)) == 2
+    assert local_index(RankAddress(rank=5, world_size=8, local_rank=2)) == 2

@@ -22,7 +22,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.process_group import RankAddress
+from core_rl.distributed.process_group import Meeting, RankAddress, open_store
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
@@ -335,7 +335,7 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
         load_engine(
             SPEC, ReferenceConfig(model=ModelConfig(config=support.TINY), layout=ParallelLayout(tp=2))
         )
-    address = RankAddress(rank=0, world_size=3, store_path="unused")
+    address = RankAddress(rank=0, world_size=3)
     with pytest.raises(
         LayoutError, match="= 1 does not equal the world size 3; change a degree or start 1 ranks"
     ):
@@ -414,8 +414,10 @@ def test_the_process_group_goes_with_the_last_engine(engine: TrainEngine) -> Non
     assert not torch.distributed.is_initialized()
 
 
-def test_an_engine_of_another_world_is_refused(engine: TrainEngine, tmp_path: Path) -> None:
-    address = RankAddress(rank=0, world_size=1, store_path=str(tmp_path / "store"))
+def test_an_engine_of_another_world_is_refused(engine: TrainEngine) -> None:
+    store = open_store("127.0.0.1")
+    meeting = Meeting(host="127.0.0.1", port=store.port, name="another")
+    address = RankAddress(rank=0, world_size=1, meeting=meeting)
     other = load_engine(SPEC, support.config())
     with pytest.raises(EngineStateError, match="already initialised in this process, as rank 0 of 1"):
         other.initialize(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
@@ -9,23 +10,41 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.launched import LaunchedWorld, launched_world
 from core_rl.errors import ConfigError, EngineStateError
 
-__all__ = ["Membership", "RankAddress", "join", "local_index", "require_single_process"]
+__all__ = [
+    "Meeting",
+    "Membership",
+    "RankAddress",
+    "join",
+    "local_index",
+    "open_store",
+    "require_single_process",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where ranks find each other: a store that one process keeps (`open_store`), and a name in it."""
+
+    host: str
+    port: int
+    name: str
+    """Of one process group; the store may serve several, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """The number of one rank, and the rendezvous file of all."""
+    """The number of one rank, and where it meets the others."""
 
     rank: int
     world_size: int
-    store_path: str
-    """A file that all ranks see; it does not exist before and serves one process group."""
+    meeting: Meeting | None = None
+    """None for a world of one rank."""
     local_rank: int = 0
     """The accelerator of this rank on its machine."""
     timeout_s: float = 600.0
@@ -77,6 +96,18 @@ class Membership:
             dist.destroy_process_group()
 
 
+def open_store(host: str) -> TCPStore:
+    """A store that listens on ``host``, an address of this machine, on a port that is free; its ``port`` says which.
+
+    It is there until it is collected, and nobody else can have taken its port meanwhile.
+    """
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # The store closes it. By itself, it would listen on all interfaces.
+    descriptor = listener.detach()
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
 def require_single_process(subject: str, remedy: str) -> None:
     """Raise `ConfigError` in one of several processes that a launcher started: each would train a model of its own."""
     if (world := launched_world()) is not None:
@@ -115,13 +146,13 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
 
 
 def _same(present: _Present, address: RankAddress, device: torch.device) -> bool:
-    fields = attrgetter("store_path", "rank", "world_size")
+    fields = attrgetter("meeting", "rank", "world_size")
     return bool(fields(present.address) == fields(address)) and present.device == device
 
 
 def _adopt(device: torch.device) -> _Present:
     """The group that other code initialised."""
-    address = RankAddress(rank=dist.get_rank(), world_size=dist.get_world_size(), store_path="")
+    address = RankAddress(rank=dist.get_rank(), world_size=dist.get_world_size())
     return _Present(address, device, owned=False)
 
 
@@ -148,16 +179,22 @@ def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
 def _named_by(launched: LaunchedWorld | None) -> RankAddress:
     """The address of this process in the world of the environment, or in one of its own."""
     if launched is None:
-        return RankAddress(rank=0, world_size=1, store_path="")
-    return RankAddress(
-        rank=launched.rank, world_size=launched.world_size, store_path="", local_rank=launched.local_rank
-    )
+        return RankAddress(rank=0, world_size=1)
+    return RankAddress(rank=launched.rank, world_size=launched.world_size, local_rank=launched.local_rank)
 
 
 def _store(address: RankAddress, launched: LaunchedWorld | None) -> Store:
     if launched is not None:
         host, port = launched.leader()
         return TCPStore(host, port, address.world_size, is_master=address.rank == 0)
-    if address.world_size == 1 and not address.store_path:
+    meeting = address.meeting
+    if meeting is None:
+        if address.world_size > 1:
+            raise ConfigError(
+                f"rank {address.rank} of {address.world_size} has an address without a meeting; give all ranks the "
+                "same Meeting, at a store that open_store() made"
+            )
         return HashStore()
-    return FileStore(address.store_path, address.world_size)
+    limit = timedelta(seconds=address.timeout_s)
+    store = TCPStore(meeting.host, meeting.port, None, False, limit, wait_for_workers=False)
+    return PrefixStore(meeting.name, store)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
+from core_rl.distributed.process_group import Meeting
 from core_rl.errors import EngineStateError, GroupError
+from core_rl.launch import remote
 from core_rl.launch.pool import EXIT_WAIT_S, RankPool
 from core_rl.launch.remote import RankInfo
 
 __all__ = ["RankSet"]
+
+HOST = "127.0.0.1"
+"""Where the ranks of one machine meet: nobody else can come there."""
 
 
 class RankSet:
@@ -26,9 +29,12 @@ class RankSet:
         self.devices = devices
         self.pool = RankPool()
         self._engine_ids = itertools.count()
+        self._worlds = itertools.count()
         self._engines: dict[int, list[RankInfo]] = {}
         """For each registered group the ranks of its engine, none while it has no engine."""
-        self._store_directory: tempfile.TemporaryDirectory[str] | None = None
+        self._store_port: int | None = None
+        """Of the store that the first rank keeps."""
+        self._meeting: Meeting | None = None
 
     def register(self, group: object) -> int:
         """A new engine id, which keeps the processes until `release`, or until ``group`` is collected."""
@@ -58,6 +64,7 @@ class RankSet:
         """Replace the processes by new ones, without engines; a group that was released is registered again."""
         self.pool.close(wait_s=0.0)
         self.pool = RankPool()
+        self._store_port = None
         self._engines[engine_id] = []
         for other in self._engines:
             self.set_engine(other, [])
@@ -78,9 +85,8 @@ class RankSet:
         """Record the ranks of an engine that has joined the world; an empty list for one that left it."""
         if engine_id in self._engines:
             self._engines[engine_id] = ranks
-        if not any(self._engines.values()) and self._store_directory is not None:
-            self._store_directory.cleanup()
-            self._store_directory = None
+        if not any(self._engines.values()):
+            self._meeting = None
 
     def check_world(self, engine_id: int, size: int) -> None:
         """Raise `EngineStateError` unless the engine can have a world of ``size`` ranks."""
@@ -91,9 +97,11 @@ class RankSet:
                 "that one first, or start this group without colocate_with"
             )
 
-    def store(self) -> str:
-        """The rendezvous file of the present world, or of a new one."""
-        if self._store_directory is None:
-            # A new file for each world: a store serves one process group.
-            self._store_directory = tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True)
-        return str(Path(self._store_directory.name) / "store")
+    def meeting(self, engine_id: int, timeout_s: float) -> Meeting:
+        """Where the ranks of the present world meet, or those of a new one."""
+        if self._store_port is None:
+            name = "opening the store of the ranks"
+            (self._store_port,) = self.pool.call(engine_id, name, remote.open_store, [(HOST,)], timeout_s)
+        if self._meeting is None:
+            self._meeting = Meeting(host=HOST, port=self._store_port, name=f"world {next(self._worlds)}")
+        return self._meeting

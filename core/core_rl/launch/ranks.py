@@ -98,9 +98,10 @@ class EngineRanks:
         config = self._prepare(config or self.config)
         self.destroy()
         self.config = config
-        size, store, timeout_s = self.world_size, self._ranks.store(), self.timeout_s
+        size, timeout_s = self.world_size, self.timeout_s
+        meeting = self._ranks.meeting(self._engine_id, timeout_s)
         addresses = [
-            RankAddress(rank=rank, world_size=size, store_path=store, local_rank=device, timeout_s=timeout_s)
+            RankAddress(rank=rank, world_size=size, meeting=meeting, local_rank=device, timeout_s=timeout_s)
             for rank, device in enumerate(self._ranks.devices or range(size))
         ]
         arguments = [(address, ft_spec or self._ft_spec) for address in addresses]

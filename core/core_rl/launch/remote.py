@@ -15,6 +15,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.distributed import process_group
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
@@ -29,6 +30,7 @@ __all__ = [
     "forward",
     "gather_tensors",
     "initialize",
+    "open_store",
     "prepare",
 ]
 
@@ -54,6 +56,13 @@ def prepare(
     """Construct the next engine, which checks the config; the present one stays."""
     torch.set_num_threads(threads)
     state.next_engine = make_engine(spec, config)
+
+
+def open_store(state: RankState, host: str) -> int:
+    """Open the store where ranks meet, in this process as long as it lives; its port."""
+    state.store = process_group.open_store(host)
+    port: int = state.store.port
+    return port
 
 
 def initialize(state: RankState, addr: RankAddress, ft_spec: FinetuneSpec | None) -> RankInfo:

@@ -36,6 +36,8 @@ class RankState:
 
     engine: Any = None
     next_engine: Any = None
+    store: Any = None
+    """Where the ranks meet, on the rank that keeps it."""
 
 
 def rank_main(
