@@ -115,7 +115,7 @@ class EngineContractError(EngineError):
 
 
 class OutOfDeviceMemory(EngineError):
-    """A pass did not fit into the memory of the accelerator; the message names the micro-batch and what to lower."""
+    """A model or a pass does not fit into the memory of the accelerator; the message says what to change."""
 
 
 class UnsupportedCapability(EngineError):

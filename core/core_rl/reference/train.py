@@ -16,6 +16,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.toolkit.build import build_model
+from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.routers import Routers
 
@@ -27,6 +28,7 @@ class ReferenceBackend(HFBackend[TrainEngineConfig]):
 
     def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         model = build_model(context.config.model, seed=context.seed, attn_implementation="eager")
+        require_device_memory(context, model)
         torch.nn.Module.to(model, context.device)
         self.routers = Routers(model)
         self.adopt(model, context)

@@ -13,10 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
+from core_rl.checkpoint.tensor_files import SafetensorsFile
+from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.errors import BatchError, CheckpointMismatch
+from core_rl.engine.loading import load_engine
+from core_rl.errors import BatchError, CheckpointMismatch, OutOfDeviceMemory
 from core_rl.launch.group import EngineGroup
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 
 LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
 BUDGET = MicroBatchSpec(max_tokens=32)
@@ -220,3 +224,20 @@ def test_a_sequence_too_long_on_one_rank_is_an_error_on_all(group: EngineGroup) 
     with pytest.raises(BatchError, match="has 40 tokens, and max_tokens is 32"):
         group.train_batch(support.make_batch(0, lengths=(40, 4, 4)), LOSS, BUDGET)
     assert group.train_batch(support.make_batch(0), LOSS, BUDGET)["update_successful"] == 1
+
+
+def test_room_on_the_device_is_asked_for_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU there is nothing to ask; that it is asked there shows the moment."""
+    directory = ModelStore(tmp_path).directory(TinyModel(family="qwen3", seed=0))
+    config = support.fsdp_config(1).model_copy(update={"model": ModelConfig(path=str(directory))})
+    engine, read = load_engine("fsdp", config), list[str]()
+
+    def full(context: object, model: torch.nn.Module) -> None:
+        raise OutOfDeviceMemory(f"{sum(p.numel() for p in model.parameters())} weights, read: {read}")
+
+    monkeypatch.setattr("core_rl_fsdp.engine.require_device_memory", full)
+    monkeypatch.setattr(SafetensorsFile, "read", lambda self, name, slices=None: read.append(name))
+    with pytest.raises(OutOfDeviceMemory, match=r"^[1-9]\d+ weights, read: \[\]$"):
+        engine.initialize()

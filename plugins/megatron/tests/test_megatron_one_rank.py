@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from core_rl.backend.loss import LossSpec
-from core_rl.config.engine import TrainEngineConfig
+from core_rl.checkpoint.tensor_files import SafetensorsFile
+from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
+from core_rl.errors import OutOfDeviceMemory
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_megatron.backend import MegatronBackend
 
 LOSS = LossSpec(fn=support.weighted_nll)
@@ -111,3 +114,20 @@ def test_destroyed_engines_leave_no_threads_in_a_group_that_stays(tmp_path: Path
         assert threads[0] == threads[1]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_room_on_the_device_is_asked_for_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU there is nothing to ask; that it is asked there shows the moment."""
+    directory = ModelStore(tmp_path).directory(TinyModel(family="qwen3", seed=0))
+    config = support.config().model_copy(update={"model": ModelConfig(path=str(directory))})
+    engine, read = load_engine("megatron", config), list[str]()
+
+    def full(context: object, model: torch.nn.Module) -> None:
+        raise OutOfDeviceMemory(f"{sum(p.numel() for p in model.parameters())} weights, read: {read}")
+
+    monkeypatch.setattr("core_rl_megatron.backend.require_device_memory", full)
+    monkeypatch.setattr(SafetensorsFile, "read", lambda self, name, slices=None: read.append(name))
+    with pytest.raises(OutOfDeviceMemory, match=r"^[1-9]\d+ weights, read: \[\]$"):
+        engine.initialize()

@@ -26,6 +26,7 @@ from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.build import build_model
+from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, low_rank_products
 from core_rl.toolkit.meta_build import build_on_meta
@@ -218,6 +219,7 @@ def _planned(
         unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="eager")
     )
     context.check_model(model.config)
+    require_device_memory(context, model)
     tensors = CheckpointTensors.of(model, config)
     if unloaded is not None:
         return model, tensors, unloaded.source
