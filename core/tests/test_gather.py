@@ -14,7 +14,7 @@ from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError
 from core_rl.state.gather import Gather
-from core_rl.state.slices import gather_placements
+from core_rl.state.slices import Placements, gather_placements, writers
 from core_rl.state.store import TensorStore
 
 WHOLE = torch.arange(10.0).view(5, 2)
@@ -57,6 +57,29 @@ def test_slices_that_tile_a_tensor_are_taken(case: str) -> None:
     own, other = TILED[case]
     first, second = placed(Held([own]), Held([other]))
     assert first == second and not isinstance(first, Exception)
+
+
+SIZES = {"a": 10, "b": 6, "c": 5, "d": 4, "e": 3, "alone": 7}
+"""Numbers of rows; ``alone`` is on rank 1, and all others are on three ranks."""
+
+
+def copies(rank: int) -> Held:
+    slices = [part(rows, 0, rank, name) for name, rows in SIZES.items() if name != "alone"]
+    if rank == 1:
+        slices.append(part(SIZES["alone"], 0, name="alone"))
+    return Held(slices, {name: (rows, 2) for name, rows in SIZES.items()})
+
+
+def test_ranks_that_hold_the_same_write_about_the_same() -> None:
+    first, *others = placed(*(copies(rank) for rank in range(3)))
+    assert isinstance(first, Placements)
+    assert others == [first, first]
+    written = [0, 0, 0]
+    chosen = writers(first, written)
+    assert {name for name, *_ in chosen} == SIZES.keys()
+    assert chosen["alone", (0, 0), (7, 2)] == 1
+    assert sum(written) == sum(SIZES.values()) * 8
+    assert sorted(written) == [11 * 8, 11 * 8, 13 * 8]
 
 
 UNTILED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from core_rl.backend.tensors import ShardedState, box_region
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError, raise_all
 
-__all__ = ["Box", "Placements", "Shard", "copy_shards", "gather_placements"]
+__all__ = ["Box", "Placements", "Shard", "copy_shards", "gather_placements", "writers"]
 
 Shape = tuple[int, ...]
+Key = tuple[str, Shape, Shape]
+"""Name, offsets and shape of a box."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Placements:
 
     shapes: Mapping[str, Shape]
     boxes: Mapping[str, tuple[Box, ...]]
+    copies: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+    """The other ranks that hold a box, for boxes that are on several."""
 
 
 def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements:
@@ -49,6 +53,7 @@ def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements
     """
     shapes = dict(state.shapes(kind))
     own: dict[str, list[Box]] = {}
+    copies: list[Key] = []
     problems: list[str] = []
     for part in state.local(kind):
         if part.name in shapes:
@@ -57,15 +62,44 @@ def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements
             problems.append(f"{part.name!r} is not in shapes()")
         if part.replica == 0:
             own.setdefault(part.name, []).append(Box(world.rank, part.offsets, part.shape, part.tensor.dtype))
-    answers = world.gather((list(shapes.items()), own, problems))
-    problems = [problem for _, _, found in answers for problem in found]
-    if any(listed != answers[0][0] for listed, _, _ in answers):
+        else:
+            copies.append((part.name, part.offsets, part.shape))
+    answers = world.gather((list(shapes.items()), own, copies, problems))
+    problems = [problem for *_, found in answers for problem in found]
+    if any(listed != answers[0][0] for listed, *_ in answers):
         problems.append("shapes() differs between ranks, in names, shapes or order")
-    boxes = {name: tuple(box for _, theirs, _ in answers for box in theirs.get(name, ())) for name in shapes}
+    boxes = {name: tuple(box for _, theirs, *_ in answers for box in theirs.get(name, ())) for name in shapes}
     for name, found in boxes.items():
         problems += _untiled(name, shapes[name], found)
     raise_all(EngineContractError, f"ShardedState.local({kind!r}): slices with replica 0", problems)
-    return Placements(shapes, boxes)
+    others: dict[Key, list[int]] = {}
+    for rank, (_, _, theirs, _) in enumerate(answers):
+        for key in theirs:
+            others.setdefault(key, []).append(rank)
+    return Placements(shapes, boxes, {key: tuple(ranks) for key, ranks in others.items()})
+
+
+def writers(placed: Placements, bytes_written: list[int]) -> dict[Key, int]:
+    """The rank that writes each box, the same on all ranks: of those that hold it, the one with the least to write.
+
+    ``bytes_written`` has what each rank writes already, and is updated. Boxes that one rank alone holds are counted
+    first, then the others, the largest first.
+    """
+    holders: dict[Key, tuple[int, tuple[int, ...]]] = {
+        (name, box.offsets, box.shape): (math.prod(box.shape) * box.dtype.itemsize, (box.rank,))
+        for name, found in placed.boxes.items()
+        for box in found
+    }
+    for key, ranks in placed.copies.items():
+        if key in holders:
+            size, first = holders[key]
+            holders[key] = (size, (*first, *ranks))
+    chosen: dict[Key, int] = {}
+    order = sorted(holders.items(), key=lambda item: (len(item[1][1]) > 1, -item[1][0], item[0]))
+    for key, (size, ranks) in order:
+        chosen[key] = min(ranks, key=lambda rank: (bytes_written[rank], rank))
+        bytes_written[chosen[key]] += size
+    return chosen
 
 
 def _outside(name: str, shape: Shape, offsets: Shape, whole: Shape) -> Iterator[str]:

@@ -19,7 +19,7 @@ from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import WeightsError, raise_all
 from core_rl.state.gather import Gather
-from core_rl.state.slices import Placements, Shard, gather_placements
+from core_rl.state.slices import Placements, Shard, gather_placements, writers
 
 __all__ = ["CHUNK", "TensorStore", "digest_of_parts", "global_grad_norm", "is_float32_head"]
 
@@ -135,7 +135,11 @@ class TensorStore:
     def _restricted(self, kind: str, names: Iterable[str]) -> Placements:
         placed = self._placed(kind)
         chosen = list(names)
-        return Placements({n: placed.shapes[n] for n in chosen}, {n: placed.boxes[n] for n in chosen})
+        return Placements(
+            {n: placed.shapes[n] for n in chosen},
+            {n: placed.boxes[n] for n in chosen},
+            placed.copies,
+        )
 
     def _factors(self) -> dict[str, Tensor]:
         """Both factors of every product, whole, on all ranks; collective."""
@@ -210,14 +214,21 @@ class TensorStore:
         return digest_of_parts(self.world, parts)
 
     def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
-        """This rank's slices with replica 0 as shards ``KIND/NAME``, in export dtype; collective."""
+        """This rank's part of all tensors as shards ``KIND/NAME``, in export dtype; collective.
+
+        Of a slice that several ranks hold, one writes it, such that all write about the same number of bytes.
+        """
         self._backend.synchronize()
+        written = [0] * self.world.size
         for kind in kinds:
             placed, slices, convert = self._exported(kind)
+            # Buffers are of the rank with replica 0: running statistics may differ between ranks.
+            chosen = None if kind == "buffers" else writers(placed, written)
             for part in slices:
-                if part.replica == 0:
-                    whole = placed.shapes[part.name]
-                    yield Shard(f"{kind}/{part.name}", convert(part), whole, part.offsets)
+                key = (part.name, part.offsets, part.shape)
+                own = part.replica == 0 if chosen is None else chosen.get(key) == self.world.rank
+                if own:
+                    yield Shard(f"{kind}/{part.name}", convert(part), placed.shapes[part.name], part.offsets)
 
 
 def is_float32_head(name: str) -> bool:

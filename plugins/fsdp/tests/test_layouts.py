@@ -369,3 +369,15 @@ def test_an_attention_that_the_plan_leaves_whole_takes_no_sequence_parallelism()
     with pytest.raises(LayoutError, match=r"DeepseekV3ForCausalLM leaves layers\.0\.self_attn whole"):
         check_sequence_parallel(model)
     check_sequence_parallel(build(TinyModel(family="llama")))
+
+
+@pytest.mark.parametrize("case", ["replicated", "uneven-dp2tp2"])
+def test_ranks_with_the_same_weights_save_equal_parts_of_them(
+    group: EngineGroup, tmp_path: Path, case: str
+) -> None:
+    model, layout, options = CASES[case]
+    group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
+    group.save(SaveLoadMeta(path=str(tmp_path)))
+    sizes = [file.stat().st_size for file in sorted(tmp_path.glob("shards/rank-*.safetensors"))]
+    assert len(sizes) == layout.world_size
+    assert min(sizes) > 0.9 * max(sizes)

@@ -102,3 +102,12 @@ def test_the_padding_token_is_looked_up_without_a_gradient(layout: dict[str, Any
             group.forward_backward(data, LOSS, CUT)
             found.append(group.named_tensors("grads")["model.embed_tokens.weight"])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_ranks_with_the_same_weights_save_equal_parts_of_them(tmp_path: Path) -> None:
+    """Without the distributed optimizer, each data parallel rank has everything."""
+    with _start(("megatron", {"dp": 2}, None)) as group:
+        group.save(SaveLoadMeta(path=str(tmp_path)))
+    sizes = [file.stat().st_size for file in sorted(tmp_path.glob("shards/rank-*.safetensors"))]
+    assert len(sizes) == 2
+    assert min(sizes) > 0.9 * max(sizes)
