@@ -360,6 +360,33 @@ def test_every_damaged_file_is_listed(tmp_path: Path) -> None:
         load_text(tmp_path / "a")
 
 
+def test_without_digests_files_are_compared_by_size_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    publish(str(path), write_two, Comm(), kind="text")
+    (path / "one").write_text("eno")
+    with pytest.raises(CheckpointDamaged, match="one: its contents changed"):
+        open_text(path, digests=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("hashlib.file_digest", None)
+        open_text(path, digests=False)
+    (path / "one").write_text("on")
+    (path / "two").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"(?s)one: 2 bytes instead of 3.*two: missing"):
+        open_text(path, digests=False)
+
+
+def write_two(directory: Path) -> None:
+    for name in ("one", "two"):
+        (directory / name).write_text(name)
+
+
+def open_text(path: Path, digests: bool) -> None:
+    with opened(str(path), Comm(), kind="text", digests=digests):
+        pass
+
+
 def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
     save_text(tmp_path / "a", weights="x")
     text = (tmp_path / "a" / "manifest.json").read_bytes()

@@ -88,7 +88,8 @@ class WeightUpdateMeta:
     """For ``disk``: the directory between the two. For all others: the file through which they find each other; the
     receiver makes it and removes it."""
     verify: bool = False
-    """Compare digests of what arrived with what was sent; for ``lora`` also of the weights below the adapter."""
+    """Compare digests of what arrived with what was sent; for ``lora`` also of the weights below the adapter. Without
+    it, ``disk`` compares the sizes of files."""
     bucket_bytes: int = 256 * 2**20
     """For all but ``disk``: the largest piece in flight, in bytes, or one tensor if that is larger."""
 

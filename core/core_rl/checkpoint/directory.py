@@ -130,7 +130,13 @@ def staged_on_leader(
 
 @contextmanager
 def opened(
-    path: str, world: Comm, *, kind: str | None, require_manifest: bool = True, parts_later: bool = False
+    path: str,
+    world: Comm,
+    *,
+    kind: str | None,
+    require_manifest: bool = True,
+    parts_later: bool = False,
+    digests: bool = True,
 ) -> Iterator[Path]:
     """A local directory with the verified checkpoint of ``path``, the same on all ranks; collective.
 
@@ -139,14 +145,15 @@ def opened(
     truncated or changed, `CheckpointMismatch` if it is not of ``kind``. With
     ``require_manifest=False``, a directory that something else wrote is accepted as it is. With ``parts_later``,
     files in subdirectories that have a manifest of their own are there in full size, and who opens them hashes them.
+    With ``digests=False`` that is so for all files.
     """
     with ExitStack() as stack:
 
         def fetch() -> tuple[Path, dict[str, FileRecord], set[str]]:
             directory = stack.enter_context(place_of(path).reading())
             files = _recorded(directory, kind, require_manifest)
-            later = set(files) - set(read_manifest(directory).files) if parts_later else set()
-            return directory, files, later
+            now = set(read_manifest(directory).files) if parts_later else set(files)
+            return directory, files, set(files) - now if digests else set(files)
 
         subject = f"cannot load {path!r}"
         directory, files, later = on_leader(world, fetch, subject)

@@ -231,7 +231,9 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
         assert meta.path is not None
-        with opened(meta.path, Comm(), kind="hf", require_manifest=meta.verify) as directory:
+        with opened(
+            meta.path, Comm(), kind="hf", require_manifest=meta.verify, digests=meta.verify
+        ) as directory:
             try:
                 model = self._load(ModelConfig(path=str(directory)))
             except ConfigError as error:

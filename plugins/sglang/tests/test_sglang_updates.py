@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import pickle
+import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,11 @@ from sglang_support import (
     tiny_model,
 )
 
+from core_rl import get_spec, load_config, load_engine
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.checkpoint.directory import publish
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.distributed.comm import Comm
 from core_rl.errors import RolloutError, WeightsError
 from core_rl.weight_sync import group as weight_group
 from core_rl.weight_sync.sender import send_tensors
@@ -298,3 +305,34 @@ def test_requests_of_a_server_that_is_never_restored_end(stub: Stub, tmp_path: P
     modes = [body["mode"] for path, body in stub.bodies if path == "/pause_generation"]
     assert modes[-1] == "abort"
     assert stub.paused
+
+
+@pytest.mark.parametrize("engine", ["sglang", "reference-rollout"])
+def test_files_are_hashed_where_they_are_to_be_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    new, path, hashed = Path(tiny_model(tmp_path, seed=1)), tmp_path / "weights", list[str]()
+    digest = hashlib.file_digest
+
+    def counted(stream: Any, name: str) -> Any:
+        hashed.append(stream.name)
+        return digest(stream, name)
+
+    def write(directory: Path) -> None:
+        shutil.copytree(new, directory, dirs_exist_ok=True)
+
+    publish(str(path), write, Comm(), kind="hf")
+    with stubs(tmp_path) as made, ExitStack() as stack:
+        if engine == "sglang":
+            receiver = stack.enter_context(connected(made))
+        else:
+            config = load_config(engine)(model={"path": made[0].model}, device="cpu")
+            assert isinstance(config, InferenceEngineConfig)
+            receiver = load_engine(get_spec(engine), config)
+            receiver.initialize()
+            stack.callback(receiver.destroy)
+        monkeypatch.setattr("hashlib.file_digest", counted)
+        receiver.update_weights(WeightUpdateMeta(version=1, path=str(path))).result(20)
+        assert not hashed
+        receiver.update_weights(WeightUpdateMeta(version=2, path=str(path), verify=True)).result(20)
+        assert any(name.endswith(".safetensors") for name in hashed)

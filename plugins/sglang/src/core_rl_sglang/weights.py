@@ -43,7 +43,9 @@ class DiskWeights:
         Raises `CheckpointError` and `WeightsError` before any server is called.
         """
         assert meta.path is not None
-        with opened(meta.path, Comm(), kind="hf", require_manifest=meta.verify) as directory:
+        with opened(
+            meta.path, Comm(), kind="hf", require_manifest=meta.verify, digests=meta.verify
+        ) as directory:
             check_source(TensorFiles(directory, "model"), shapes, f"the weights in {meta.path!r}")
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 
