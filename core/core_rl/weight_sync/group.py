@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from core_rl.errors import WeightsError
+from core_rl.weight_sync.accelerators import CudaEnvironment, require_nccl
 
 __all__ = ["GroupAddress", "ReceiverRanks", "RendezvousServer", "WeightGroup"]
 
@@ -33,12 +34,16 @@ BROADCAST_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiverRanks:
-    """The receiver's ranks in the group."""
+    """The receiver's ranks: by ``distributed`` those that join the group."""
 
     count: int
     """Ranks other than the sender's."""
     host: str = "127.0.0.1"
     """The address of the sender's machine, as those ranks reach it."""
+    on_cpu: bool = False
+    """Whether they receive on the CPU, so that the group is one of gloo whatever the sender's device."""
+    cuda: tuple[CudaEnvironment, ...] = ()
+    """CUDA environments of the servers whose ranks they are, as far as they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,10 @@ class RendezvousServer:
     """The listening socket of rank 0, whose address is known before the other ranks join."""
 
     def __init__(self, receivers: ReceiverRanks, device: torch.device) -> None:
-        """Raises `WeightsError` for a host that is not an address of this machine."""
-        self._device = device
+        """Raises `WeightsError` for a host that is not an address of this machine, and for ranks that NCCL refuses."""
+        self._device = torch.device("cpu") if receivers.on_cpu else device
+        if self._device.type == "cuda":
+            require_nccl(receivers.cuda, device)
         family = socket.AF_INET6 if ":" in receivers.host else socket.AF_INET
         self._listener = socket.socket(family)
         try:
@@ -71,7 +78,7 @@ class RendezvousServer:
             port=self._listener.getsockname()[1],
             world_size=1 + receivers.count,
             name=f"weights-{uuid4().hex[:12]}",
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend="nccl" if self._device.type == "cuda" else "gloo",
         )
 
     def wait(self) -> WeightGroup:

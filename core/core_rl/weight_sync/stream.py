@@ -105,7 +105,7 @@ def receiving(
 @contextmanager
 def receiving_buckets(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Iterator[Bucket]]:
     """The buckets of one update as copies, received by this process alone; the context is that of `receiving`."""
-    with receiving(meta, timeout_s, lambda: ReceiverRanks(count=1)) as received:
+    with receiving(meta, timeout_s, lambda: ReceiverRanks(count=1, on_cpu=True)) as received:
         if received.group is None:
             yield ([(name, tensor.clone()) for name, tensor in bucket] for bucket in received)
             return

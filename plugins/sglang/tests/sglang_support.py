@@ -169,7 +169,7 @@ class Stub:
         if path == "/model_info":
             return {"model_path": self.model_path, "weight_version": self.version}
         if path == "/server_info":
-            return {"tp_size": 1}
+            return {"tp_size": 1, "device": "cpu"}
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
         if path == "/update_weight_version":

@@ -7,6 +7,7 @@ import errno
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.file_limit import TooManyFiles
 from core_rl_sglang.model import ServedModel
 from core_rl_sglang.process import arguments_of
+from core_rl_trainer.loop.roles import plan_roles
+from core_rl_trainer.recipe.recipe import load_recipe
 
 FILES, REQUESTS = 1024, 1500
 CLIENT = f"""
@@ -147,3 +150,44 @@ def test_a_server_next_to_a_trainer_needs_a_memory_fraction(
         config(path, **shared)
     config(path, **shared, options={"memory_fraction": 0.4})
     config(path, **shared, options={"addresses": ["127.0.0.1:1"]})
+
+
+RECIPE: dict[str, tuple[dict[str, Any], str | None]] = {
+    "none": ({}, r"server on the devices \[0\], which other engines share.*options.memory_fraction"),
+    "fraction": ({"engines": {"sglang": {"options": {"memory_fraction": 0.4}}}}, None),
+    "own device": ({"placement": {"rollout": [1]}}, None),
+    "distributed": (
+        {
+            "engines": {"sglang": {"options": {"memory_fraction": 0.4}}},
+            "rollout": {"engine": "sglang", "sync": "distributed"},
+        },
+        r"the actor sends from device 0, where a server runs as well.*'tensor'.*placement\.rollout",
+    ),
+    "distributed elsewhere": (
+        {"placement": {"rollout": [1]}, "rollout": {"engine": "sglang", "sync": "distributed"}},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECIPE)
+def test_a_recipe_whose_server_shares_a_device_is_checked_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    changes, message = RECIPE[case]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": 2}')
+    values: dict[str, Any] = {
+        "engine": "fsdp",
+        "model": {"path": tiny_model(tmp_path)},
+        "data": {"train": str(prompts)},
+        "reward": "math",
+        "rollout": {"engine": "sglang"},
+        "steps": 1,
+        "algorithm": {"type_": "ppo_actor"},
+        "output_dir": str(tmp_path / "out"),
+    }
+    recipe = load_recipe(values | changes)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        plan_roles(recipe, frozenset())

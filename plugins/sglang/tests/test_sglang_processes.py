@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from sglang_support import API_KEY, build, tiny_model
+import torch
+from sglang_support import API_KEY, build, tiny_model, wait_for
 
 from core_rl.errors import ConfigError, RolloutError
+from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl_sglang import serve
+from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.model import ServedModel
+from core_rl_sglang.process import ServerProcess
 
 
 def script(directory: Path, text: str) -> str:
@@ -101,3 +109,31 @@ def test_a_server_whose_sibling_does_not_start_is_stopped(tmp_path: Path) -> Non
         engine.destroy()
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
+
+
+def test_a_server_writes_the_libraries_and_gpus_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "environment"
+    serve.write_environment(str(file))
+    assert json.loads(file.read_text()) == {"torch": torch.__version__, "nccl": None, "gpus": []}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}")
+    )
+    monkeypatch.setattr(serve, "nccl_version", lambda: (2, 28, 9))
+    serve.write_environment(str(file))
+    model = tiny_model(tmp_path)
+    python = script(tmp_path, f'read key; read file; cp {file} "$file"; exec sleep 600')
+    config = build(model, dp=2, python=python).config
+    assert isinstance(config, SglangConfig)
+    process = ServerProcess(config.of_server(1), ServedModel.of(config.model), 1)
+    try:
+        wait_for(lambda: process.cuda() is not None)
+        found = process.cuda()
+    finally:
+        process.stop()
+    expected = frozenset({"gpu-0", "gpu-1", "gpu-2"})
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert found == CudaEnvironment(torch=version, nccl=(2, 28, 9), gpus=("gpu-1",), visible=expected)

@@ -103,7 +103,13 @@ def _ranks(servers: Sequence[Server]) -> ReceiverRanks:
     """The ranks of ``servers``, and this machine's address: the loopback only where all of them are on it."""
     found = {_address_towards(server.address.rpartition(":")[0]) for server in servers}
     host = min(found, key=lambda address: (address.startswith("127."), address))
-    return ReceiverRanks(count=sum(server.ranks for server in servers), host=host)
+    environments = [server.cuda() for server in servers]
+    return ReceiverRanks(
+        count=sum(server.ranks for server in servers),
+        host=host,
+        on_cpu=all(server.device == "cpu" for server in servers),
+        cuda=tuple(found for found in environments if found is not None),
+    )
 
 
 def _address_towards(host: str) -> str:

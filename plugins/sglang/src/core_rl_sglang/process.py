@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from core_rl.config.secret import HIDDEN
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.launch.process_tree import ProcessTree
+from core_rl.weight_sync.accelerators import CudaEnvironment
 from core_rl_sglang.config import PYTHON_VARIABLE, SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
@@ -104,6 +106,8 @@ class ServerProcess:
         self._key, self._python = options.key, python
         arguments = arguments_of(config, model, port, device)
         self._log = _log_file(options.log_path, port)
+        self._devices = config.devices
+        self._written = tempfile.NamedTemporaryFile(prefix="core-rl-sglang-")  # noqa: SIM115  (closed by `stop`)
         environment = {
             **os.environ,
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -129,15 +133,29 @@ class ServerProcess:
             )
         except OSError as error:
             self._log.close()
+            self._written.close()
             raise ConfigError(
                 f"options.python: {python!r} cannot be run: {error}; name the Python of the environment that has SGLang"
             ) from error
         self._tree = ProcessTree(self._process.pid)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
-            # Not an argument, which every user of the machine can read.
-            self._process.stdin.write(f"{self._key or ''}\n".encode())
+            # Not arguments, which every user of the machine can read.
+            self._process.stdin.write(f"{self._key or ''}\n{self._written.name}\n".encode())
             self._process.stdin.flush()
+
+    def cuda(self) -> CudaEnvironment | None:
+        """The CUDA environment of its ranks; None without CUDA, and before it is up."""
+        text = Path(self._written.name).read_text(encoding="utf-8")
+        found = json.loads(text) if text else {"gpus": []}
+        if not found["gpus"]:
+            return None
+        return CudaEnvironment(
+            torch=tuple(map(int, found["torch"].split(".")[:2])),
+            nccl=tuple(found["nccl"]),
+            gpus=tuple(found["gpus"][number] for number in self._devices),
+            visible=frozenset(found["gpus"]),
+        )
 
     @property
     def pid(self) -> int:
@@ -183,6 +201,7 @@ class ServerProcess:
             time.sleep(0.02)
         self._tree.close()
         self._log.close()
+        self._written.close()
 
 
 def _log_file(directory: str | None, port: int) -> IO[bytes]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from core_rl.errors import RolloutError
+from core_rl.weight_sync.accelerators import CudaEnvironment
 from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket, pickled_by_name
 from core_rl_sglang.adapters import ServedAdapter
@@ -51,6 +52,8 @@ class Server:
         """Held by a pause and its opposite: the one that is called later has the last effect."""
         self.ranks = 1
         """Its tensor-parallel degree."""
+        self.device = ""
+        """Where it computes: ``cpu`` or ``cuda``."""
         self.failure: BaseException | None = None
         """The error after which it will not come back."""
         self.recovery: asyncio.Task[None] | None = None
@@ -68,6 +71,10 @@ class Server:
         finally:
             self.in_flight -= 1
             adapter.in_flight -= 1
+
+    def cuda(self) -> CudaEnvironment | None:
+        """The CUDA environment of its ranks; None without CUDA, and where somebody else started it."""
+        return None if self.process is None else self.process.cuda()
 
     def stop(self) -> None:
         """End its process, if it is one of this engine."""
@@ -113,7 +120,7 @@ class Server:
         info = await self.api.get("/model_info", PROBE_TIMEOUT_S)
         about = await self.api.get("/server_info", PROBE_TIMEOUT_S)
         with readable([info, about], f"{self.address} is no SGLang server: it sent something"):
-            self.ranks = int(about["tp_size"])
+            self.ranks, self.device = int(about["tp_size"]), str(about["device"])
             return str(info["model_path"]), str(info["weight_version"])
 
     async def set_weight_version(self, version: int) -> None:

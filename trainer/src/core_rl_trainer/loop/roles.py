@@ -12,6 +12,7 @@ from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
+from core_rl.distributed.devices import device_type
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.guards import require_sync
 from core_rl.engine.inference import InferenceEngine
@@ -178,7 +179,25 @@ def _sharing(recipe: Recipe, plan: Plan) -> Plan:
             "train, and both are on the same devices; give the rollout engine devices of its own (placement.rollout), "
             "or set one of the two fields to false or 0"
         )
+    _require_devices_for_nccl(recipe, plan)
     return plan
+
+
+def _require_devices_for_nccl(recipe: Recipe, plan: Plan) -> None:
+    """Raise `ConfigError` where the actor's rank that sends weights over NCCL is on a server's device."""
+    (_, actor), (spec, rollout) = plan.trainers["actor"], plan.rollout
+    on_cuda = device_type(actor.device) == device_type(rollout.device) == "cuda"
+    if recipe.rollout.sync != "distributed" or not on_cuda or not spec.supports(Capability.LAUNCH_SERVER):
+        return
+    output = {"dp": 0, "tp": 0, "cp": 0, "pp": actor.layout.pp - 1}
+    ranks = range(actor.layout.world_size)
+    device = plan.devices("actor")[next(rank for rank in ranks if actor.layout.coordinates(rank) == output)]
+    if device in plan.devices("rollout"):
+        raise ConfigError(
+            f"rollout.sync = 'distributed': the actor sends from device {device}, where a server runs as well, and "
+            "NCCL takes one rank for each device; set rollout.sync to 'tensor', or give the servers other devices "
+            "(placement.rollout)"
+        )
 
 
 def _require_shared_memory(recipe: Recipe, plan: Plan) -> None:
