@@ -1,38 +1,28 @@
-"""Weight sync from CUDA, which is simulated: what both ends must agree on."""
+"""Weight sync from CUDA, which is simulated: what both ends must agree on, and buckets that others open."""
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cuda_support import CUDA, NCCL, OWN, TORCH, FakeGpu, environment, gpu
+from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import WeightsError
-from core_rl.weight_sync import accelerators
-from core_rl.weight_sync.accelerators import CudaEnvironment, require_nccl
+from core_rl.weight_sync import device_memory
+from core_rl.weight_sync.accelerators import CudaEnvironment, can_open, require_nccl
+from core_rl.weight_sync.buckets import flat_bytes, start_of
+from core_rl.weight_sync.device_memory import Opened
 from core_rl.weight_sync.group import ReceiverRanks, RendezvousServer
 from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import receiving
+from core_rl.weight_sync.stream import Bucket, receiving
 
-CUDA = torch.device("cuda", 0)
-OWN = "gpu-of-the-trainer"
-NCCL = (2, 27, 5)
-
-
-def environment(nccl: tuple[int, ...] | None = NCCL, gpus: tuple[str, ...] = ("another",)) -> CudaEnvironment:
-    """The environment of a server, on another GPU of the same machine unless said otherwise."""
-    return CudaEnvironment(torch=(2, 13), nccl=nccl, gpus=gpus, visible=frozenset({OWN, *gpus}))
-
-
-@pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender is on the GPU `OWN`, with NCCL 2.27.5."""
-    monkeypatch.setattr(accelerators, "nccl_version", lambda: NCCL)
-    monkeypatch.setattr(accelerators, "gpu_uuid", lambda device: OWN)
-
+__all__ = ["gpu"]
 
 REFUSED = {
     "another version": (
@@ -50,7 +40,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("case", REFUSED)
 def test_ranks_that_nccl_refuses_are_refused_before_they_join(tmp_path: Path, case: str) -> None:
     server, message = REFUSED[case]
@@ -69,7 +59,7 @@ def test_ranks_that_nccl_refuses_are_refused_before_they_join(tmp_path: Path, ca
             arrival.result(20)
 
 
-@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("servers", [(), (environment(),), (environment(None),)])
 def test_ranks_of_the_same_or_an_unknown_version_join(servers: tuple[CudaEnvironment, ...]) -> None:
     require_nccl(servers, CUDA)
@@ -80,6 +70,127 @@ def test_ranks_on_the_cpu_join_a_sender_on_cuda_by_gloo() -> None:
     rendezvous = RendezvousServer(ReceiverRanks(count=1, on_cpu=True, cuda=(server,)), CUDA)
     assert rendezvous.address.backend == "gloo"
     rendezvous.close()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("servers", "expected"),
+    [
+        ([environment()], True),
+        ([environment(gpus=(OWN,))], True),
+        ([environment(torch_version=(TORCH[0], TORCH[1] + 1))], True),
+        ([environment(torch_version=(TORCH[0], TORCH[1] - 1))], False),
+        ([environment(visible=())], False),
+        ([environment(), environment(visible=())], False),
+    ],
+)
+def test_servers_open_memory_of_a_gpu_that_they_see_with_no_older_torch(
+    servers: list[CudaEnvironment], expected: bool
+) -> None:
+    assert can_open(servers, CUDA) is expected
+
+
+TENSORS = [(f"t{n}", torch.randn(5 + n, 7).to((torch.float32, torch.bfloat16)[n % 2])) for n in range(9)]
+TENSORS.append(("empty", torch.empty(0, 3)))
+
+
+def sent(tmp_path: Path, ranks: ReceiverRanks, gpu: FakeGpu) -> list[tuple[Bucket, list[Bucket], int]]:
+    """For each bucket what came in shared memory, what each rank read on the GPU, and how many buffers were alive."""
+    meta = WeightUpdateMeta(
+        method="tensor", version=1, path=str(tmp_path / "meet"), bucket_bytes=600, verify=True
+    )
+
+    def receive() -> list[tuple[Bucket, list[Bucket], int]]:
+        found = []
+        with receiving(meta, 20, lambda: ranks) as received:
+            for bucket in received:
+                flats = [gpu.rebuild(*memory.arguments) for memory in received.device_memory]
+                copy = [(name, tensor.clone()) for name, tensor in bucket]
+                found.append((copy, [placed_in(flat, bucket) for flat in flats], gpu.alive))
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(receive)
+        send_tensors(iter(TENSORS), meta, device=CUDA)
+        return arrival.result(20)
+
+
+def placed_in(flat: Tensor, bucket: Bucket) -> Bucket:
+    """The tensors of ``flat``, which has the layout of ``bucket``."""
+    assert flat.shape == flat_bytes(bucket).shape
+    starts = [start_of(tensor) for _, tensor in bucket]
+    return [
+        (name, flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        for start, (name, tensor) in zip(starts, bucket, strict=True)
+    ]
+
+
+def require_same(found: Bucket, expected: Bucket) -> None:
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(found, expected, strict=True))
+
+
+def test_each_rank_of_a_server_opens_each_bucket_on_the_gpu(tmp_path: Path, gpu: FakeGpu) -> None:
+    server = environment(gpus=("another", OWN))
+    found = sent(tmp_path, ReceiverRanks(count=4, cuda=(server, server)), gpu)
+    assert len(found) > 3
+    require_same([item for bucket, _, _ in found for item in bucket], TENSORS)
+    for bucket, opened, _ in found:
+        assert len(opened) == 4
+        for each in opened:
+            require_same(each, bucket)
+    assert not gpu.open, "each handle was opened once"
+    assert gpu.copies == len(found), "one copy to the host for each bucket, and none for each tensor"
+    # This one and the one before, which servers may still read; at the end there is no next one to fill.
+    assert [alive for *_, alive in found[1:]] >= [2] * len(found[1:])
+    assert max(alive for *_, alive in found) <= 3
+    assert gpu.alive == 0
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ReceiverRanks(count=1, cuda=(environment(visible=()),)),
+        ReceiverRanks(count=2, cuda=(environment(),)),
+        ReceiverRanks(count=1),
+    ],
+)
+def test_servers_that_cannot_open_a_gpu_read_shared_memory(
+    tmp_path: Path, gpu: FakeGpu, ranks: ReceiverRanks
+) -> None:
+    found = sent(tmp_path, ranks, gpu)
+    require_same([item for bucket, _, _ in found for item in bucket], TENSORS)
+    assert not any(opened for _, opened, _ in found)
+    assert gpu.copies == len(found)
+    assert max(alive for *_, alive in found) <= 2
+
+
+def test_memory_is_opened_where_it_is_unpickled(gpu: FakeGpu) -> None:
+    flat = torch.arange(8, dtype=torch.uint8)
+    (memory,) = device_memory.shared_with(flat, 1)
+    assert pickle.loads(pickle.dumps(memory)) == memory, "the receiver passes it on, and opens nothing"
+    payload = pickle.dumps(Opened(memory))
+    assert gpu.open
+    assert torch.equal(pickle.loads(payload), flat)
+    assert not gpu.open
+
+
+def test_a_buffer_that_others_open_is_outside_of_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings, own, seen = torch._C._accelerator_getAllocatorSettings, torch.empty, list[str]()
+
+    def empty(*size: Any, device: torch.device, **options: Any) -> Tensor:
+        seen.append(settings())
+        return own(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    for value in ("True", "False"):
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{value}")
+        device_memory.device_bytes(8, CUDA)
+        assert settings() == f"expandable_segments:{value}", "as it was"
+    assert seen == ["expandable_segments:False"] * 2
 
 
 def test_the_runtime_version_of_nccl_is_that_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

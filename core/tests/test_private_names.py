@@ -21,6 +21,7 @@ PACKAGES = [
 ]
 UPSTREAM = {
     "_C": "torch: its own functions in C++",
+    "_accelerator_getAllocatorSettings": "torch: whether memory is in expandable segments",
     "_accelerator_setAllocatorSettings": "torch: settings of this process alone; the environment would be inherited",
     "_buffers": "torch: a buffer is replaced and stays one that no file has",
     "_can_set_attn_implementation": "transformers: its own test of whether a model calls its attention interface",

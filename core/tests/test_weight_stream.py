@@ -40,6 +40,7 @@ from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (
     AdapterMetadata,
     Kind,
+    digest_of,
     pickled_by_name,
     receive_message,
     shared_by_name,
@@ -327,14 +328,14 @@ def test_threads_leave_the_sharing_strategy_as_it_was() -> None:
 
 
 def test_damaged_buckets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = weight_sender._Filling.digest
+    own = digest_of
 
-    def damaging(self: Any) -> str:
-        digest = own(self)
-        self.tensors[0][1].view(torch.uint8)[0] ^= 1
+    def damaging(tensors: Bucket) -> str:
+        digest = own(tensors)
+        tensors[0][1].view(torch.uint8)[0] ^= 1
         return digest
 
-    monkeypatch.setattr(weight_sender._Filling, "digest", damaging)
+    monkeypatch.setattr(weight_sender, "digest_of", damaging)
     with pytest.raises(WeightsError, match="2 tensors from 'a' on .* did not arrive as they were sent"):
         passed([("a", torch.ones(4)), ("b", torch.ones(4))], meta(tmp_path, verify=True))
 

@@ -10,7 +10,7 @@ import torch
 
 from core_rl.errors import WeightsError, raise_all
 
-__all__ = ["CudaEnvironment", "gpu_uuid", "nccl_version", "require_nccl"]
+__all__ = ["CudaEnvironment", "can_open", "gpu_uuid", "nccl_version", "require_nccl"]
 
 NCCL_LIBRARY = "libnccl.so.2"
 Version = tuple[int, ...]
@@ -49,6 +49,16 @@ def gpu_uuid(device: torch.device) -> str:
 def require_nccl(servers: Sequence[CudaEnvironment], device: torch.device) -> None:
     """Raise one `WeightsError` unless NCCL can join this process on ``device`` with the ranks of ``servers``."""
     raise_all(WeightsError, "method = 'distributed'", _violations(servers, nccl_version(), gpu_uuid(device)))
+
+
+def can_open(servers: Sequence[CudaEnvironment], device: torch.device) -> bool:
+    """Whether all ``servers`` can open memory of the CUDA ``device``: their processes see it, with no older torch.
+
+    A handle of CUDA IPC has the version of its format, and torch refuses what a later torch wrote.
+    """
+    own = tuple(map(int, torch.__version__.split(".")[:2]))
+    uuid = gpu_uuid(device)
+    return all(uuid in server.visible and server.torch >= own for server in servers)
 
 
 def _violations(servers: Sequence[CudaEnvironment], own: Version, uuid: str) -> Iterator[str]:

@@ -101,6 +101,8 @@ class WeightGroup:
         self._device = device
         self._group = _group(address, store, rank)
         self._store = store  # its server, at rank 0
+        self.on_cpu = device.type == "cpu"
+        """Whether this rank broadcasts from the CPU."""
 
     @staticmethod
     def join(address: GroupAddress, rank: int, device: torch.device) -> WeightGroup:

@@ -46,7 +46,7 @@ class Kind(StrEnum):
     HELLO = "hello"  # sender: version, AdapterMetadata or None
     READY = "ready"  # receiver: ReceiverRanks or None
     GROUP = "group"  # sender: GroupAddress
-    BUCKET = "bucket"  # sender: tensors, bytes, digest or None, whether it is broadcast too
+    BUCKET = "bucket"  # sender: tensors, bytes, digest or None, whether it is broadcast too, `DeviceMemory`s
     ALLOW_BROADCAST = "allow broadcast"  # receiver
     ACK = "ack"  # receiver: the bucket is copied
     END = "end"  # sender: there are no more buckets

@@ -16,6 +16,9 @@ from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.channel import Channel
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError, WeightsError
+from core_rl.weight_sync.accelerators import can_open
+from core_rl.weight_sync.buckets import Filling, HostStaging
+from core_rl.weight_sync.device_memory import shared_with
 from core_rl.weight_sync.group import ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import (
     AdapterMetadata,
@@ -24,16 +27,13 @@ from core_rl.weight_sync.messages import (
     digest_of,
     receive_message,
     send_message,
-    shared_by_name,
 )
 from core_rl.weight_sync.rendezvous import connect
-from core_rl.weight_sync.shared_memory import require_shared_memory
 
 __all__ = ["send_tensors", "send_weights"]
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 64
 CPU = torch.device("cpu")
 
 
@@ -123,15 +123,25 @@ class _Sender:
         self._on_bucket = on_bucket
         self._channel: Channel | None = None
         self._group: WeightGroup | None = None
-        self._bucket = _Filling(meta.bucket_bytes)
+        self._bucket = Filling(meta.bucket_bytes, device)
+        self._staging = HostStaging()
+        self._readers = 0
+        """Processes that open each bucket on this device."""
+        self._in_use: list[Filling] = []
+        """The buckets that were sent and may still be read on this device."""
         self._unacknowledged = 0
 
     def connect(self) -> None:
         self._channel = connect(self._meta)
         self._send(Kind.HELLO, self._meta.version, self._adapter)
         (ranks,) = self._reply(Kind.READY)
-        if ranks is not None:
+        if ranks is None:
+            return
+        if self._meta.method == "distributed":
             self._form_group(ranks)
+        elif self._device.type == "cuda":
+            known = sum(len(server.gpus) for server in ranks.cuda)
+            self._readers = known if known == ranks.count and can_open(ranks.cuda, self._device) else 0
 
     def _form_group(self, ranks: ReceiverRanks) -> None:
         rendezvous = RendezvousServer(ranks, self._device)
@@ -156,21 +166,25 @@ class _Sender:
     def _flush(self) -> None:
         if not self._bucket.tensors:
             return
+        tensors = self._bucket.shared(self._staging)
         if self._unacknowledged:
             self._reply(Kind.ACK)
-        digest = self._bucket.digest() if self._meta.verify else None
-        self._send(Kind.BUCKET, self._bucket.tensors, self._bucket.used, digest, self._group is not None)
+        digest = digest_of(tensors) if self._meta.verify else None
+        memory = shared_with(self._bucket.flat, self._readers) if self._readers else []
+        self._send(Kind.BUCKET, tensors, self._bucket.used, digest, self._group is not None, memory)
         self._unacknowledged += 1
         if self._group is not None:
             self._reply(Kind.ALLOW_BROADCAST)
-            self._broadcast(self._group)
+            self._broadcast(self._group, tensors if self._group.on_cpu else self._bucket.tensors)
         if self._on_bucket is not None:
-            self._on_bucket(self._bucket.tensors)
-        self._bucket = _Filling(self._meta.bucket_bytes)
+            self._on_bucket(tensors)
+        # A bucket is acknowledged when the servers have those before it.
+        self._in_use = [*self._in_use[-1:], self._bucket] if memory else []
+        self._bucket = Filling(self._meta.bucket_bytes, self._device)
 
-    def _broadcast(self, group: WeightGroup) -> None:
+    def _broadcast(self, group: WeightGroup, tensors: Bucket) -> None:
         try:
-            for _, tensor in self._bucket.tensors:
+            for _, tensor in tensors:
                 group.broadcast(tensor)
         except WeightsError as error:
             self._fall_back(error)
@@ -190,6 +204,7 @@ class _Sender:
 
     def close(self, failure: str | None) -> None:
         self._leave()
+        self._in_use.clear()
         if self._channel is not None:
             if failure is not None:
                 with suppress(OSError):
@@ -213,36 +228,3 @@ class _Sender:
             raise WeightsError(f"the receiver sent {kind!r} instead of {expected!r}")
         self._unacknowledged -= kind == Kind.ACK
         return fields
-
-
-class _Filling:
-    """A bucket that is being filled: one piece of shared memory, whose untouched pages use no memory."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._storage: torch.UntypedStorage | None = None
-        self.tensors: Bucket = []
-        self.used = 0
-
-    def fits(self, tensor: Tensor) -> bool:
-        """A tensor that is larger than the limit gets a bucket of its own."""
-        return not self.tensors or self._start() + tensor.nbytes <= self._limit
-
-    def _start(self) -> int:
-        return -(-self.used // ALIGNMENT) * ALIGNMENT
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        require_shared_memory(tensor.nbytes, f"{name!r}")
-        if self._storage is None:
-            with shared_by_name():
-                self._storage = torch.UntypedStorage._new_shared(max(self._limit, tensor.nbytes, 1))
-        start = self._start()
-        view = torch.empty(0, dtype=tensor.dtype)
-        strides = torch.empty(tensor.shape, device="meta").stride()
-        view.set_(self._storage, start // tensor.element_size(), tensor.shape, strides)
-        view.copy_(tensor.detach())
-        self.tensors.append((name, view))
-        self.used = start + tensor.nbytes
-
-    def digest(self) -> str:
-        return digest_of(self.tensors)

@@ -3,6 +3,9 @@
 The rank that writes exports connects to the receiver through the file `WeightUpdateMeta.path`, and sends the tensors in
 buckets of shared memory; at most two are in flight. Neither side depends on what the other one is.
 
+By ``tensor`` a sender on a GPU also gives each bucket to ranks of servers on this machine that can open its memory
+(CUDA IPC). Shared memory then has the copy for servers that come later.
+
 By ``distributed`` the sender also broadcasts each bucket to the ranks of servers on any machine, as soon as the
 receiver has allowed it; the receiver is still on the sender's machine. Where that group breaks, the receiver falls
 back to the buckets in shared memory. By ``lora`` the tensors are the adapter's, and are sent as by ``tensor``.
@@ -10,7 +13,7 @@ back to the buckets in shared memory. By ``lora`` the tensors are the adapter's,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -19,6 +22,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe
 from core_rl.distributed.channel import Channel
 from core_rl.errors import WeightsError
+from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (
     AdapterMetadata,
@@ -43,6 +47,11 @@ class ReceivedWeights:
         """By ``distributed``: the group that the sender waits for; the receiver's ranks join at once."""
         self.broadcast = False
         """Whether the present bucket is broadcast too, after `allow_broadcast`. Once it is not, no later one is."""
+        self.device_memory: Sequence[DeviceMemory] = ()
+        """The present bucket on the sender's GPU, for each rank that `receiving` gave; none where they cannot open it.
+
+        It is the ranks' to read until the next bucket but one.
+        """
         self.adapter: AdapterMetadata | None = None
         """By ``lora``: the adapter whose factors the tensors are."""
 
@@ -53,7 +62,7 @@ class ReceivedWeights:
         Raises `WeightsError` when the sender fails or dies, and for a bucket whose digest is wrong.
         """
         while (message := receive_message(self._channel, "sender"))[0] != Kind.END:
-            _, tensors, used, digest, self.broadcast = message
+            _, tensors, used, digest, self.broadcast, self.device_memory = message
             self._verify(tensors, used, digest)
             yield tensors
             with suppress(OSError):  # a sender that is gone may have sent its error, which is read next
@@ -74,7 +83,7 @@ class ReceivedWeights:
         if self._meta.method == "lora" and self.adapter is None:
             raise WeightsError("the sender sent no metadata of its adapter")
         self.reply(Kind.READY, ranks)
-        if ranks is not None:
+        if ranks is not None and self._meta.method == "distributed":
             _, self.group = receive_message(self._channel, "sender")
 
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
@@ -94,9 +103,10 @@ def receiving(
 ) -> Iterator[ReceivedWeights]:
     """The weights of a sender with the same ``meta``; leaving the context reports them as installed.
 
-    ``ranks()`` is called when the sender has connected: for ``distributed``, the ranks that join its group; with None
-    the weights come through shared memory alone. An error in the context, and one before a sender has connected, is
-    reported to the sender. Raises `WeightsError` when no sender connects within ``timeout_s``.
+    ``ranks()`` is called when the sender has connected: for ``distributed``, the ranks that join its group, and for
+    ``tensor`` those that may open memory of its GPU; with None the weights come through shared memory alone. An error
+    in the context, and one before a sender has connected, is reported to the sender. Raises `WeightsError` when no
+    sender connects within ``timeout_s``.
     """
     with expecting(meta), accepted(meta, timeout_s) as channel, _reported(channel, meta, ranks) as weights:
         yield weights
@@ -128,7 +138,7 @@ def _reported(
 ) -> Iterator[ReceivedWeights]:
     weights = ReceivedWeights(channel, meta)
     try:
-        weights.start(ranks() if meta.method == "distributed" else None)
+        weights.start(ranks() if meta.method in ("tensor", "distributed") else None)
         yield weights
         weights.reply(Kind.INSTALLED)
     except BaseException as error:

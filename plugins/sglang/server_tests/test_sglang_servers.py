@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +22,13 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
+from core_rl.weight_sync.device_memory import DeviceMemory, Opened
 from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle
+from core_rl_sglang.config import PYTHON_VARIABLE
+from core_rl_sglang.payloads import flattened_bucket
+from core_rl_sglang.process import SCRIPT
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
 LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -213,3 +219,40 @@ def test_invalid_python_path_raises(root: Path) -> None:
     with pytest.raises(ConfigError, match="/nowhere/python"):
         engine.launch_server()
     engine.destroy()
+
+
+UNPICKLE = """
+import runpy, sys
+runpy.run_path(sys.argv[1], run_name="serve")["apply_workarounds"]()
+from torch.multiprocessing import reductions
+from sglang.srt.utils import patch_torch
+from sglang.srt.utils.common import MultiprocessingSerializer
+patch_torch.monkey_patch_torch_reductions()
+patch_torch._device_from_maybe_uuid = lambda uuid: uuid + " as a number"
+reductions._rebuild_cuda_tensor_original = lambda *arguments: arguments[4:10]
+found = MultiprocessingSerializer.deserialize(sys.stdin.read())
+print(found["flattened_tensor"])
+print([(part.name, part.start_idx, part.end_idx) for part in found["metadata"]])
+"""
+
+
+def test_sglang_unpickles_a_bucket_that_is_on_a_gpu() -> None:
+    """Its unpickler refuses most names; it finds the GPU by its UUID. Nothing is opened here."""
+    flat = torch.zeros(128, dtype=torch.uint8)
+    bucket = [("a", flat[:8].view(torch.float32)), ("b", flat[64:72].view(torch.bfloat16))]
+    storage = (torch.storage.TypedStorage, torch.uint8, "a UUID", b"handle", 128, 0)
+    counter = (False, b"counter", 0, b"event", True)
+    memory = DeviceMemory((torch.Tensor, flat.size(), (1,), 0, *storage, *counter))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        [os.environ[PYTHON_VARIABLE], "-c", UNPICKLE, str(SCRIPT)],
+        input=base64.b64encode(flattened_bucket(bucket, Opened(memory))).decode(),
+        env={**environment, "SGLANG_USE_CPU_ENGINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    storage_found, metadata = found.stdout.splitlines()[-2:]
+    assert "torch.uint8, 'a UUID as a number', b'handle', 128, 0)" in storage_found, found.stderr[-2000:]
+    assert metadata == "[('a', 0, 8), ('b', 64, 72)]"

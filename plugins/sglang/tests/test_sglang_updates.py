@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from cuda_support import CUDA, OWN, FakeGpu, environment, gpu
 from sglang_support import (
     Stub,
     complete,
@@ -37,6 +38,9 @@ from core_rl.errors import RolloutError, WeightsError
 from core_rl.weight_sync import group as weight_group
 from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_sglang.server import Server
+
+__all__ = ["gpu"]
 
 
 @pytest.fixture
@@ -97,16 +101,25 @@ def test_tensors_reach_every_server_in_buckets(tmp_path: Path, count: int) -> No
         assert engine.get_version() == 3
         for stub in made:
             got = [body for path, body in stub.bodies if path == "/update_weights_from_tensor"]
-            names = [name for body in got for name, _ in unpickled(body)]
-            assert names == list(tensors)
+            loaded = [item for body in got for item in unpickled(body)]
+            assert [name for name, _ in loaded] == list(tensors)
+            assert all(torch.equal(value, tensors[name]) for name, value in loaded)
             assert len(got) > 5
             assert stub.version == "3"
             assert stub.calls["/flush_cache"] == 1
             assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"] == 1
 
 
-def unpickled(body: dict[str, Any]) -> Any:
-    return pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+def unpickled(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of one bucket, as SGLang's ``FlattenedTensorBucket`` makes them."""
+    assert body["load_format"] == "flattened_bucket"
+    (payload,) = body["serialized_named_tensors"]
+    found = pickle.loads(base64.b64decode(payload))
+    flat = found["flattened_tensor"]
+    return [
+        (part.name, flat[part.start_idx : part.end_idx].view(part.dtype).reshape(part.shape))
+        for part in found["metadata"]
+    ]
 
 
 def test_a_stream_that_breaks_off_restores_the_old_weights(tmp_path: Path) -> None:
@@ -305,6 +318,46 @@ def test_requests_of_a_server_that_is_never_restored_end(stub: Stub, tmp_path: P
     modes = [body["mode"] for path, body in stub.bodies if path == "/pause_generation"]
     assert modes[-1] == "abort"
     assert stub.paused
+
+
+def test_servers_open_buckets_on_the_trainers_gpu_and_later_ones_read_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu
+) -> None:
+    """The second server is lost after some buckets, when the trainer's buffers are gone."""
+    tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
+    monkeypatch.setattr(Server, "cuda", lambda self: environment())
+    found: dict[str, list[tuple[str, torch.Tensor]]] = {"opened": [], "shared": []}
+
+    def load(server: int, body: dict[str, Any]) -> None:
+        (payload,) = body["serialized_named_tensors"]
+        bucket = unpickled(body)
+        if server == 1:
+            found["opened" if OWN.encode() in base64.b64decode(payload) else "shared"] += bucket
+
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+
+        def lost_at_the_third(request: web.Request, body: dict[str, Any]) -> None:
+            if made[1].calls["/update_weights_from_tensor"] == 3:
+                drop(request, body)
+            else:
+                load(1, body)
+
+        made[0].faults["/update_weights_from_tensor"] = lambda _, body: load(0, body)
+        made[1].faults["/update_weights_from_tensor"] = lost_at_the_third
+        meta = WeightUpdateMeta(
+            method="tensor", version=3, path=str(tmp_path / "rendezvous"), bucket_bytes=4096
+        )
+        arrival = engine.update_weights(meta)
+        send_tensors(iter(tensors.items()), meta, device=CUDA)
+        arrival.result(20)
+        assert [stub.version for stub in made] == ["3", "3"]
+    assert gpu.alive == 0
+    opened = [name for name, _ in found["opened"]]
+    assert 0 < len(opened) < len(tensors)
+    assert opened == list(tensors)[: len(opened)]
+    assert [name for name, _ in found["shared"]] == list(tensors), "all of them again, when it is back"
+    for name, value in (*found["opened"], *found["shared"]):
+        assert torch.equal(value, tensors[name])
 
 
 @pytest.mark.parametrize("engine", ["sglang", "reference-rollout"])

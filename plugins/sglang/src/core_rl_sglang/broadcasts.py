@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
+from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.api import Refused, ServerTimeout
 from core_rl_sglang.pool import failures
 from core_rl_sglang.server import Server
-from core_rl_sglang.weights import TensorWeights
+from core_rl_sglang.weights import TensorWeights, first_ranks, ranks_of
 
 __all__ = ["BroadcastWeights"]
 
@@ -39,14 +38,11 @@ class BroadcastWeights(TensorWeights):
 
     def receiver_ranks(self, servers: Sequence[Server]) -> ReceiverRanks | None:
         self._receivers = tuple(servers)
-        if not self._receivers:
-            return None
-        return _ranks(self._receivers)
+        return ranks_of(servers) if servers else None
 
     async def join(self, group: GroupAddress) -> None:
         self._group = group.name
-        first = accumulate((server.ranks for server in self._receivers), initial=1)
-        rank_of = dict(zip(self._receivers, first, strict=False))
+        rank_of = first_ranks(self._receivers, 1)
         failed = await failures(lambda server: server.join(group, rank_of[server]), self._receivers)
         for server, error in failed.items():
             logger.warning("SGLang server %s did not join: %s", server.address, error)
@@ -56,9 +52,11 @@ class BroadcastWeights(TensorWeights):
         members, self._members = self._members, set()
         await asyncio.gather(*(server.leave(self._group) for server in members))
 
-    async def add(self, bucket: Bucket, *, broadcast: bool = False) -> None:
+    async def add(
+        self, bucket: Bucket, memory: Sequence[DeviceMemory] = (), *, broadcast: bool = False
+    ) -> None:
         self._by_memory += not broadcast
-        await super().add(bucket)
+        await super().add(bucket, memory)
 
     async def load(self, server: Server) -> None:
         if server in self._members:
@@ -79,7 +77,7 @@ class BroadcastWeights(TensorWeights):
 
     async def _send(self, server: Server) -> None:
         """Broadcast the kept buckets, in a group with ``server`` alone."""
-        rendezvous = RendezvousServer(_ranks([server]), torch.device("cpu"))
+        rendezvous = RendezvousServer(ranks_of([server]), torch.device("cpu"))
         address = rendezvous.address
         group, _ = await asyncio.gather(asyncio.to_thread(rendezvous.wait), server.join(address, 1))
 
@@ -97,24 +95,3 @@ class BroadcastWeights(TensorWeights):
 def _broadcast(group: WeightGroup, bucket: Bucket) -> None:
     for _, tensor in bucket:
         group.broadcast(tensor)
-
-
-def _ranks(servers: Sequence[Server]) -> ReceiverRanks:
-    """The ranks of ``servers``, and this machine's address: the loopback only where all of them are on it."""
-    found = {_address_towards(server.address.rpartition(":")[0]) for server in servers}
-    host = min(found, key=lambda address: (address.startswith("127."), address))
-    environments = [server.cuda() for server in servers]
-    return ReceiverRanks(
-        count=sum(server.ranks for server in servers),
-        host=host,
-        on_cpu=all(server.device == "cpu" for server in servers),
-        cuda=tuple(found for found in environments if found is not None),
-    )
-
-
-def _address_towards(host: str) -> str:
-    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # nothing is sent
-        found: str = probe.getsockname()[0]
-        return found

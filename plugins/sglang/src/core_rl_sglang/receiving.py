@@ -82,7 +82,7 @@ class WeightReceiver:
                 check_shapes(found, {name: missing.pop(name) for name in found if name in missing}, SENT)
                 installing = installing or self._loop.run(self._fleet.install(weights))
                 received.allow_broadcast()
-                self._loop.wait(weights.add(bucket, broadcast=received.broadcast))
+                self._loop.wait(weights.add(bucket, received.device_memory, broadcast=received.broadcast))
             check_shapes({}, missing, SENT)
         except BaseException as error:
             # Servers that have some of the buckets are paused.

@@ -6,16 +6,21 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from core_rl.errors import RolloutError
 from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl.weight_sync.buckets import flat_bytes
+from core_rl.weight_sync.device_memory import DeviceMemory, Opened
 from core_rl.weight_sync.group import GroupAddress
-from core_rl.weight_sync.messages import Bucket, pickled_by_name
+from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
+from core_rl_sglang.payloads import flattened_bucket
 from core_rl_sglang.process import ServerProcess
 from core_rl_sglang.responses import readable
 
@@ -155,11 +160,19 @@ class Server:
         """Abort all requests, and stop computing; a server that cannot be reached has lost them."""
         await self._post_if_up("/pause_generation", {"mode": "abort"})
 
-    async def load_tensors(self, bucket: Bucket) -> None:
-        """Copy ``bucket`` into the weights, between the beginning and the end of an update."""
-        # One for each rank: opening a name releases a reference that pickling has taken.
-        payloads = [base64.b64encode(pickled_by_name(bucket)).decode() for _ in range(self.ranks)]
-        body = {"serialized_named_tensors": payloads, "flush_cache": False}
+    async def load_tensors(self, bucket: Bucket, memory: Sequence[DeviceMemory] = ()) -> None:
+        """Copy ``bucket`` into the weights, between the beginning and the end of an update.
+
+        Its ranks read it in ``memory``, one for each, and without any in shared memory.
+        """
+        # One for each rank: opening a name, or memory of a GPU, releases a reference that pickling has taken.
+        flats: Sequence[Tensor | Opened] = list(map(Opened, memory)) or [flat_bytes(bucket)] * self.ranks
+        payloads = [base64.b64encode(flattened_bucket(bucket, flat)).decode() for flat in flats]
+        body = {
+            "serialized_named_tensors": payloads,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
         await self.post("/update_weights_from_tensor", body)
 
     async def load_adapter(self, adapter: ServedAdapter) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,6 +18,7 @@ from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.comm import Comm
 from core_rl.errors import WeightsError
+from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks
 from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.adapters import ServedDirectory
@@ -87,6 +90,10 @@ class TensorWeights:
     def __init__(self, version: int) -> None:
         self.version = version
         self._buckets: list[Bucket] = []
+        self._device_memory: list[Sequence[DeviceMemory]] = []
+        """Each bucket on the trainer's GPU, for each rank of the update's servers; empty where they cannot open it."""
+        self._first_rank: dict[Server, int] = {}
+        """Servers that have not begun to load, with the number of their first rank."""
         self._complete = False
         self._failure: WeightsError | None = None
         self._changed = asyncio.Condition()
@@ -94,19 +101,27 @@ class TensorWeights:
         """Buckets that each server has loaded, for servers that have not loaded all."""
 
     def receiver_ranks(self, servers: Sequence[Server]) -> ReceiverRanks | None:
-        """The ranks of ``servers``, which join the trainer's group; None for no group."""
-        return None
+        """The ranks of ``servers``, which get what only they can read; None where there are none."""
+        if not servers:
+            return None
+        self._first_rank = first_ranks(servers, 0)
+        return ranks_of(servers)
 
     async def join(self, group: GroupAddress) -> None:
         """Have the servers join ``group``."""
 
     async def leave(self) -> None:
-        """Have the servers leave that are still in the group."""
+        """End the update for servers: from now on they load from shared memory."""
+        self._first_rank.clear()
+        self._device_memory.clear()
 
-    async def add(self, bucket: Bucket, *, broadcast: bool = False) -> None:
+    async def add(
+        self, bucket: Bucket, memory: Sequence[DeviceMemory] = (), *, broadcast: bool = False
+    ) -> None:
         """Add a bucket; returns when all servers have loaded those before it."""
         async with self._changed:
             self._buckets.append(bucket)
+            self._device_memory.append(memory)
             self._changed.notify_all()
             behind = len(self._buckets) - 1
             await self._changed.wait_for(lambda: all(count >= behind for count in self._loaded.values()))
@@ -119,7 +134,16 @@ class TensorWeights:
 
     async def load(self, server: Server) -> None:
         """Load all buckets on ``server``, which is paused; raises the errors of its interface."""
-        await self.load_each(server, server.load_tensors)
+        first = self._first_rank.pop(server, None)
+        if first is None:
+            await self.load_each(server, server.load_tensors)
+            return
+        own = slice(first, first + server.ranks)
+
+        async def load(bucket: Bucket) -> None:
+            await server.load_tensors(bucket, self._device_memory[self._loaded[server]][own])
+
+        await self.load_each(server, load)
 
     async def load_each(self, server: Server, load: Callable[[Bucket], Awaitable[None]]) -> None:
         """Have ``server`` load all buckets, from the first on, as they arrive."""
@@ -149,6 +173,33 @@ class TensorWeights:
     def discard(self) -> None:
         """Free the memory; no server will need them again."""
         self._buckets.clear()
+
+
+def first_ranks(servers: Sequence[Server], start: int) -> dict[Server, int]:
+    """The number of each server's first rank, where those of all are counted from ``start`` on."""
+    numbers = accumulate((server.ranks for server in servers), initial=start)
+    return dict(zip(servers, numbers, strict=False))
+
+
+def ranks_of(servers: Sequence[Server]) -> ReceiverRanks:
+    """The ranks of ``servers``, and this machine's address: the loopback only where all of them are on it."""
+    found = {_address_towards(server.address.rpartition(":")[0]) for server in servers}
+    host = min(found, key=lambda address: (address.startswith("127."), address))
+    environments = [server.cuda() for server in servers]
+    return ReceiverRanks(
+        count=sum(server.ranks for server in servers),
+        host=host,
+        on_cpu=all(server.device == "cpu" for server in servers),
+        cuda=tuple(found for found in environments if found is not None),
+    )
+
+
+def _address_towards(host: str) -> str:
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # nothing is sent
+        found: str = probe.getsockname()[0]
+        return found
 
 
 Weights: TypeAlias = DiskWeights | TensorWeights
