@@ -28,6 +28,7 @@ UPSTREAM = {
     "_cdata": "torch: the identity of a storage, which has no public one",
     "_current_frames": "Python: where a thread is, for the message about a reward that hangs",
     "_disable_adapters": "peft: enable_adapters() also changes requires_grad, and may find gathered parameters of FSDP",
+    "_foreach_add_": "torch: one kernel for many tensors, as torch's own optimizers use it",
     "_foreach_mul_": "torch: one kernel for many tensors, as torch's own clip_grad_norm_ uses it",
     "_foreach_norm": "torch: the norms of many tensors in one kernel, as torch's own clip_grad_norm_ uses it",
     "_fsdp_param_group": "torch: gradients that FSDP has not reduced when a pass raises",
