@@ -18,12 +18,14 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.distributed.comm import Comm
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LossError, UnsupportedCapability
 from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import ExpertsKernel, build_model
+from core_rl.toolkit.experts import ExpertDispatch
 from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.routers import Routing, balance_loss
 
@@ -88,6 +90,27 @@ def test_grouped_products_give_the_gradients_of_the_loop() -> None:
 
 def test_sizes_that_no_grouped_product_takes_are_computed_one_by_one() -> None:
     assert _gradients("grouped", 7, SequenceBatch.from_sequences([[5, 9, 3]]))[0] == "eager"
+
+
+# ------------------------------------------------------------------ dispatch
+
+
+def test_of_padding_one_row_is_computed_and_none_is_returned() -> None:
+    """Of three tokens where another rank has five; the result is no view, on which FSDP's hook could be lost."""
+    seen: list[Tensor] = []
+
+    def compute(tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        seen.extend([tokens, chosen, gates])
+        return tokens + 1
+
+    dispatch = ExpertDispatch(Comm())
+    dispatch.begin(5)
+    hidden, chosen = torch.ones(3, 2), torch.tensor([[3, 0], [1, 2], [2, 3]])
+    result = dispatch(hidden, chosen, torch.ones(3, 2), 4, compute)
+    tokens, numbers, gates = seen
+    assert numbers.tolist() == [*chosen.tolist(), [4, 4], [4, 4], [0, 4]]
+    assert not tokens[3:].any() and not gates[3:].any()
+    assert torch.equal(result, hidden + 1) and not result._is_view()
 
 
 # ------------------------------------------------------------------ balance

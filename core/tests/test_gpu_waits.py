@@ -19,7 +19,10 @@ from core_rl.backend.steps import MicroBatches
 from core_rl.config.engine import Head
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.outputs import ModelOutput, OutputName, masked_sum
+from core_rl.distributed import collectives
+from core_rl.distributed.comm import Comm
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
+from core_rl.toolkit.experts import dispatch_experts, expert_modules
 from core_rl.toolkit.packed import PackedModel
 
 META = torch.device("meta")
@@ -70,6 +73,18 @@ class Copies(TorchFunctionMode):
             hook.remove()
 
 
+class TwoRanks(Comm):
+    """This rank and another one with the same tokens, without a process group."""
+
+    @property
+    def rank(self) -> int:
+        return 1
+
+    @property
+    def size(self) -> int:
+        return 2
+
+
 def batch() -> SequenceBatch:
     ids = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
     masks = [[0, 1, 0, 1, 1], [0, 0], [0, 1, 1, 0]]
@@ -110,6 +125,35 @@ def test_a_training_pass_waits_for_nothing(family: str, checkpointing: bool) -> 
         total.backward()
     assert copies.found == []
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def spread_experts(model: PackedModel) -> None:
+    """Let the model have half of its experts, and another rank the others."""
+    for module in expert_modules(model).values():
+        for name, parameter in [*module.named_parameters()]:
+            setattr(module, name, nn.Parameter(parameter.detach().chunk(2)[1]))
+    dispatch_experts(model, model.model.base_model, TwoRanks())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_of_other_ranks_are_waited_for_by_nobody(
+    family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives have no kernels on the meta device, and what they give has the shape of what they get."""
+    monkeypatch.setattr(collectives, "_all_gather", lambda value, comm, dim: torch.cat([value, value], dim))
+    monkeypatch.setattr(collectives, "_reduce_scatter", lambda value, comm, dim: value.chunk(2, dim)[1])
+    model, copies = model_on_meta(family, "lm"), Copies()
+    spread_experts(model)
+    if checkpointing:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    (micro_batch,) = MicroBatches(batch(), [[2, 0, 1]], META).items
+    with copies.watching(blocks_of(model)):
+        output = ModelOutput(**model(micro_batch, ("logprobs",), trained_only=True))
+        masked_sum(output["logprobs"], micro_batch.loss_mask).backward()
+    assert copies.found == []
+    grads = [weight.grad for module in expert_modules(model).values() for weight in module.parameters()]
+    assert grads and all(grad is not None for grad in grads)
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])

@@ -24,6 +24,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.experts import expert_modules
 from core_rl.toolkit.lora import add_adapter
 from core_rl.toolkit.model_files import model_files, require_causal, require_text_model
 
@@ -222,8 +223,7 @@ def use_experts_kernel(model: PreTrainedModel, kernel: ExpertsKernel) -> None:
     Both are differentiable in float32 and bfloat16, on the CPU and on CUDA. Both give an expert
     without tokens a gradient of zero, so that every rank has the same gradients to reduce.
     """
-    # As transformers' own `use_experts_implementation` marks them.
-    experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
+    experts = expert_modules(model).values()
     if not experts:
         return
     aligned = all(

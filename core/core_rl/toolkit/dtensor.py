@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from core_rl.backend.tensors import box_region
 from core_rl.errors import UnsupportedCapability
 
-__all__ = ["LocalPart", "local_part", "own_part"]
+__all__ = ["LocalPart", "local_part", "own_part", "shard_parameter"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ def local_part(tensor: Tensor) -> LocalPart:
 def own_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, with its graph."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Shard a parameter of ``module``, equal on all ranks, along ``dim``; no collective. Nothing where it has none."""
+    parameter = getattr(module, name, None)
+    if isinstance(parameter, nn.Parameter):
+        spread = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
 def _is_strided(placement: Placement) -> bool:

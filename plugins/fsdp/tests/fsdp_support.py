@@ -54,6 +54,16 @@ GPT2: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "vocab_size": VOCABULARY,
 }
+MOE = TINY | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 
 
 def fsdp_config(

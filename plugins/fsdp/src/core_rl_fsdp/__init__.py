@@ -19,6 +19,7 @@ SPEC = EngineSpec(
             Capability.TENSOR_PARALLEL,
             Capability.SEQUENCE_PARALLEL,
             Capability.CONTEXT_PARALLEL,
+            Capability.EXPERT_PARALLEL,
             Capability.VALUE_HEAD,
             Capability.REWARD_HEAD,
             Capability.LOGITS,

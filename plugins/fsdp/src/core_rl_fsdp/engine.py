@@ -21,6 +21,7 @@ from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_pa
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import use_flash_attention
 from core_rl.toolkit.free_memory import require_device_memory
+from core_rl.toolkit.experts import check_expert_parallel
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
@@ -29,6 +30,7 @@ from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
+from core_rl_fsdp.expert_parallel import apply_expert_parallel
 from core_rl_fsdp.meshes import Meshes
 from core_rl_fsdp.sharding import fsdp_modules, reset_pass, shard_modules
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_sequence_parallel, check_tensor_parallel
@@ -93,12 +95,14 @@ class FSDPBackend(HFBackend[FSDPConfig]):
             fill(self.state(), "buffers", unloaded.source)
 
     def _shard(self, model: PreTrainedModel, config: FSDPConfig) -> None:
-        """Cut the weights over tensor parallel ranks, and then over all others."""
+        """Cut the weights over tensor or expert parallel ranks, and then over all others."""
         self._partial: frozenset[str] = frozenset()
         if config.layout.tp > 1:
             partial = apply_tensor_parallel(model, self._meshes.tensor, self._meshes.shards)
             self._partial = frozenset(map(checkpoint_name, partial))
-        self._root = shard_modules(self.packed, self._meshes.data, config)
+        if config.layout.ep > 1:
+            apply_expert_parallel(model, self._meshes.expert, self._meshes.expert_ranks)
+        self._root = shard_modules(self.packed, self._meshes.data, self._meshes.expert_data, config)
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         each = self.context.config.options.reduce_scatter == "each"
@@ -146,6 +150,8 @@ def _check_layout(model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Refuse what the model cannot take, before anything is moved or cut."""
     if layout.tp > 1:
         check_tensor_parallel(model, layout.tp)
+    if layout.ep > 1:
+        check_expert_parallel(model, layout.ep)
     if layout.sequence_parallel:
         check_sequence_parallel(model)
     stateful = sorted({type(layer).__name__ for layer in stateful_layers(model.base_model).values()})

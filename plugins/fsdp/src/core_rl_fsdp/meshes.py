@@ -3,7 +3,7 @@
 Ranks are counted with tensor parallel ranks next to each other, then context parallel ones, then data
 parallel ones. Weights are sharded over data and context parallel ranks alike: each of them has
 gradients of other tokens. With several replicas (hybrid sharding), each has a whole copy, and the
-ranks of one copy are neighbours.
+ranks of one copy are neighbours. Among these, expert parallel ranks are neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["Meshes"]
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+REPLICATE, SHARD, TENSOR, EXPERT = "replicate", "shard", "tensor", "expert"
 
 
 @dataclass(eq=False)
@@ -75,23 +75,57 @@ class Meshes:
                 f"options.replicas={self.replicas} must divide dp={self.layout.dp}: each copy of the weights is "
                 "sharded over dp / replicas ranks; change one of them"
             )
+        if self._ranks_of_one_copy % self.layout.ep:
+            raise LayoutError(
+                f"ep={self.layout.ep} must divide dp / replicas * cp = {self._ranks_of_one_copy}: experts are spread "
+                "over the ranks that share one copy of the weights; change one of them"
+            )
+
+    @property
+    def _ranks_of_one_copy(self) -> int:
+        """Ranks over which each weight is sharded."""
+        return self.layout.dp // self.replicas * self.layout.cp
 
     @cached_property
     def weights(self) -> DeviceMesh:
         """The mesh over which weights are spread: its dimensions replicate, shard, and are tensor parallel."""
-        shard = self.layout.dp // self.replicas * self.layout.cp
-        return self._mesh({REPLICATE: self.replicas, SHARD: shard, TENSOR: self.layout.tp})
+        sizes = {REPLICATE: self.replicas, SHARD: self._ranks_of_one_copy, TENSOR: self.layout.tp}
+        return self._mesh(sizes)
 
     @property
     def data(self) -> DeviceMesh:
         """Mesh over which FSDP shards; two dimensions for hybrid sharding."""
-        names = (REPLICATE, SHARD) if self.replicas > 1 else (SHARD,)
-        return self.weights[tuple(map(self._name, names))]
+        return self._data_of(self.weights)
 
     @property
     def tensor(self) -> DeviceMesh:
         """The tensor parallel ranks."""
         return self.weights[self._name(TENSOR)]
+
+    @cached_property
+    def _with_experts(self) -> DeviceMesh:
+        """The same ranks as in `weights`, with those that have different experts next to each other."""
+        shard = self._ranks_of_one_copy // self.layout.ep
+        return self._mesh({REPLICATE: self.replicas, SHARD: shard, EXPERT: self.layout.ep})
+
+    @property
+    def expert_data(self) -> DeviceMesh | None:
+        """Mesh over which FSDP shards experts, the ranks with the same ones; None without expert parallelism."""
+        return self._data_of(self._with_experts) if self.layout.ep > 1 else None
+
+    @property
+    def expert(self) -> DeviceMesh:
+        """The expert parallel ranks."""
+        return self._with_experts[self._name(EXPERT)]
+
+    @property
+    def expert_ranks(self) -> Comm:
+        """The same as a group."""
+        return self._world(self._with_experts, EXPERT)
+
+    def _data_of(self, mesh: DeviceMesh) -> DeviceMesh:
+        names = (REPLICATE, SHARD) if self.replicas > 1 else (SHARD,)
+        return mesh[tuple(map(self._name, names))]
 
     @cached_property
     def groups(self) -> RankGroups:

@@ -16,27 +16,35 @@ from transformers import PreTrainedModel
 from core_rl.errors import ConfigError
 from core_rl.toolkit.packed import PackedModel
 from core_rl_fsdp.config import FSDPConfig
+from core_rl_fsdp.expert_parallel import shard_experts
 
 __all__ = ["fsdp_modules", "reset_pass", "shard_modules"]
 
 REDUCE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def shard_modules(packed: PackedModel, mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
-    """Shard each block, both ends of the model and the rest of ``packed`` in place; returns the root."""
+def shard_modules(
+    packed: PackedModel, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, config: FSDPConfig
+) -> FSDPModule:
+    """Shard each block, both ends of the model and the rest of ``packed`` in place; returns the root.
+
+    With expert parallelism, ``expert_mesh`` has the ranks with the same experts.
+    """
     reshard = config.options.reshard_after_forward
     compute = torch.bfloat16 if config.dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=REDUCE_DTYPES[config.options.reduce_dtype]
     )
+    # Experts and both ends get gates, ids or hidden states, of which nothing is to be rounded.
+    exact = replace(policy, cast_forward_inputs=False)
+    if expert_mesh is not None:
+        shard_experts(packed.model, expert_mesh, exact, reshard)
     blocks = _blocks(packed.model)
     for block in blocks:
         if config.options.compile:
             # Sequences of all lengths meet here, so sizes stay symbols.
             block.compile(dynamic=True)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # Both ends get ids or hidden states, of which nothing is to be rounded.
-    exact = replace(policy, cast_forward_inputs=False)
     embedding, head = _ends_apart(packed.model)
     if embedding is not None:
         fully_shard(embedding, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
@@ -72,7 +80,8 @@ def _ends_apart(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | N
 def _prefetch(parts: Sequence[nn.Module]) -> None:
     """Let each part gather the next one's weights before it computes, also where Python is slower than the GPU."""
     for part, following in pairwise(parts):
-        cast("FSDPModule", part).set_modules_to_forward_prefetch([cast("FSDPModule", following)])
+        # With those of its experts, if they are sharded apart.
+        cast("FSDPModule", part).set_modules_to_forward_prefetch([*fsdp_modules(following)])
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:

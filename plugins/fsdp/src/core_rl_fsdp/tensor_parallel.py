@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_region, reduce_scatter
 from core_rl.errors import LayoutError, UnsupportedCapability
-from core_rl.toolkit.dtensor import own_part
+from core_rl.toolkit.dtensor import own_part, shard_parameter
 from core_rl.toolkit.parallel_context import ModelShards
 
 __all__ = ["apply_tensor_parallel", "check_sequence_parallel", "check_tensor_parallel"]
@@ -141,14 +141,14 @@ def _partial(model: PreTrainedModel, split: Mapping[str, list[str]], shards: Mod
 
 def _cut_columns(module: nn.Module, mesh: DeviceMesh) -> None:
     """``x -> x @ own rows of the weight``: this rank's output features."""
-    _distribute(module, "weight", mesh, 0)
-    _distribute(module, "bias", mesh, 0)
+    shard_parameter(module, "weight", mesh, 0)
+    shard_parameter(module, "bias", mesh, 0)
     _compute_by(module, partial(_columns, cast("nn.Linear", module)))
 
 
 def _cut_rows(module: nn.Module, mesh: DeviceMesh, shards: ModelShards) -> None:
     """``own input features -> the sum over ranks``, and the bias once."""
-    _distribute(module, "weight", mesh, 1)
+    shard_parameter(module, "weight", mesh, 1)
     _compute_by(module, partial(_rows, cast("nn.Linear", module), shards))
 
 
@@ -174,14 +174,14 @@ def _shard_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, shards: ModelSha
     head = model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)  # of every causal language model
     tied = isinstance(head, nn.Module) and head.weight is embedding.weight
-    _distribute(embedding, "weight", mesh, 0)
+    shard_parameter(embedding, "weight", mesh, 0)
     _compute_by(embedding, partial(_embed, embedding, shards))
     if isinstance(head, nn.Module):
         if tied:
             head.register_parameter("weight", cast("nn.Parameter", embedding.weight))
         else:
-            _distribute(head, "weight", mesh, 0)
-        _distribute(head, "bias", mesh, 0)
+            shard_parameter(head, "weight", mesh, 0)
+        shard_parameter(head, "bias", mesh, 0)
 
 
 def _columns(module: nn.Linear, hidden: Tensor) -> Tensor:
@@ -217,14 +217,6 @@ def _left(value: Tensor, shards: ModelShards) -> Tensor:
     if shards.sequence_parallel:
         return reduce_scatter(value, shards.tensor, 1)
     return reduce_from_region(value, shards.tensor)
-
-
-def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Cut a parameter, equal on all ranks, along ``dim``; without communication."""
-    parameter = getattr(module, name, None)
-    if isinstance(parameter, nn.Parameter):
-        spread = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
 def _compute_by(module: nn.Module, function: Callable[..., Tensor]) -> None:
