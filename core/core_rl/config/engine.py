@@ -214,6 +214,13 @@ class TrainEngineConfig(EngineConfig):
         """True if the backward pass recomputes the activations of whole layers; an engine that can overrides it."""
         return False
 
+    @property
+    def expert_rows(self) -> int:
+        """Rows of activations for a token and each expert that it chose: more than 1 in an engine that dispatches
+        tokens with room for those of other ranks.
+        """
+        return 1
+
 
 class InferenceEngineConfig(EngineConfig):
     """The common config of an inference engine."""

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.config.engine import ModelConfig
 from core_rl.toolkit.build import building, finished, model_family, read_config
+from core_rl.toolkit.experts import expert_modules
 
 __all__ = ["Footprint", "footprint_of"]
 
@@ -25,6 +26,8 @@ class Footprint:
     """Weights that are not frozen."""
     outer: int
     """Weights outside of the layers: embeddings and head."""
+    experts: int
+    """Weights of all experts of a mixture, which expert parallel ranks share; 0 for other models."""
     largest: int
     """Numbers of the largest matrix outside of the layers that is trained, 0 where none is."""
     layers: int
@@ -33,6 +36,8 @@ class Footprint:
     """Numbers that a layer keeps of each token inside its attention and its MLP until the backward pass: queries, keys
     and values, the attention's result twice (as the attention and as the next product need it), and four inside a
     gated MLP. Of each expert that a token goes to, these four, and what goes in and comes out."""
+    routed: int
+    """The part of `inner` that experts keep of the tokens that were routed to them; 0 for other models."""
     normed: int
     """Numbers of each token that go through norms inside the attention: queries and keys, or none."""
     vocabulary: int
@@ -50,10 +55,12 @@ def footprint_of(model: ModelConfig) -> Footprint:
         parameters=_count(built.parameters()),
         trained=_count(p for p in built.parameters() if p.requires_grad),
         outer=_count(outside),
+        experts=_count(p for module in expert_modules(built).values() for p in module.parameters()),
         largest=max((p.numel() for p in outside if p.requires_grad), default=0),
         layers=int(text.num_hidden_layers),
         hidden=int(text.hidden_size),
         inner=_inner(text),
+        routed=_routed(text),
         normed=_normed(built, text),
         vocabulary=int(text.vocab_size),
     )
@@ -88,14 +95,21 @@ def _inner(config: PretrainedConfig) -> int:
 
 
 def _inside_mlp(config: PretrainedConfig) -> int:
-    """Numbers that an MLP keeps of each token; in a mixture, tokens are sorted for each of their experts and back."""
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if chosen is None:
-        return int(4 * width)
-    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-    width = getattr(config, "moe_intermediate_size", None) or width
-    return int(chosen * (4 * width + 2 * config.hidden_size) + 4 * shared)
+    """Numbers that an MLP keeps of each token."""
+    if routed := _routed(config):
+        return routed + 4 * (getattr(config, "shared_expert_intermediate_size", None) or 0)
+    return 4 * _mlp_width(config)
+
+
+def _routed(config: PretrainedConfig) -> int:
+    """See `Footprint.routed`: tokens are sorted for each of their experts and back."""
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    width = getattr(config, "moe_intermediate_size", None) or _mlp_width(config)
+    return int(chosen * (4 * width + 2 * config.hidden_size))
+
+
+def _mlp_width(config: PretrainedConfig) -> int:
+    return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
 
 
 def _normed(model: PreTrainedModel, config: PretrainedConfig) -> int:

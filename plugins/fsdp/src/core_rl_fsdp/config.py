@@ -71,3 +71,8 @@ class FSDPConfig(TrainEngineConfig):
     def recomputes(self) -> bool:
         """As `options.gradient_checkpointing` says."""
         return self.options.gradient_checkpointing
+
+    @property
+    def expert_rows(self) -> int:
+        """As `ExpertDispatch` has them."""
+        return self.layout.ep

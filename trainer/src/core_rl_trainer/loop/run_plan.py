@@ -20,8 +20,8 @@ logits      log-probs are computed in chunks of rows, in two float32 buffers; lo
             kept besides (`core_rl.toolkit.token_logprobs`)
 =========== ============================================================================================
 
-It leaves out what frameworks and libraries take, buffers of communication, fragmentation, and that expert
-parallel ranks share experts.
+It leaves out what frameworks and libraries take, buffers of communication, and fragmentation. Of expert parallelism it
+knows what is gathered and kept of routed tokens (`TrainEngineConfig.expert_rows`), not that weights are shared.
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def estimate_memory(config: TrainEngineConfig, model: Footprint, tokens: int) ->
 
 def _transient(config: TrainEngineConfig, model: Footprint) -> float:
     gradient = 4 * model.largest / config.layout.tp if config.optimizer is not None else 0.0
-    return gradient + config.gathered_bytes(model.parameters, model.outer, model.layers)
+    # A rank gathers its own experts alone.
+    present = model.parameters - model.experts + model.experts // config.layout.ep
+    return gradient + config.gathered_bytes(present, model.outer, model.layers)
 
 
 def _activations(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
@@ -203,7 +205,8 @@ def _activations(config: TrainEngineConfig, model: Footprint, tokens: int) -> fl
     # What goes into a norm, in bfloat16 in float32 as well, and what comes out.
     norm = 4 if config.dtype == "bfloat16" else 3
     around = 2 * norm * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-    layer = size * (around + (model.inner + (norm - 1) * model.normed) / layout.tp)
+    inner = model.inner + (config.expert_rows - 1) * model.routed
+    layer = size * (around + (inner + (norm - 1) * model.normed) / layout.tp)
     if config.optimizer is None:
         return layer
     if config.recomputes:
