@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ __all__ = [
 
 MOMENTUM = "momentum"
 """The kind of Muon's running mean of the gradients."""
+GRADIENT_BYTES = 64 * 2**20
+"""Of gradients of 0 that `create_moments` has at one time."""
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -104,24 +106,44 @@ class _AdamWNextToOthers(torch.optim.AdamW):
 def create_moments(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that ``optimizer`` otherwise makes in its first step: moments of 0, no step counted.
 
-    It takes a step with a learning rate of 0 and gradients of 0, which changes no weight, as torch's own distributed
-    checkpoints do; an optimizer that has state already keeps it.
+    It takes steps with a learning rate of 0 and gradients of 0, which change no weight, as torch's own distributed
+    checkpoints do; an optimizer that has state already keeps it. Each step is of a few parameters, so that gradients
+    take `GRADIENT_BYTES` at most, or those of one parameter.
     """
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grads = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    for few in _in_parts(parameters):
+        for parameter in few:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for parameter in few:
+            parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
     set_step_count(optimizer, 0)
+
+
+def _in_parts(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """``parameters`` in order, as many at a time as `GRADIENT_BYTES` allows."""
+    part: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if part and size + parameter.nbytes > GRADIENT_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(parameter)
+        size += parameter.nbytes
+    if part:
+        yield part
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[str, ...]:

@@ -73,6 +73,10 @@ class ShardedOptimizer:
         self._parts = [part for part in parts if not part.is_stub_optimizer]
         """Dense parameters, and those of experts."""
         for part in self._parts:
+            if isinstance(part.optimizer, torch.optim.AdamW):  # and not that of TransformerEngine or Apex
+                # One pass over the memory, and no temporary as large as the weights.
+                for group in part.optimizer.param_groups:
+                    group["fused"] = True
             create_moments(part.optimizer)
         self._owned = {owned.parameter: owned for part in self._parts for owned in _owned_by(part)}
         self._updates = 0
