@@ -230,3 +230,38 @@ def test_files_of_the_hubs_cache_are_links_out_of_their_directory(tmp_path: Path
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     assert TensorFiles(snapshot, "model").read("b").tolist() == [0, 0]
+
+
+def mapped_bytes() -> int:
+    """Pages of files in this process's memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssFile:")[1].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_pages_that_were_read_do_not_stay(
+    columns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that reads its part of each tensor would keep the whole file in its memory."""
+    tensors = {f"layer.{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
+    write_tensors(tmp_path, "model", iter(tensors.items()), writes=True)
+    files = TensorFiles(tmp_path, "model")
+    monkeypatch.setattr("core_rl.checkpoint.tensor_files.MAPPED_BYTES", 4 * 2**20)
+    before, highest = mapped_bytes(), 0
+    for name, tensor in tensors.items():
+        part = (slice(0, 1024), slice(512, 1024)) if columns else (slice(0, 1024), slice(0, 1024))
+        assert torch.equal(files.read(name, part), tensor[part])
+        highest = max(highest, mapped_bytes() - before)
+    assert highest < 20 * 2**20 < 16 * tensors["layer.0"].nbytes
+
+
+def test_a_file_in_the_place_of_one_that_is_read_is_not_mixed_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("core_rl.checkpoint.tensor_files.MAPPED_BYTES", 0)
+    write_tensors(tmp_path, "model", iter({"a": torch.ones(4), "b": torch.ones(4)}.items()), writes=True)
+    files = TensorFiles(tmp_path, "model")
+    files.read("a")
+    (tmp_path / "model.safetensors").rename(tmp_path / "older.safetensors")
+    write_tensors(tmp_path, "model", iter({"a": torch.zeros(4), "b": torch.zeros(4)}.items()), writes=True)
+    assert torch.equal(files.read("b"), torch.ones(4))

@@ -20,6 +20,8 @@ __all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]
 
 MAX_FILE_BYTES = 2 * 2**30
 """The size of a file of an export, in bytes; the rank that writes keeps one of them in host memory."""
+MAPPED_BYTES = 256 * 2**20
+"""Of a file that is read; see `SafetensorsFile`."""
 
 
 def write_tensors(
@@ -108,7 +110,14 @@ def write_file(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
 
 
 class SafetensorsFile:
-    """One safetensors file, of which only what is asked for is read. Unpickled, it opens when it is first read."""
+    """One safetensors file, of which only what is asked for is read. Unpickled, it opens when it is first read.
+
+    It is mapped, and pages that were read count as memory of this process: after `MAPPED_BYTES` it is mapped anew.
+    """
+
+    _mapped: int = 0
+    """Bytes of pages that were read."""
+    _identity: tuple[int, int] | None = None
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -122,6 +131,7 @@ class SafetensorsFile:
         return self._opened
 
     def _open(self) -> Any:
+        self._mapped, self._identity = 0, _identity(self._path)
         try:
             return safe_open(self._path, framework="pt")
         except FileNotFoundError as error:
@@ -147,6 +157,8 @@ class SafetensorsFile:
 
     def read(self, key: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """``key`` on the CPU, contiguous, whole or the part that ``slices`` names."""
+        if self._mapped > MAPPED_BYTES and _identity(self._path) == self._identity:
+            self._opened = None
         part: Tensor
         if not slices:
             part = self._file.get_tensor(key)
@@ -154,7 +166,19 @@ class SafetensorsFile:
             part = self._file.get_tensor(key)[slices]
         else:
             part = self._file.get_slice(key)[slices]
+        # Rows in whole: columns are read from the same pages.
+        rows = part.shape[0] if part.dim() else 1
+        self._mapped += rows * torch.Size(self.shape(key)[1:]).numel() * part.element_size()
         return part.contiguous()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What another file in its place would not have; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 class TensorFiles:
