@@ -44,3 +44,11 @@ def test_a_machine_with_cuda_keeps_its_megatron(monkeypatch: pytest.MonkeyPatch)
     assert module.__dict__["torch"] is torch
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=''"):
         cpu_shim.install(torch.device("cpu"))
+
+
+def test_fused_functions_are_not_compiled_on_the_cpu() -> None:
+    """Each would take seconds of a compiler."""
+    cpu_shim.install(torch.device("cpu"))
+    fusions = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+    for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
+        assert not hasattr(getattr(fusions, name), "_torchdynamo_orig_callable")

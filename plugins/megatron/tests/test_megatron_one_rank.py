@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +27,9 @@ LOSS = LossSpec(fn=support.weighted_nll)
 CUT = MicroBatchSpec(max_tokens=24)
 CONFIGS = [
     support.config(),
-    support.config(options={"distributed_optimizer": True}).model_copy(update={"dtype": "bfloat16"}),
+    support.config(
+        options={"distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}
+    ).model_copy(update={"dtype": "bfloat16"}),
 ]
 IDS = ["float32", "bfloat16-distributed-optimizer"]
 EXPERTS = support.config(
@@ -131,3 +134,20 @@ def test_room_on_the_device_is_asked_for_before_weights_are_read(
     monkeypatch.setattr(SafetensorsFile, "read", lambda self, name, slices=None: read.append(name))
     with pytest.raises(OutOfDeviceMemory, match=r"^[1-9]\d+ weights, read: \[\]$"):
         engine.initialize()
+
+
+def test_the_optimizer_is_torchs_where_another_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam of TransformerEngine and Apex has no count of steps for each parameter, which a resumed run sets."""
+    monkeypatch.setattr("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr("megatron.core.optimizer.Adam", _Foreign)
+    engine = load_engine("megatron", CONFIGS[0])
+    engine.initialize()
+    try:
+        assert all(map(math.isfinite, results(engine)))
+    finally:
+        engine.destroy()
+
+
+class _Foreign:
+    def __init__(self, **_: Any) -> None:
+        raise AssertionError("an optimizer that is not torch's")

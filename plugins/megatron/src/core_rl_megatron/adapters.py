@@ -69,6 +69,10 @@ class Projection(nn.Module):
         self.lora_B = nn.Parameter(weight.new_empty(rows, rank))
         self.scaling = scaling
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Both factors. Megatron's hooks of a module that is called wait for its weights (``overlap_param_gather``)."""
+        return self.lora_A, self.lora_B
+
 
 class LinearAdapter(nn.Module):
     """Adapters of the linear ``layer``, whose weight has the ``boxes`` of projections, group after group of heads.
@@ -117,11 +121,12 @@ class LinearAdapter(nn.Module):
         if not self.enabled:
             return output
         projections = [cast("Projection", module) for module in self.projections]
-        low = torch.cat([F.linear(self._dropped(inputs[0]), p.lora_A) for p in projections], -1)
+        factors = [projection() for projection in projections]
+        low = torch.cat([F.linear(self._dropped(inputs[0]), a) for a, _ in factors], -1)
         parts = [*output[0].unflatten(-1, (self._groups, -1)).split(self._rows, -1)]
         lows = self._exchanged(low).chunk(len(projections), -1)
-        for number, projection, own in zip(self._numbers, projections, lows, strict=True):
-            product = projection.scaling * F.linear(own, projection.lora_B)
+        for number, projection, (_, b), own in zip(self._numbers, projections, factors, lows, strict=True):
+            product = projection.scaling * F.linear(own, b)
             parts[number] = parts[number] + product.unflatten(-1, (self._groups, -1))
         return torch.cat(parts, -1).flatten(-2), output[1]
 

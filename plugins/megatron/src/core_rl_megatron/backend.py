@@ -25,7 +25,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.toolkit.build import build_model
+from core_rl.toolkit.build import build_model, read_config
 from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, low_rank_products
@@ -33,9 +33,11 @@ from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.model_files import exported_config
 from core_rl_megatron import cpu_shim, parallel_state
 from core_rl_megatron.adapters import enable_adapters
+from core_rl_megatron.choices import check_options
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
 from core_rl_megatron.optimizer import ShardedOptimizer
+from core_rl_megatron.overlap import Buckets
 from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
@@ -52,12 +54,14 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     schedule: Schedule
     wrapped: Sequence[nn.Module] = ()
     """The chunks, each in Megatron's DistributedDataParallel where it is trained."""
+    buckets: Buckets = Buckets(())
     _in_groups: bool = False
 
     # ---------------------------------------------------------------- building
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
         parallel_state.check_megatron()
+        check_options(config, read_config(config.model))
         cpu_shim.install(world.device)
         parallel_state.join_groups(world, config.layout, config.options.virtual_stages)
         self._in_groups = True
@@ -76,13 +80,14 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
             self.wrapped = self.model.chunks
             if config.optimizer is not None:
                 half, spread = config.dtype == "bfloat16", config.options.distributed_optimizer
-                self.wrapped = wrap_chunks(self.model, distributed=spread)
+                self.wrapped = wrap_chunks(self.model, config.options)
                 options = on_all(
                     context.world, lambda: self._parameter_options(context, tensors), "optimizer.rules"
                 )
                 self.optimizer = ShardedOptimizer(
                     self.wrapped, config.optimizer, options, half=half, distributed=spread
                 )
+        self.buckets = Buckets(self.wrapped)
         self._state = MegatronState(tensors, self.model.boxes, self.optimizer, context.world)
         self.schedule = Schedule(context, self.model, self.wrapped)
         on_all(
@@ -95,6 +100,7 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
 
     def teardown(self) -> None:
         """Leave Megatron's groups, which are global: the next engine of this process makes its own."""
+        self.buckets.close()
         for chunk in self.wrapped:
             if isinstance(chunk, DistributedDataParallel):
                 # Their hooks hold the wrapper, with its memory and groups: a cycle that may be collected much later.
@@ -185,14 +191,21 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
             chunk.train(training)
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
-        with self.rng.own():
+        with self.rng.own(), self.buckets.reducing(last=mode == "last"):
             self.schedule.run(micro_batches, step, forward_only=mode == "forward")
+
+    def synchronize(self) -> None:
+        """Gather the weights that a step changed, and wait for gradients that are being added up."""
+        self.buckets.wait()
+        self.buckets.gather()
 
     def abort(self) -> None:
         """Gradients stay: those of earlier passes are whole, and the core drops the others."""
         self.schedule.abort()
+        self.buckets.abandon()
 
     def zero_grad(self) -> None:
+        self.buckets.forget_gradients()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
@@ -200,11 +213,13 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         """Sum over data and context parallel ranks, both copies of a tied embedding, and norms under sequence
         parallelism.
         """
+        self.buckets.reduce()
         finalize_model_grads(list(self.wrapped), None)
 
     def step(self, scale: float, lr: float, count: int) -> None:
         if self.optimizer is not None:
             self.optimizer.step(scale, lr, count)
+            self.buckets.forget_weights()
 
 
 def _planned(

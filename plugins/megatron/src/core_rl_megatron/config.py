@@ -22,6 +22,24 @@ class MegatronOptions(Config):
     """Spread the float32 weights and the moments over data parallel ranks (ZeRO-1, arXiv:1910.02054)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Compute activations again in the backward pass: those inside the attention, or of whole layers."""
+    overlap_grad_reduce: bool = True
+    """Add up gradients over data parallel ranks, bucket by bucket, while a step's last micro-batch runs backward."""
+    overlap_param_gather: bool = False
+    """Gather weights that a step changed during the next forward pass, not at the end of the step. For the distributed
+    optimizer. It gains nothing where weights are sent to servers after each step."""
+    ddp_bucket_size: int | None = Field(default=None, ge=1)
+    """Numbers in a bucket of ``overlap_grad_reduce``; None is Megatron's: 40 million, or a million for each data
+    parallel rank."""
+    moe_grouped_gemm: bool | None = None
+    """All experts of a rank in one grouped matrix product of torch, and as one parameter for the optimizer and for
+    ``model.frozen``. None is yes for a mixture whose sizes it takes: multiples of 8."""
+    fusions: bool | None = None
+    """SwiGLU that keeps its input alone, rotary embeddings, and torch's fused norm; the first two are compiled on CUDA
+    (`torch.compile`), in the first steps. None is yes on CUDA, where there are triton and a C compiler."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Whose linear layers and norms: Megatron's own, or those of TransformerEngine, which must be installed and runs on
+    CUDA alone. Attention, router and experts are the same with both. That of TransformerEngine was never run by the
+    tests of this plugin: certify it first (``pytest --engine=megatron conformance/``)."""
 
 
 class MegatronConfig(TrainEngineConfig):

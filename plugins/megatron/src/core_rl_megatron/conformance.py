@@ -10,7 +10,8 @@ from core_rl_conformance.profile import MOE, Profile, Setting
 __all__ = ["PROFILE"]
 
 LINEAR = ("qwen3", "llama", "qwen2")
-SPREAD = {"options": {"distributed_optimizer": True}}
+SPREAD = {"options": {"distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}}
+"""With buckets that are small enough for tiny models to have several."""
 TP_SP = ParallelLayout(tp=2, sequence_parallel=True)
 
 linear = partial(Setting, families=LINEAR)
@@ -40,11 +41,29 @@ PROFILE = Profile(
         pipelined(layout=ParallelLayout(dp=2, pp=2)),
         pipelined(layout=ParallelLayout(pp=2, cp=2)),
         experts(layout=ParallelLayout(dp=2, ep=2)),
-        experts(layout=ParallelLayout(tp=2, ep=2, sequence_parallel=True)),
+        # Experts are grouped everywhere else.
+        experts(
+            name="apart",
+            layout=ParallelLayout(tp=2, ep=2, sequence_parallel=True),
+            options={"options": {"moe_grouped_gemm": False}},
+        ),
         Setting(name="distributed-optimizer", layout=ParallelLayout(dp=2), options=SPREAD),
-        pipelined(name="distributed-optimizer", layout=ParallelLayout(dp=2, pp=2), options=SPREAD),
-        experts(name="distributed-optimizer", layout=ParallelLayout(dp=2, ep=2), options=SPREAD),
-        linear(name="recompute", layout=ParallelLayout(tp=2), options={"options": {"recompute": "full"}}),
+        # Gradients are added up during the backward pass everywhere else.
+        pipelined(
+            name="distributed-optimizer",
+            layout=ParallelLayout(dp=2, pp=2),
+            options={"options": {"distributed_optimizer": True, "overlap_grad_reduce": False}},
+        ),
+        experts(
+            name="distributed-optimizer",
+            layout=ParallelLayout(dp=2, ep=2),
+            options={"options": SPREAD["options"] | {"fusions": True}},
+        ),
+        linear(
+            name="recompute",
+            layout=ParallelLayout(tp=2),
+            options={"options": {"recompute": "full", "fusions": True}},
+        ),
     ),
     dtypes=("float32", "bfloat16"),
     families=(*LINEAR, MOE),

@@ -63,6 +63,7 @@ def install(device: torch.device) -> None:
             module.__dict__["torch"] = _torch_on_cpu()
     _replace_random_state()
     _replace_splits()
+    _leave_uncompiled()
     # It would advise an environment variable of CUDA, once on each rank.
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
@@ -150,6 +151,13 @@ def _replace_random_state() -> None:
 
 def _is_no_move_of_the_cpu_state(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
+
+
+def _leave_uncompiled() -> None:
+    """What `jit_fuser` compiles at its first call (fused_bias_swiglu.py) takes 12 s of a C++ compiler on the CPU."""
+    fusions = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+    for name, function in list(vars(fusions).items()):
+        fusions.__dict__[name] = getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def _replace_splits() -> None:

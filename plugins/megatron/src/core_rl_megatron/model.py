@@ -16,7 +16,8 @@ from core_rl.backend.train_backend import BuildContext
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import ConfigError
 from core_rl_megatron.adapters import add_adapters
-from core_rl_megatron.config import MegatronConfig
+from core_rl_megatron.choices import groups_experts
+from core_rl_megatron.config import MegatronConfig, MegatronOptions
 from core_rl_megatron.experts import mark_experts
 from core_rl_megatron.modules import PackedGPT, build_chunk
 from core_rl_megatron.naming import RowBox, boxes_of
@@ -48,8 +49,9 @@ def build_stage(
     Raises on all ranks what `transformer_config` raises, and `ConfigError` where a part of a fused parameter is frozen.
     """
     config, virtual = transformer_config(context.config, model.config), context.config.options.virtual_stages
+    grouped = groups_experts(context.config, model.config)
     chunks = [
-        build_chunk(config, model, context.config.model.head, stage).to(context.device)
+        build_chunk(config, model, context.config.model.head, stage, grouped=grouped).to(context.device)
         for stage in (range(virtual) if virtual > 1 else (None,))
     ]
     ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
@@ -68,9 +70,15 @@ def build_stage(
     return StageModel(model.config, chunks, boxes)
 
 
-def wrap_chunks(model: StageModel, *, distributed: bool) -> list[Any]:
+def wrap_chunks(model: StageModel, options: MegatronOptions) -> list[Any]:
     """Megatron's DistributedDataParallel around each chunk, with float32 gradients. Collective."""
-    plan = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    plan = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.distributed_optimizer,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+        bucket_size=options.ddp_bucket_size,
+    )
     return [
         DistributedDataParallel(chunk.config, plan, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)

@@ -8,11 +8,15 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -24,6 +28,7 @@ from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl_megatron.experts import PackedRouter
+from core_rl_megatron.grouped_experts import GroupedExperts
 
 __all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
 
@@ -38,29 +43,48 @@ class _PackedParams(PackedSeqParams):  # type: ignore[misc]
     """
 
     segments: Segments | None = None
+    cos: Tensor | None = None
+    """Of the rotary angles of each token, ``[L, 1, 1, D]``, and the sines, in the compute dtype."""
+    sin: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
-    """As transformers computes it. Megatron's local norm refuses sequence parallelism (torch_norm.py), where the
-    gradient of each rank is of its own tokens: the mark lets Megatron add them up.
+    """As transformers computes it, or by torch's fused kernel. Megatron's local norm refuses sequence parallelism
+    (torch_norm.py), where the gradient of each rank is of its own tokens: the mark lets Megatron add them up.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.eps = eps
+        self._fused = bool(config.bias_activation_fusion)
         cast("Any", self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self._fused:
+            return nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         upcast = hidden.float()
         upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * upcast.to(hidden.dtype)
 
 
-class PackedCoreAttention(nn.Module):
-    """The core's attention inside each packed sequence; over context parallel ranks it swaps tokens for heads.
+def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``value [L, 1, heads, D]`` turned by the angles of its tokens, as in rope_utils.py. There, each layer computes
+    cosines and sines again.
+    """
+    left, right = value.chunk(2, dim=-1)
+    return value * cos + torch.cat([-right, left], dim=-1) * sin
 
-    Megatron's local one takes neither packed sequences nor context parallelism.
+
+compiled_rotated = jit_fuser(rotated)
+
+
+class PackedCoreAttention(nn.Module):
+    """Rotary embeddings, and the core's attention inside each packed sequence; over context parallel ranks it swaps
+    tokens for heads.
+
+    Megatron's local one takes neither packed sequences nor context parallelism, and that of TransformerEngine another
+    format of them.
     """
 
     def __init__(
@@ -77,6 +101,7 @@ class PackedCoreAttention(nn.Module):
         self._dropout = float(config.attention_dropout)
         self._scale = softmax_scale
         self._spread_tokens = bool(config.sequence_parallel)
+        self._fused = bool(config.bias_activation_fusion)
 
     def forward(
         self,
@@ -90,7 +115,12 @@ class PackedCoreAttention(nn.Module):
         attention_bias: None = None,
     ) -> Tensor:
         """``[T, 1, heads, D]`` to ``[T, 1, heads * D]``."""
-        assert packed_seq_params.segments is not None  # `PackedGPT` passes them
+        segments, cos, sin = packed_seq_params.segments, packed_seq_params.cos, packed_seq_params.sin
+        assert segments is not None  # `PackedGPT` passes all three
+        assert cos is not None
+        assert sin is not None
+        turn = compiled_rotated if self._fused and query.is_cuda else rotated
+        query, key = turn(query, cos, sin), turn(key, cos, sin)
         dropout = self._dropout if self.training else 0.0
         # Heads differ over tensor parallel ranks; with sequence parallelism the block has forked already.
         forked = dropout > 0 and not self._spread_tokens
@@ -101,7 +131,7 @@ class PackedCoreAttention(nn.Module):
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
                 attention_mask,
-                segments=packed_seq_params.segments,
+                segments=segments,
                 scaling=self._scale,
                 dropout=dropout,
             )
@@ -135,14 +165,16 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             # Under a frozen embedding: what is computed again (tensor_parallel/random.py) has a gradient only
             # where one of its inputs has one.
             hidden.requires_grad_()
-        angles = tokens.position_ids.float()[:, None] * self.inverse_frequencies[None, :]
+        angles = (tokens.position_ids.float()[:, None] * self.inverse_frequencies).repeat(1, 2)[:, None, None]
+        dtype = cast("torch.dtype", self.config.pipeline_dtype)
         segments = Segments(tokens.segments, context)
         segments.starts(tokens.input_ids.device)
         output: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, None, None, :],
-            packed_seq_params=_PackedParams(segments=segments),
+            packed_seq_params=_PackedParams(
+                segments=segments, cos=angles.cos().to(dtype), sin=angles.sin().to(dtype)
+            ),
         )
         return output
 
@@ -170,9 +202,14 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
 
 def build_chunk(
-    config: TransformerConfig, model: PreTrainedModel, head: Head, virtual_stage: int | None
+    config: TransformerConfig,
+    model: PreTrainedModel,
+    head: Head,
+    virtual_stage: int | None,
+    *,
+    grouped: bool,
 ) -> PackedGPT:
-    """The layers of ``model`` that one (virtual) stage has, uninitialised, in float32.
+    """The layers of ``model`` that one (virtual) stage has, uninitialised, in float32; experts ``grouped`` or apart.
 
     Raises `UnsupportedCapability` for rotary frequencies other than `FIXED_ROPE`.
     """
@@ -180,7 +217,7 @@ def build_chunk(
     size = model.config.vocab_size
     chunk = PackedGPT(
         config=config,
-        transformer_layer_spec=_block_spec(config, virtual_stage),
+        transformer_layer_spec=_block_spec(config, virtual_stage, grouped=grouped),
         vocab_size=size + -size % config.tensor_model_parallel_size,
         max_sequence_length=model.config.max_position_embeddings,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
@@ -197,20 +234,29 @@ def build_chunk(
     return chunk
 
 
-def _block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers, with the attention, the norms and the router of this package."""
+def _block_spec(
+    config: TransformerConfig, virtual_stage: int | None, *, grouped: bool
+) -> TransformerBlockSubmodules:
+    """Megatron's local layers with the norms of this package, or those of TransformerEngine; and in either the
+    attention, the router and the experts of this package. No test has run those of TransformerEngine.
+    """
+    theirs = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=virtual_stage
+        config, use_transformer_engine=theirs, normalization=config.normalization, vp_stage=virtual_stage
     )
-    block.layer_norm = RMSNorm
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = ModuleSpec(GroupedExperts) if grouped else ModuleSpec(SequentialMLP, submodules=linear)
+    if not theirs:
+        block.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in block.layer_specs):
         attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedCoreAttention
-        if config.qk_layernorm:
+        if not theirs:
+            layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm and not theirs:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if isinstance(mlp, MoESubmodules):
-            mlp.router = PackedRouter
+            mlp.router, mlp.experts = PackedRouter, experts
     return block
 
 

@@ -10,7 +10,7 @@ mbridge has the same names; to use it would require vision models and ``einops``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.transformer import TransformerConfig
@@ -75,6 +75,14 @@ NAMES: dict[str, tuple[str, int | None]] = {
 }
 """By Megatron's module, inside of a layer or an MLP: transformers' module, and the dimension that tensor parallel ranks
 divide. The fused modules are in `_parts`."""
+GROUPED = {"experts.linear_fc1": ("gate_proj", "up_proj"), "experts.linear_fc2": ("down_proj",)}
+"""Modules of `GroupedExperts`, and the projections of each expert in their weights."""
+NORMS = {
+    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+}
+"""TransformerEngine has a norm inside the linear layer after it: there, and where the local layers have it."""
+NORM = re.compile("|".join(map(re.escape, NORMS)))
 IN_LAYER = re.compile(
     r"decoder\.layers\.(?P<layer>\d+)\.(?P<mlp>mlp\.)?(experts\.local_experts\.(?P<expert>\d+)\.)?(?P<module>.+)"
 )
@@ -84,8 +92,8 @@ def boxes_of(
     chunk: PackedGPT, tensor_rank: int, expert_rank: int
 ) -> Iterator[tuple[nn.Parameter, tuple[RowBox, ...]]]:
     """All parameters of ``chunk``, each once, and their boxes; rows that pad the vocabulary are in none."""
-    for name, parameter in chunk.named_parameters():
-        path, _, kind = name.rpartition(".")
+    for own, parameter in chunk.named_parameters():
+        path, _, kind = NORM.sub(lambda found: NORMS[found[0]], own).rpartition(".")
         prefix, module, rank = _located(chunk, path, tensor_rank, expert_rank)
         columns, start, found = [0] * (parameter.dim() - 1), 0, []
         if NAMES.get(module, ("", None))[1] == 1:
@@ -107,9 +115,11 @@ def _located(chunk: PackedGPT, path: str, tensor_rank: int, expert_rank: int) ->
     if found is None:
         return "", path, tensor_rank
     prefix = f"model.layers.{chunk.decoder.layers[int(found['layer'])].layer_number - 1}.{found['mlp'] or ''}"
+    if found["module"].startswith("experts."):
+        return prefix, found["module"], expert_rank
     if found["expert"] is None:
         return prefix, found["module"], tensor_rank
-    experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+    experts = _expert_count(chunk.config)
     # An expert is whole on its rank.
     return f"{prefix}experts.{expert_rank * experts + int(found['expert'])}.", found["module"], 0
 
@@ -121,12 +131,26 @@ def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tupl
     if module == "linear_fc1":
         half = rows // 2
         return [("gate_proj", half, rank * half), ("up_proj", half, rank * half)]
+    if module in GROUPED:
+        return _grouped(GROUPED[module], rows, _expert_count(chunk.config), rank)
     if module not in NAMES:
         raise EngineContractError(f"Megatron's parameters of {module!r} have no name in transformers")
     name, divided = NAMES[module]
     if divided != 0:
         return [(name, rows, 0)]
     return [(name, min(rows, chunk.true_vocab_size - rank * rows), rank * rows)]
+
+
+def _expert_count(config: TransformerConfig) -> int:
+    """Of one rank."""
+    return int(config.num_moe_experts or 0) // int(config.expert_model_parallel_size)
+
+
+def _grouped(names: Sequence[str], rows: int, experts: int, rank: int) -> Iterator[tuple[str, int, int]]:
+    """Projections with these ``names``, expert after expert."""
+    for expert in range(rank * experts, (rank + 1) * experts):
+        for name in names:
+            yield f"experts.{expert}.{name}", rows // experts // len(names), 0
 
 
 def _query_key_value(config: TransformerConfig, rank: int) -> Iterator[tuple[str, int, int]]:

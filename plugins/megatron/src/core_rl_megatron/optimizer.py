@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core import optimizer as upstream
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -73,10 +74,9 @@ class ShardedOptimizer:
         self._parts = [part for part in parts if not part.is_stub_optimizer]
         """Dense parameters, and those of experts."""
         for part in self._parts:
-            if isinstance(part.optimizer, torch.optim.AdamW):  # and not that of TransformerEngine or Apex
-                # One pass over the memory, and no temporary as large as the weights.
-                for group in part.optimizer.param_groups:
-                    group["fused"] = True
+            # One pass over the memory, and no temporary as large as the weights.
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
             create_moments(part.optimizer)
         self._owned = {owned.parameter: owned for part in self._parts for owned in _owned_by(part)}
         self._updates = 0
@@ -117,7 +117,7 @@ class ShardedOptimizer:
                 parameter.view(-1)[owned.start : owned.start + len(values)].copy_(values)
         for chunk in self._chunks:
             if chunk.ddp_config.use_distributed_optimizer:
-                chunk.start_param_sync()
+                chunk.start_param_sync(force_sync=True)
 
     def memory(self, part: MemoryPart) -> Iterator[Tensor]:
         """The float32 weights, the buffers of all gradients, or the moments."""
@@ -157,6 +157,8 @@ def _build(
         }
         for own in sorted(set(options.values()))
     }
+    # Also where TransformerEngine or Apex is installed: their Adam counts steps in another place.
+    upstream.USING_PYTORCH_OPTIMIZER = True
     return get_megatron_optimizer(
         plain, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )

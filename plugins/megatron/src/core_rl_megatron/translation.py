@@ -14,6 +14,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.devices import device_type
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
+from core_rl_megatron.choices import uses_fusions
 from core_rl_megatron.config import MegatronConfig
 
 __all__ = ["family_of", "transformer_config"]
@@ -124,6 +125,8 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
+        bias_activation_fusion=uses_fusions(config),
+        transformer_impl=options.transformer_impl,
         cuda_graph_scope=[],  # the default is deprecated, and warns of itself
         **family,
         **RECOMPUTE[options.recompute],
