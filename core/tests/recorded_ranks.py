@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from core_rl.backend.tensors import ShardedState
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError
 from core_rl.state.gather import Gather
@@ -103,13 +104,25 @@ def _cut(model: PreTrainedModel, whole: Mapping[str, Tensor], mesh: DeviceMesh, 
 def export_traffic(model: PreTrainedModel, sizes: tuple[int, ...], cut: Cut) -> Traffic:
     """The bytes that an export of ``model``, cut over a mesh of ``sizes``, moves to rank 0."""
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    world, heard = torch.Size(sizes).numel(), dict[int, list[Any]]()
+
+    @contextmanager
+    def state_of(comm: Recorder) -> Iterator[ShardedState]:
+        with _as_rank(comm.rank, sizes) as mesh:
+            _cut(model, whole, mesh, cut)
+            yield HFShardedState(model, None, {}, comm)
+
+    return recorded_traffic(torch.Size(sizes).numel(), state_of)
+
+
+def recorded_traffic(
+    world: int, state_of: Callable[[Recorder], AbstractContextManager[ShardedState]]
+) -> Traffic:
+    """The bytes that an export of the states of ``world`` ranks, made one after another, moves to rank 0."""
+    heard = dict[int, list[Any]]()
     slices, comms = [], []
     for rank in range(world):
-        with _as_rank(rank, sizes) as mesh:
-            comm = Recorder(None, torch.device("meta"), number=rank, count=world, heard=heard)
-            _cut(model, whole, mesh, cut)
-            state = HFShardedState(model, None, {}, comm)
+        comm = Recorder(None, torch.device("meta"), number=rank, count=world, heard=heard)
+        with state_of(comm) as state:
             slices.append(list(state.local("params")))
             comms.append(comm)
             # The last rank hears all of the others; before that, boxes are missing.
