@@ -1,7 +1,8 @@
-"""Products of the head on CUDA: float32 sums of bfloat16 factors, by which operators are called on the meta device."""
+"""Products of the head in bfloat16, by which operators are called; on CUDA float32 sums, shown on the meta device."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from core_rl.toolkit.token_logprobs import CUDA_CHUNK_ROWS, chunk_rows, token_lo
 
 ROWS, HIDDEN, VOCABULARY = 12, 8, 40
 BFLOAT16 = torch.bfloat16
+Shape = tuple[int, ...]
 
 
 class Products(TorchDispatchMode):
@@ -19,7 +21,7 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        self.found: list[tuple[str, torch.dtype, Shape]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -30,23 +32,43 @@ class Products(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_logits_and_the_gradient_of_the_head_are_float32_sums(
-    with_entropy: bool, monkeypatch: pytest.MonkeyPatch
+    with_entropy: bool, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("core_rl.toolkit.cuda.on_cuda", lambda tensor: True)
-    hidden = torch.empty(ROWS, HIDDEN, device="meta", dtype=BFLOAT16, requires_grad=True)
-    weight = torch.empty(VOCABULARY, HIDDEN, device="meta", dtype=BFLOAT16, requires_grad=True)
-    targets = torch.empty(ROWS, dtype=torch.long, device="meta")
-    with Products() as products:
-        logprobs, _ = token_logprobs(hidden, weight, targets, with_entropy=with_entropy, keep_bytes=0)
-        logprobs.sum().backward()
-    logits = ("mm.dtype_out", torch.float32, (ROWS, VOCABULARY))
+    monkeypatch.setattr("core_rl.toolkit.token_logprobs.GROUP_ROWS", 1)
+    products = products_of(torch.device("meta"), with_entropy, chunk=ROWS // groups)
+    logits = ("mm.dtype_out", torch.float32, (ROWS // groups, VOCABULARY))
     gradients = [
-        ("mm.out", BFLOAT16, (ROWS, HIDDEN)),
+        ("mm.out", BFLOAT16, (ROWS // groups, HIDDEN)),
         ("addmm.dtype_out", torch.float32, (VOCABULARY, HIDDEN)),
     ]
-    assert products.found == [logits, logits, *gradients]
+    assert products == groups * [logits] + groups * [logits, *gradients]
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_chunks_in_half_precision_have_one_product_for_the_head(with_entropy: bool) -> None:
+    """Each would write as much as the head has, and read and write twice as much where it adds to a float32 sum."""
+    products = products_of(torch.device("cpu"), with_entropy, chunk=ROWS // 3)
+    outputs = Counter(shape for _, _, shape in products)
+    # Logits of the chunks, in the forward pass and again.
+    assert outputs == {(ROWS // 3, VOCABULARY): 6, (ROWS, HIDDEN): 1, (VOCABULARY, HIDDEN): 1}
+    assert {dtype for _, dtype, _ in products} == {BFLOAT16}
+
+
+def products_of(device: torch.device, with_entropy: bool, chunk: int) -> list[tuple[str, torch.dtype, Shape]]:
+    """Of log-probs and their gradients, in bfloat16."""
+    hidden = torch.zeros(ROWS, HIDDEN, device=device, dtype=BFLOAT16, requires_grad=True)
+    weight = torch.zeros(VOCABULARY, HIDDEN, device=device, dtype=BFLOAT16, requires_grad=True)
+    targets = torch.zeros(ROWS, dtype=torch.long, device=device)
+    with Products() as products:
+        logprobs, _ = token_logprobs(
+            hidden, weight, targets, with_entropy=with_entropy, chunk=chunk, keep_bytes=0
+        )
+        logprobs.sum().backward()
+    return products.found
 
 
 def test_cuda_computes_more_rows_at_once() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.toolkit import cuda
 from core_rl.toolkit.cuda import add_product, product
 from core_rl.toolkit.parallel_context import VocabularyShard
 
@@ -25,6 +26,10 @@ CHUNK_ROWS = 512
 
 CUDA_CHUNK_ROWS = 2048
 """The same for CUDA, whose products are not busy with fewer; at a vocabulary of 151,936, 1.2 GB in float32."""
+
+GROUP_ROWS = 512
+"""Rows whose gradients in half precision go into one product, where chunks are smaller: each product writes as many
+numbers as the head has, and where it adds to others, reads and writes as many in float32."""
 
 CPU_CHUNK_BYTES = 96 * 2**20
 """Most float32 logits that the CPU makes at once, in bytes; there are two buffers of this size."""
@@ -143,8 +148,14 @@ class _Plan:
         """Whether exp(logits) is all that the backward pass needs."""
         return not self.with_entropy and self.head.softcap is None
 
-    def chunks(self, count: int) -> Iterator[slice]:
-        return (slice(start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
+    def chunks(self, rows: slice) -> Iterator[slice]:
+        """Parts of ``rows`` whose float32 logits are made at once."""
+        return _parts(rows, self.chunk)
+
+    def groups(self, hidden: Tensor) -> Iterator[slice]:
+        """Parts of all rows whose gradients go into one product; in float32 these are chunks."""
+        half = hidden.dtype != torch.float32
+        return _parts(slice(0, len(hidden)), max(self.chunk, GROUP_ROWS) if half else self.chunk)
 
     def buffer(self, rows: int, weight: Tensor) -> Tensor:
         return torch.empty(rows, len(weight), dtype=torch.float32, device=weight.device)
@@ -180,7 +191,7 @@ class _TokenLogprobs(torch.autograd.Function):
         highest, total, chosen, mean = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
         stored = plan.buffer(count if plan.keep else min(plan.chunk, count), weight)
         exponential = plan.buffer(0 if plan.exponentials else min(plan.chunk, count), weight)
-        for rows in plan.chunks(count):
+        for rows in plan.chunks(slice(0, count)):
             out = stored[rows] if plan.keep else stored[: rows.stop - rows.start]
             logits = plan.logits(hidden[rows], weight, out)
             # Finite, so that a row of -inf stays one.
@@ -207,39 +218,79 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grads
-        hidden, weight, index, here, highest, above, entropy, *kept = ctx.saved_tensors
+        hidden, weight, *_ = ctx.saved_tensors
         plan: _Plan = ctx.plan
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # float32, because the sum over chunks of a bfloat16 gradient would be rounded each time.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        buffers = [plan.buffer(min(plan.chunk, len(hidden)), weight) for _ in range(1 + plan.with_entropy)]
-        normaliser = highest + above
-        for rows in plan.chunks(len(hidden)):
-            buffer, *other = (buffer[: rows.stop - rows.start] for buffer in buffers)
-            by_raw: Tensor | float = plan.head.scale / plan.head.temperature
-            if kept and plan.exponentials:
-                factor = -grad_logprobs[rows] * (-above[rows]).exp()
-                grad = torch.mul(kept[0][rows], factor[:, None], out=buffer)
-            else:
-                if kept:
-                    log_p = torch.sub(kept[0][rows], above[rows, None], out=buffer)
-                else:
-                    log_p = plan.logits(hidden[rows], weight, buffer).sub_(normaliser[rows, None])
-                if plan.head.softcap is not None:
-                    by_raw = plan.head.derivative(log_p + normaliser[rows, None])
-                grad = _through_softmax(log_p, grad_logprobs[rows], grad_entropy, entropy, rows, other)
-            chosen = torch.where(here[rows], grad_logprobs[rows], 0.0)
-            grad.scatter_add_(1, index[rows, None], chosen[:, None])
-            if not isinstance(by_raw, float) or by_raw != 1.0:
-                grad.mul_(by_raw)
-            grad = grad.to(hidden.dtype)
+        groups = [*plan.groups(hidden)]
+        # float32, because the sum over groups of a bfloat16 gradient would be rounded each time. CUDA may round within
+        # one product as well.
+        sums = needs_weight and (len(groups) != 1 or cuda.on_cuda(weight))
+        total = torch.zeros_like(weight, dtype=torch.float32) if sums else None
+        only: Tensor | None = None
+        by_logits = _LogitGradients(plan, ctx.saved_tensors, grads)
+        for group in groups:
+            grad = by_logits.of(group)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                add_product(grad_weight, grad.T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+                torch.mm(grad, weight, out=grad_hidden[group])
+            if total is not None:
+                add_product(total, grad.T, hidden[group])
+            elif needs_weight:
+                only = grad.T @ hidden
+        return grad_hidden, only if total is None else total.to(weight.dtype), None, None
+
+
+class _LogitGradients:
+    """Gradients of the raw product of the head, of which a group of rows exists at one time."""
+
+    def __init__(self, plan: _Plan, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        self._plan = plan
+        self._hidden, self._weight, self._index, self._here, *saved = saved
+        highest, self._above, self._entropy, *self._kept = saved
+        self._by_logprobs, self._by_entropy = grads
+        self._normaliser = highest + self._above
+        rows = min(plan.chunk, len(self._hidden))
+        self._buffers = [plan.buffer(rows, self._weight) for _ in range(1 + plan.with_entropy)]
+        self._rounded: Tensor | None = None
+
+    def of(self, group: slice) -> Tensor:
+        """Of the rows ``group``, in the dtype of the products; valid until the next group."""
+        if self._weight.dtype == torch.float32:
+            return self._chunk(group)
+        size = group.stop - group.start
+        if self._rounded is None:  # the first group is the largest
+            self._rounded = self._weight.new_empty(size, len(self._weight))
+        for rows in self._plan.chunks(group):
+            self._rounded[rows.start - group.start : rows.stop - group.start] = self._chunk(rows)
+        return self._rounded[:size]
+
+    def _chunk(self, rows: slice) -> Tensor:
+        """Float32, in a buffer that the next chunk takes."""
+        plan, kept = self._plan, self._kept
+        buffer, *other = (buffer[: rows.stop - rows.start] for buffer in self._buffers)
+        by_raw: Tensor | float = plan.head.scale / plan.head.temperature
+        by_logprobs, above = self._by_logprobs[rows], self._above[rows]
+        if kept and plan.exponentials:
+            factor = -by_logprobs * (-above).exp()
+            grad = torch.mul(kept[0][rows], factor[:, None], out=buffer)
+        else:
+            normaliser = self._normaliser[rows, None]
+            if kept:
+                log_p = torch.sub(kept[0][rows], above[:, None], out=buffer)
+            else:
+                log_p = plan.logits(self._hidden[rows], self._weight, buffer).sub_(normaliser)
+            if plan.head.softcap is not None:
+                by_raw = plan.head.derivative(log_p + normaliser)
+            grad = _through_softmax(log_p, by_logprobs, self._by_entropy, self._entropy, rows, other)
+        chosen = torch.where(self._here[rows], by_logprobs, 0.0)
+        grad.scatter_add_(1, self._index[rows, None], chosen[:, None])
+        return grad if isinstance(by_raw, float) and by_raw == 1.0 else grad.mul_(by_raw)
+
+
+def _parts(rows: slice, most: int) -> Iterator[slice]:
+    """Parts of ``rows`` of nearly equal sizes, of at most ``most``."""
+    size = -(-(rows.stop - rows.start) // max(1, -(-(rows.stop - rows.start) // most)))
+    return (slice(at, min(at + size, rows.stop)) for at in range(rows.start, rows.stop, max(1, size)))
 
 
 def _through_softmax(

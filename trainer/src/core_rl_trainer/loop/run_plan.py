@@ -34,7 +34,7 @@ import torch
 
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
-from core_rl.toolkit.token_logprobs import KEEP_BYTES, chunk_rows
+from core_rl.toolkit.token_logprobs import GROUP_ROWS, KEEP_BYTES, chunk_rows
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.recipe.recipe import Recipe
@@ -221,4 +221,6 @@ def _logits(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
     own = tokens / config.layout.cp
     kept = own * row if own * row <= KEEP_BYTES and config.optimizer is not None else 0.0
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
-    return kept + 2 * min(own, chunk_rows(row, on_cpu)) * row
+    rows = chunk_rows(row, on_cpu)
+    rounded = min(own, max(rows, GROUP_ROWS)) * row / 2  # gradients, for one product
+    return kept + 2 * min(own, rows) * row + (rounded if config.dtype == "bfloat16" else 0.0)
