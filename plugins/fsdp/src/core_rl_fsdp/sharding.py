@@ -60,7 +60,9 @@ def shard_modules(
         # The core has already divided the loss by the global weight, so ranks add up. FSDP
         # would average, and gloo has no pre-multiplied sum.
         module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
+        # On one rank FSDP would compute ``gradient / 1.0`` into memory of its own, and copy that.
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
     return root
 
 
