@@ -155,6 +155,10 @@ class SafetensorsFile:
         """The shape of ``key``."""
         return tuple(self._file.get_slice(key).get_shape())
 
+    def is_bfloat16(self, key: str) -> bool:
+        """Whether ``key`` is held in bfloat16."""
+        return bool(self._file.get_slice(key).get_dtype() == "BF16")
+
     def read(self, key: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """``key`` on the CPU, contiguous, whole or the part that ``slices`` names."""
         if self._mapped > MAPPED_BYTES and _identity(self._path) == self._identity:
@@ -218,6 +222,11 @@ class TensorFiles:
         """The full shape of ``name``."""
         self._check(name)
         return self._shapes[name]
+
+    def is_bfloat16(self, name: str) -> bool:
+        """Whether ``name`` is held in bfloat16."""
+        self._check(name)
+        return self._files[name].is_bfloat16(name)
 
     def file_of(self, name: str) -> str:
         """The name of the file that holds ``name``."""

@@ -76,6 +76,8 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         require_device_memory(context, model)
         if context.config.holds_compute_dtype:
             _hold(model, torch.bfloat16)
+        elif context.config.dtype == "bfloat16" and unloaded is not None:
+            unloaded.hold_frozen_as_in_files()
         if options.gradient_checkpointing:
             _recompute_activations(model)
         self.packed = PackedModel(model, chosen.head, self._meshes.shards)
