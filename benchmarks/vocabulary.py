@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from common.engine import each_rank, join_group
 from common.measure import compare, is_first
+from common.memory import resident
 
 from core_rl.distributed.process_group import RankAddress
 from core_rl.toolkit.parallel_context import VocabularyShard
@@ -131,12 +132,6 @@ def memory(address: RankAddress, arguments: argparse.Namespace) -> None:
     run()
     if is_first():
         Console().print(f"{arguments.side}: {resident('VmHWM') - start:,.0f} MB added at the peak")
-
-
-def resident(field: str) -> float:
-    """``VmRSS`` (now) or ``VmHWM`` (highest so far) of this process, in MB of 10^6 bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
 
 
 def seconds(address: RankAddress, arguments: argparse.Namespace) -> None:

@@ -1,0 +1,144 @@
+"""Memory of the ranks of `real_size.py`: after passes, while they load, and while they export."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from memory_probe import own_bytes, peaks_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.real_sides import LENGTHS, QWEN2_5_0_5B, Line
+from common.workload import make_batch, token_nll
+from core_rl import LossSpec, MicroBatchSpec, load_config
+from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.engine.train import TrainEngine
+from core_rl.launch.group import EngineGroup
+from core_rl.state.gather import BUCKET_BYTES
+from core_rl.weight_sync.stream import receiving
+
+__all__ = ["equal", "export", "load"]
+
+MIB = 2**20
+MMAP_THRESHOLD = -3
+"""Of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
+
+
+def equal(arguments: argparse.Namespace) -> list[Line]:
+    """Memory of two data-parallel ranks with equally many tokens."""
+    batch = make_batch([*LENGTHS, *LENGTHS], QWEN2_5_0_5B["vocab_size"])
+    cut = MicroBatchSpec(max_tokens=sum(LENGTHS))
+    lines = []
+    with _group("fsdp", arguments, {"dp": 2}, trained=True) as group:
+        group.initialize()
+        for name, call in {
+            "a forward pass": lambda: group.forward(batch, cut),
+            "a step": lambda: group.train_batch(batch, LossSpec(fn=token_nll), cut),
+            "a second step": lambda: group.train_batch(batch, LossSpec(fn=token_nll), cut),
+        }.items():
+            call()
+            held = [own_bytes(pid) / MIB for pid in group.pids]
+            figure = " and ".join(f"{value:,.0f}" for value in held)
+            lines.append(Line(f"dp2, MiB of the ranks after {name}", figure, max(held) / min(held), 1.05))
+    return lines
+
+
+def load(arguments: argparse.Namespace) -> list[Line]:
+    """The peak of a rank while the model is loaded, next to its part of it."""
+    return [
+        _loaded("fsdp, dp2, no optimizer", "fsdp", {"dp": 2}, arguments, trained=False),
+        _loaded("megatron, tp2, no optimizer", "megatron", {"tp": 2}, arguments, trained=False),
+        _loaded("megatron, tp2", "megatron", {"tp": 2}, arguments, trained=True),
+    ]
+
+
+def _loaded(
+    what: str, engine: str, layout: dict[str, int], arguments: argparse.Namespace, *, trained: bool
+) -> Line:
+    with _group(engine, arguments, layout, trained=trained) as group:
+        with peaks_of(group.pids) as peaks:
+            group.initialize()
+        held = [own_bytes(pid) - before for pid, before in zip(group.pids, peaks.before, strict=True)]
+    count = _parameters()
+    state = _config(engine, arguments, layout, trained=trained).state_bytes(count, count if trained else 0)
+    part = state.weights + state.moments
+    figure = f"peak {max(peaks.growth) / MIB:,.0f}, kept {max(held) / MIB:,.0f}, part {part / MIB:,.0f} MiB"
+    return Line(f"load, {what}", figure, max(peaks.growth) / part, 1.2)
+
+
+def export(arguments: argparse.Namespace) -> list[Line]:
+    """What an export and a stream take on the rank that does not write, in addition to its part.
+
+    Freed memory goes back to the system at once: what the C library would keep of it is no copy of the model.
+    """
+    with _group("fsdp", arguments, {"dp": 2}, trained=True) as group:
+        group.initialize()
+        group.run(_give_back_at_once)
+        with peaks_of(group.pids) as saving:
+            group.save(SaveLoadMeta(path=str(arguments.scratch / "export"), format="hf"))
+        with peaks_of(group.pids) as sending:
+            _stream(group, arguments.scratch / "stream")
+    return [
+        Line(
+            f"{what}, MiB beside two buckets of {BUCKET_BYTES // MIB}",
+            f"{growth / MIB:,.0f}",
+            growth / (2 * BUCKET_BYTES),
+            1.0,
+        )
+        for what, growth in (("hf export", saving.growth[1]), ("tensor stream", sending.growth[1]))
+    ]
+
+
+def _give_back_at_once(_engine: TrainEngine) -> None:
+    assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, MIB) == 1
+
+
+def _stream(group: EngineGroup, path: Path) -> None:
+    """Upload to a receiver in this process, which looks at nothing."""
+    meta = WeightUpdateMeta(method="tensor", version=1, path=str(path))
+    group.set_version(1)
+
+    def receive() -> None:
+        with receiving(meta, 60) as weights:
+            for _ in weights:
+                pass
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    group.upload_weights(meta)
+    receiver.join()
+
+
+def _parameters() -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN2_5_0_5B))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _config(
+    engine: str, arguments: argparse.Namespace, layout: dict[str, int], *, trained: bool = False
+) -> TrainEngineConfig:
+    optimizer = {"lr": 1e-4, "weight_decay": 0.01} if trained else None
+    fields = {"model": {"path": str(arguments.model)}, "dtype": "bfloat16", "device": "cpu"}
+    config = load_config(engine).model_validate({**fields, "layout": layout, "optimizer": optimizer})
+    assert isinstance(config, TrainEngineConfig)
+    return config
+
+
+@contextmanager
+def _group(
+    engine: str, arguments: argparse.Namespace, layout: dict[str, int], *, trained: bool = False
+) -> Iterator[EngineGroup]:
+    """The ranks, started and without a model."""
+    config = _config(engine, arguments, layout, trained=trained)
+    group = EngineGroup(engine, config, timeout_s=600, threads_per_rank=1)
+    try:
+        yield group
+    finally:
+        group.close()

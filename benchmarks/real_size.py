@@ -1,0 +1,123 @@
+"""Steps, loads and exports at the size of Qwen2.5-0.5B on the CPU, against hand-written loops and against aims.
+
+    python benchmarks/real_size.py
+    python benchmarks/real_size.py --part step
+
+The model has random weights and is made here: 494M of them, tied, saved in bfloat16. Parts: ``step`` and ``lora``,
+one training step of the ``fsdp`` engine next to one written by hand; ``equal``, memory of two ranks; ``load`` and
+``export``, of each rank in addition to what it has. No two sides of a step are in memory at one time: rounds of fresh
+processes take turns. Memory of ranks is anonymous memory, without the pages of mapped files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plugins/fsdp/tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from common.measure import spread
+from common.real_memory import equal, export, load
+from common.real_sides import LENGTHS, QWEN2_5_0_5B, Cost, Line, steps_of
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--steps", type=int, default=2, help="that count, of each process; one more comes first"
+    )
+    parser.add_argument("--model", type=Path, help="a directory that keeps the model for the next run")
+    arguments = parser.parse_args()
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments.scratch = Path(scratch)
+        arguments.model = make_model(arguments.model or arguments.scratch / "model")
+        for part in arguments.part or PARTS:
+            lines += PARTS[part](arguments)
+    table = Table(caption=f"torch {torch.__version__}, one thread for each rank")
+    for column in ("Qwen2.5-0.5B shape, bfloat16", "figure", "ratio", "aim", "met"):
+        table.add_column(column)
+    for line in lines:
+        met = "yes" if line.value <= line.aim else "no"
+        table.add_row(line.what, line.figure, f"{line.value:.3f}", f"at most {line.aim:g}", met)
+    Console(width=max(120, Console().width)).print(table)
+
+
+def make_model(directory: Path) -> Path:
+    """Save the model, unless it is there."""
+    if not (directory / "config.json").exists():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**QWEN2_5_0_5B)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def step(arguments: argparse.Namespace) -> list[Line]:
+    """A step of all weights."""
+    return _beside("step", "engine", "by hand", arguments)
+
+
+def lora(arguments: argparse.Namespace) -> list[Line]:
+    """A step of adapters on all linear layers."""
+    return _beside("LoRA step", "engine, LoRA", "by hand, LoRA", arguments)
+
+
+def _beside(what: str, engine: str, hand: str, arguments: argparse.Namespace) -> list[Line]:
+    """Rounds of both sides; each round begins with the other one."""
+    costs: dict[str, list[Cost]] = {engine: [], hand: []}
+    for number in range(arguments.rounds):
+        for side in (engine, hand) if number % 2 else (hand, engine):
+            steps = steps_of(
+                side,
+                str(arguments.model),
+                LENGTHS,
+                QWEN2_5_0_5B["vocab_size"],
+                warmup=1,
+                count=arguments.steps,
+            )
+            costs[side].append(Cost(*map(statistics.median, zip(*map(astuple, steps), strict=True))))
+            Console(stderr=True).log(side, steps)
+    figures: dict[str, Callable[[Cost], float]] = {
+        "CPU seconds": lambda cost: cost.cpu_s,
+        "seconds": lambda cost: cost.wall_s,
+        "peak GiB": lambda cost: cost.peak / 2**30,
+    }
+    return [
+        _compared(f"{what}, {name}", [*map(figure, costs[engine])], [*map(figure, costs[hand])])
+        for name, figure in figures.items()
+    ]
+
+
+def _compared(what: str, own: list[float], other: list[float]) -> Line:
+    ratio = statistics.median(a / b for a, b in zip(own, other, strict=True))
+    return Line(what, f"{_spread(own)}; by hand {_spread(other)}", ratio, 1.05)
+
+
+def _spread(values: list[float]) -> str:
+    return spread(values) if len(values) > 1 else f"{values[0]:.3f}"
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {
+    "step": step,
+    "lora": lora,
+    "equal": equal,
+    "load": load,
+    "export": export,
+}
+
+
+if __name__ == "__main__":
+    main()
