@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -127,6 +128,61 @@ def test_a_lone_rank_puts_its_slices_together(cut: str, bucket_bytes: int) -> No
     found = dict(gather.stream(gather_placements(held, "master", Comm()), slices))
     assert list(found) == ["v", "w"]
     assert all(full is not None and torch.equal(full, WHOLE) for full in found.values())
+
+
+MANY = torch.arange(48.0).view(16, 3)
+SPREAD: dict[str, tuple[Cut, Cut]] = {
+    "rows": (lambda full: [((0, 0), full[:6])], lambda full: [((6, 0), full[6:])]),
+    "columns": (lambda full: [((0, 0), full[:, :1])], lambda full: [((0, 1), full[:, 1:])]),
+    "all on the writer": (lambda full: [((0, 0), full)], lambda full: []),
+    "all on the other": (lambda full: [], lambda full: [((0, 0), full)]),
+    "boxes": (
+        lambda full: [((0, 0), full[:6, :1]), ((6, 0), full[6:9])],
+        lambda full: [((0, 1), full[:6, 1:]), ((9, 0), full[9:])],
+    ),
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 40, 2**10])
+@pytest.mark.parametrize("cut", SPREAD)
+def test_a_rank_converts_and_sends_no_more_than_a_bucket_at_once(
+    cut: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, of a tensor that has twice as many bytes as the largest small bucket."""
+    messages: Queue[torch.Tensor] = Queue()
+    sent: list[int] = []
+
+    def send(message: torch.Tensor, **_: Any) -> None:
+        sent.append(message.nbytes)
+        messages.put(message.clone())
+
+    monkeypatch.setattr("torch.distributed.send", send)
+    monkeypatch.setattr("torch.distributed.recv", lambda into, **_: into.copy_(messages.get(timeout=10)))
+    converted: list[int] = []
+
+    def convert(part: LocalSlice) -> torch.Tensor:
+        value = part.tensor.bfloat16()
+        converted.append(value.nbytes)
+        return value
+
+    def gathered(world: Comm) -> torch.Tensor | None:
+        slices = [LocalSlice("w", at, box) for at, box in SPREAD[cut][world.rank](MANY)]
+        placements = gather_placements(Held(slices, {"w": (16, 3)}), "master", world)
+        gather = Gather(
+            world=world,
+            writer=0,
+            convert=convert,
+            dtype_of=lambda *_: torch.bfloat16,
+            bucket_bytes=bucket_bytes,
+        )
+        ((_, full),) = gather.stream(placements, slices)
+        return full
+
+    full, none = on_ranks(2, gathered)
+    assert none is None and torch.equal(full, MANY.bfloat16())
+    assert messages.empty() and max(sent, default=0) <= bucket_bytes
+    if cut != "all on the writer":  # which needs it whole
+        assert max(converted) <= bucket_bytes
 
 
 class ExportsItself:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -28,8 +28,9 @@ ALIGNMENT = 16
 class Gather:
     """Gathers tensors on rank ``writer`` of ``world``, or on all ranks.
 
-    Every rank sends its slices of a bucket to the writer as one message, so the writer's memory is bounded by
-    the bucket and no other rank needs any.
+    Every rank sends its slices of a bucket to the writer as one message, and slices of a larger tensor in pieces of
+    that size. So the writer needs memory for a bucket or the larger tensor, and any other rank for two buckets: what it
+    sends, converted and as a message.
     """
 
     world: Comm
@@ -52,12 +53,15 @@ class Gather:
         for part in slices:
             if part.replica == 0:
                 own.setdefault(part.name, []).append(part)
-        sizes = (
-            math.prod(shape) * self._dtype(placements, name).itemsize
-            for name, shape in placements.shapes.items()
-        )
+        sizes = (self._bytes_of(name, placements) for name in placements.shapes)
         for names in buckets(placements.shapes, sizes, self.bucket_bytes):
-            yield from self._gathered(names, placements, own)
+            if placements.shapes[names[0]] and self._bytes_of(names[0], placements) > self.bucket_bytes:
+                yield names[0], self._large(names[0], placements, own.get(names[0], []))
+            else:
+                yield from self._gathered(names, placements, own)
+
+    def _bytes_of(self, name: str, placements: Placements) -> int:
+        return math.prod(placements.shapes[name]) * self._dtype(placements, name).itemsize
 
     def _dtype(self, placements: Placements, name: str) -> torch.dtype:
         boxes = placements.boxes[name]
@@ -72,11 +76,51 @@ class Gather:
             full: Tensor | None = None
             if received is not None:
                 full = self._assembled(name, placements, parts[name], received)
-            if self.on_all_ranks and self.world.size > 1:
-                full = self._broadcast(full, placements, name)
             parts.pop(name)
-            yield name, full
+            yield name, self._shared(full, placements, name)
             del full  # before the next one takes memory
+
+    def _large(self, name: str, placements: Placements, own: list[LocalSlice]) -> Tensor | None:
+        """A tensor above the size of a bucket, box by box and in pieces; None where this rank receives none."""
+        boxes, dtype = placements.boxes[name], self._dtype(placements, name)
+        writes, mine = self.world.rank == self.writer, iter(own)
+        if writes and [box.rank for box in boxes] == [self.writer]:
+            return self._shared(self.convert(own[0]).detach(), placements, name)
+        full: Tensor | None = None
+        if writes:
+            full = torch.empty(placements.shapes[name], dtype=dtype, device=self.world.device)
+        for box in boxes:
+            part = next(mine) if box.rank == self.world.rank else None
+            for rows in _pieces(box.shape, dtype.itemsize, self.bucket_bytes):
+                if full is not None:
+                    target = full[box.region][rows]
+                    target.copy_(
+                        self._received(target, box.rank) if part is None else self._piece(part, rows)
+                    )
+                elif part is not None:
+                    self._send(self._piece(part, rows).contiguous())
+        return self._shared(full, placements, name)
+
+    def _piece(self, part: LocalSlice, rows: slice) -> Tensor:
+        """Some rows of a slice, converted."""
+        offsets = (part.offsets[0] + rows.start, *part.offsets[1:])
+        return self.convert(replace(part, offsets=offsets, tensor=part.tensor[rows])).detach()
+
+    def _send(self, values: Tensor) -> None:
+        message = values.view(-1).view(torch.uint8).to(self.world.device)
+        dist.send(message, group=self.world.group, group_dst=self.writer)
+
+    def _received(self, target: Tensor, rank: int) -> Tensor:
+        """The next piece of ``rank``, in ``target`` itself where that is contiguous."""
+        piece = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+        dist.recv(piece.view(-1).view(torch.uint8), group=self.world.group, group_src=rank)
+        return piece
+
+    def _shared(self, full: Tensor | None, placements: Placements, name: str) -> Tensor | None:
+        """``full`` on all ranks, where all are to have it."""
+        if self.on_all_ranks and self.world.size > 1:
+            return self._broadcast(full, placements, name)
+        return full
 
     def _assembled(
         self, name: str, placements: Placements, own: list[Tensor], received: dict[int, Iterator[Tensor]]
@@ -97,8 +141,7 @@ class Gather:
         if self.world.rank != self.writer:
             packed = [_bytes(part) for name in names for part in parts[name]]
             if sum(map(len, packed)):
-                message = torch.cat(packed).to(self.world.device)
-                dist.send(message, group=self.world.group, group_dst=self.writer)
+                self._send(torch.cat(packed))
             return None
         wanted: dict[int, list[tuple[Box, torch.dtype]]] = {}
         for name in names:
@@ -139,6 +182,13 @@ def buckets(items: Iterable[T], sizes: Iterable[int], limit: int) -> Iterator[li
         filled += size
     if bucket:
         yield bucket
+
+
+def _pieces(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[slice]:
+    """Rows of a box of ``shape`` together up to ``limit`` bytes; a larger row is alone. None of an empty box."""
+    row = math.prod(shape[1:]) * itemsize
+    step = max(1, limit // row) if row else 1
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0] if row else 0, step))
 
 
 def _aligned(size: int) -> int:
