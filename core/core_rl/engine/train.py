@@ -37,6 +37,7 @@ from core_rl.engine.passes import AggregateFn
 from core_rl.engine.runtime import Status
 from core_rl.errors import ConfigError, EngineContractError
 from core_rl.registry.spec import EngineSpec
+from core_rl.state.freed_memory import give_back_freed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -102,6 +103,7 @@ class TrainEngine:
             self._parts.modes.offload(parts_of(self.config.offload_params, self.config.offload_optimizer))
             self._resources = resources.pop_all()
         self._status.name = "ready"
+        give_back_freed()
 
     def destroy(self) -> None:
         """Free the model and leave the process group; the engine cannot be used again.

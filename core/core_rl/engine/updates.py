@@ -12,6 +12,7 @@ from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
 from core_rl.engine.schedule_function import ScheduleFunction
 from core_rl.errors import ConfigError, EngineStateError
+from core_rl.state.freed_memory import give_back_freed
 
 __all__ = ["Updates", "learning_rate", "schedule_length"]
 
@@ -37,7 +38,10 @@ class Updates:
         if not run.pending.passes:
             raise EngineStateError("optimizer_step() without gradients; call forward_backward() first")
         with self.modes.onloaded("model", "optimizer"), run.rng.own():
-            return self._clipped_step(optimizer)
+            metrics = self._clipped_step(optimizer)
+        if run.device.type == "cpu":
+            give_back_freed()
+        return metrics
 
     def _clipped_step(self, optimizer: OptimizerConfig) -> dict[str, float]:
         run = self.runtime

@@ -1,0 +1,50 @@
+"""What a step has freed leaves the process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import engine_support as support
+import pytest
+import torch
+
+from core_rl.backend.loss import LossSpec
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.state.freed_memory import LEAST, give_back_freed
+
+MIB = 2**20
+BLOCKS = 2 * LEAST // MIB
+
+
+def resident() -> int:
+    """Anonymous memory of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_blocks_between_blocks_in_use_are_given_back() -> None:
+    torch.ones(16 * MIB // 4)  # freed: from now on glibc takes blocks of 1 MiB from its heap
+    large, small = [], []
+    for _ in range(BLOCKS):
+        large.append(torch.ones(MIB // 4))
+        small.append(torch.ones(50_000))  # too large for the gaps that there are
+    full = resident()
+    large.clear()
+    kept = resident()
+    give_back_freed()
+    assert full - kept < LEAST < kept - resident(), [full, kept, resident()]
+    assert all(tensor.all() for tensor in small)
+
+
+def test_an_engine_gives_back_after_it_is_built_and_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for place in ("train", "updates"):
+        monkeypatch.setattr(
+            f"core_rl.engine.{place}.give_back_freed", lambda place=place: calls.append(place)
+        )
+    engine = support.engine()
+    engine.train_batch(support.batch(), LossSpec(fn=support.weighted_nll), MicroBatchSpec(count=2))
+    engine.destroy()
+    assert calls == ["train", "updates"]
