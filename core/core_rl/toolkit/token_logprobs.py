@@ -245,8 +245,16 @@ class _LogitGradients:
 
     def __init__(self, plan: _Plan, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         self._plan = plan
-        self._hidden, self._weight, self._index, self._here, *saved = saved
-        highest, self._above, self._entropy, *self._kept = saved
+        (
+            self._hidden,
+            self._weight,
+            self._index,
+            self._here,
+            highest,
+            self._above,
+            self._entropy,
+            *self._kept,
+        ) = saved
         self._by_logprobs, self._by_entropy = grads
         self._normaliser = highest + self._above
         rows = min(plan.chunk, len(self._hidden))

@@ -20,8 +20,8 @@ from core_rl.state.store import is_float32_head
 from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import use_flash_attention
-from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.experts import check_expert_parallel
+from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
