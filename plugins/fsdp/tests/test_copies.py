@@ -47,7 +47,8 @@ class Written(TorchDispatchMode):
 def written_in_a_step(engine: TrainEngine) -> list[tuple[str, int]]:
     with Written() as written:
         engine.train_batch(support.make_batch(0), LOSS, MicroBatchSpec(count=1))
-    return written.found
+    found: list[tuple[str, int]] = written.found
+    return found
 
 
 def dtypes_of(engine: TrainEngine) -> dict[str, tuple[torch.dtype, bool]]:
@@ -60,7 +61,8 @@ def dtypes_of(engine: TrainEngine) -> dict[str, tuple[torch.dtype, bool]]:
 def written_in_a_pass(engine: TrainEngine) -> list[tuple[str, int]]:
     with Written() as written:
         engine.forward(support.make_batch(0), MicroBatchSpec(count=1))
-    return written.found
+    found: list[tuple[str, int]] = written.found
+    return found
 
 
 @pytest.fixture
