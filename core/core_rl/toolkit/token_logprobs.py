@@ -258,7 +258,7 @@ class _LogitGradients:
         self._by_logprobs, self._by_entropy = grads
         self._normaliser = highest + self._above
         rows = min(plan.chunk, len(self._hidden))
-        self._buffers = [plan.buffer(rows, self._weight) for _ in range(1 + plan.with_entropy)]
+        self._scratch = [plan.buffer(rows, self._weight) for _ in range(1 + plan.with_entropy)]
         self._rounded: Tensor | None = None
 
     def of(self, group: slice) -> Tensor:
@@ -275,7 +275,7 @@ class _LogitGradients:
     def _chunk(self, rows: slice) -> Tensor:
         """Float32, in a buffer that the next chunk takes."""
         plan, kept = self._plan, self._kept
-        buffer, *other = (buffer[: rows.stop - rows.start] for buffer in self._buffers)
+        buffer, *other = (buffer[: rows.stop - rows.start] for buffer in self._scratch)
         by_raw: Tensor | float = plan.head.scale / plan.head.temperature
         by_logprobs, above = self._by_logprobs[rows], self._above[rows]
         if kept and plan.exponentials:
