@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "plugins/fsdp/tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "core/tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
