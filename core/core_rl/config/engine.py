@@ -188,6 +188,14 @@ class TrainEngineConfig(EngineConfig):
         """Bytes of the moments of one trained weight; 0 without an optimizer."""
         return 0.0 if self.optimizer is None else self.optimizer.moment_bytes
 
+    @property
+    def holds_compute_dtype(self) -> bool:
+        """Whether an engine may keep its weights in bfloat16 alone, as nobody trains them.
+
+        An adapter is merged into float32 ones.
+        """
+        return self.optimizer is None and self.dtype == "bfloat16" and self.model.lora is None
+
     def state_bytes(self, parameters: int, trained: int) -> StateBytes:
         """The state on one rank of a model with ``parameters`` weights: an estimate, which an engine overrides.
 

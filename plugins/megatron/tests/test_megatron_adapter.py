@@ -127,3 +127,18 @@ def test_bfloat16_plan_counts_float32_copies_of_frozen_weights(group: EngineGrou
         sum(value.numel() for value in group.named_tensors(kind).values()) for kind in ("master", "adapter")
     ]
     assert group.run(weight_bytes) == [chosen.state_bytes(*sizes).weights] * 2
+
+
+def test_a_role_that_only_runs_forward_has_its_weights_in_the_compute_dtype(
+    group: EngineGroup, base: Path
+) -> None:
+    """A third of the memory, and the same results."""
+    trained = config(base, {"dp": 2}, None).model_copy(update={"dtype": "bfloat16"})
+    found, held = [], []
+    for chosen in (trained, trained.model_copy(update={"optimizer": None})):
+        group.initialize(config=chosen)
+        found.append(group.forward(support.batch(), CUT)["logprobs"])
+        held.append(group.run(weight_bytes))
+    count = sum(value.numel() for value in group.named_tensors("master").values())
+    assert torch.equal(*found)
+    assert held[1] == [2 * count] * 2 == [chosen.state_bytes(count, 0).weights] * 2

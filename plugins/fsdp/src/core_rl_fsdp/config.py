@@ -44,11 +44,6 @@ class FSDPConfig(TrainEngineConfig):
 
     options: FSDPOptions = FSDPOptions()
 
-    @property
-    def holds_compute_dtype(self) -> bool:
-        """Whether weights are kept in bfloat16, as nobody trains them. An adapter is merged into float32 ones."""
-        return self.optimizer is None and self.dtype == "bfloat16" and self.model.lora is None
-
     def state_bytes(self, parameters: int, trained: int) -> StateBytes:
         """In float32 where it is trained, spread over the ranks of one copy (ZeRO-3, arXiv:1910.02054, section 5.3)."""
         ranks = self.layout.world_size / self.options.replicas

@@ -88,7 +88,13 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
                     self.wrapped, config.optimizer, options, half=half, distributed=spread
                 )
         self.buckets = Buckets(self.wrapped)
-        self._state = MegatronState(tensors, self.model.boxes, self.optimizer, context.world)
+        self._state = MegatronState(
+            tensors,
+            self.model.boxes,
+            self.optimizer,
+            context.world,
+            copies=not config.holds_compute_dtype,
+        )
         self.schedule = Schedule(context, self.model, self.wrapped)
         on_all(
             context.world,

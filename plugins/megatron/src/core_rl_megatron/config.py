@@ -51,12 +51,14 @@ class MegatronConfig(TrainEngineConfig):
         """Weights and gradients on every data parallel rank; with the distributed optimizer, the rest is spread.
 
         In bfloat16 that is 2 bytes for a weight, and 4 for its float32 copy, which goes with the moments
-        (ZeRO-1, arXiv:1910.02054, section 5.1). Every rank has the copies of all its frozen weights.
+        (ZeRO-1, arXiv:1910.02054, section 5.1). Every rank has the copies of all its frozen weights; an
+        engine without an optimizer and an adapter has none.
         """
         model = self.layout.tp * self.layout.pp
         shared = self.layout.world_size if self.options.distributed_optimizer else model
         frozen = parameters - trained
-        copies = 4 * (trained / shared + frozen / model) if self.dtype == "bfloat16" else 0.0
+        copied = self.dtype == "bfloat16" and not self.holds_compute_dtype
+        copies = 4 * (trained / shared + frozen / model) if copied else 0.0
         return StateBytes(
             weights=(2 if self.dtype == "bfloat16" else 4) * parameters / model + copies,
             gradients=4 * trained / model,

@@ -75,7 +75,10 @@ class MegatronState:
         boxes: Mapping[nn.Parameter, tuple[RowBox, ...]],
         optimizer: ShardedOptimizer | None,
         world: Comm,
+        *,
+        copies: bool = True,
     ) -> None:
+        """With ``copies``, weights in half precision that no optimizer has are kept in float32 as well."""
         self._tensors = tensors
         self._boxes = boxes
         self._optimizer = optimizer
@@ -83,7 +86,7 @@ class MegatronState:
         self.frozen = {
             parameter: parameter.detach().float()
             for parameter in boxes
-            if parameter.dtype != torch.float32 and not (optimizer and parameter.requires_grad)
+            if copies and parameter.dtype != torch.float32 and not (optimizer and parameter.requires_grad)
         }
         """Float32 weights of half-precision parameters that no optimizer has."""
         own = {kind: {_key(*part) for part in self._parts(kind)} for kind in ("params", "master")}
