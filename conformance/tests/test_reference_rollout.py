@@ -332,7 +332,7 @@ def test_a_changed_file_of_a_sealed_directory_is_refused(
     flipped[-3] ^= 1
     file.write_bytes(flipped)
     with pytest.raises(CheckpointDamaged, match=r"model\.safetensors"):
-        update(engine, path, 2)
+        update(engine, path, 2, verify=True)
     assert engine.get_version() == 1
 
 

@@ -106,8 +106,9 @@ class PackedModel(nn.Module):
 
 def _own_rows(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     """This rank's part of the weight and of the bias, gathered or not."""
-    bias = getattr(head, "bias", None)
-    return own_part(head.get_parameter("weight")), None if bias is None else own_part(bias)
+    weight, bias = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight, Tensor)  # not always a parameter: functional_call() puts other tensors there
+    return own_part(weight), None if bias is None else own_part(bias)
 
 
 def _called_as(
