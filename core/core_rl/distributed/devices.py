@@ -8,7 +8,14 @@ import torch
 
 from core_rl.errors import ConfigError
 
-__all__ = ["chosen_device", "device_type", "give_back_cache", "use_device"]
+__all__ = [
+    "chosen_device",
+    "device_type",
+    "expand_segments",
+    "give_back_cache",
+    "segments_expand",
+    "use_device",
+]
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where users choose how torch gets memory from CUDA."""
@@ -49,8 +56,18 @@ def use_device(device: torch.device) -> None:
         return
     if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         # Not by the environment, which servers inherit that cannot release such memory.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        expand_segments(True)
     torch.cuda.set_device(device)
+
+
+def expand_segments(on: bool) -> None:
+    """Choose, for this process, whether the next memory on CUDA comes in segments that grow."""
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
+
+
+def segments_expand() -> bool:
+    """Whether `expand_segments` or the environment chose so."""
+    return "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
 
 
 def give_back_cache(device: torch.device) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "Membership",
     "RankAddress",
     "join",
+    "listen_on",
     "local_index",
     "open_store",
     "require_single_process",
@@ -96,12 +97,17 @@ class Membership:
             dist.destroy_process_group()
 
 
+def listen_on(host: str) -> socket.socket:
+    """A socket that listens on ``host``, an address of this machine, on a free port. Raises ``OSError``."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
 def open_store(host: str) -> TCPStore:
     """A store that listens on ``host``, an address of this machine, on a port that is free; its ``port`` says which.
 
     It is there until it is collected, and nobody else can have taken its port meanwhile.
     """
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = listen_on(host)
     port = listener.getsockname()[1]
     # The store closes it. By itself, it would listen on all interfaces.
     descriptor = listener.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from core_rl.backend.parameter_rules import ParameterOptions, decays
 from core_rl.config.engine import OptimizerConfig
+from core_rl.state.gather import buckets
 from core_rl.toolkit.eight_bit import AdamW8Bit
 
 __all__ = [
@@ -119,7 +120,7 @@ def create_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for parameter in parameters:
         parameter.grad = None
-    for few in _in_parts(parameters):
+    for few in buckets(parameters, (parameter.nbytes for parameter in parameters), GRADIENT_BYTES):
         for parameter in few:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -130,20 +131,6 @@ def create_moments(optimizer: torch.optim.Optimizer) -> None:
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
     set_step_count(optimizer, 0)
-
-
-def _in_parts(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """``parameters`` in order, as many at a time as `GRADIENT_BYTES` allows."""
-    part: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        if part and size + parameter.nbytes > GRADIENT_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(parameter)
-        size += parameter.nbytes
-    if part:
-        yield part
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[str, ...]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from core_rl.distributed.devices import expand_segments, segments_expand
 from core_rl.weight_sync.accelerators import gpu_uuid
 
 __all__ = ["DeviceMemory", "Opened", "device_bytes", "shared_with"]
 
 DEVICE = 6
 """The place of the device's number among the arguments of torch's ``rebuild_cuda_tensor``."""
-EXPANDABLE = "expandable_segments"
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def _plain_segments() -> Iterator[None]:
     Their handles are file descriptors of this process (``pidfd_getfd``), which a process that is no child of it may
     not take where ptrace is restricted, as by default on Ubuntu and in containers.
     """
-    if f"{EXPANDABLE}:True" not in torch._C._accelerator_getAllocatorSettings():
+    if not segments_expand():
         yield
         return
-    torch._C._accelerator_setAllocatorSettings(f"{EXPANDABLE}:False")
+    expand_segments(False)
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(f"{EXPANDABLE}:True")
+        expand_segments(True)

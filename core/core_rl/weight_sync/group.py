@@ -7,7 +7,6 @@ The other ranks are threads of an engine in this process (`WeightGroup.join`), o
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore  # public as torch.distributed.T
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.accelerators import CudaEnvironment, require_nccl
 
@@ -65,14 +65,10 @@ class RendezvousServer:
         self._device = torch.device("cpu") if receivers.on_cpu else device
         if self._device.type == "cuda":
             require_nccl(receivers.cuda, device)
-        family = socket.AF_INET6 if ":" in receivers.host else socket.AF_INET
-        self._listener = socket.socket(family)
         try:
-            self._listener.bind((receivers.host, 0))
+            self._listener = listen_on(receivers.host)
         except OSError as error:
-            self._listener.close()
             raise WeightsError(f"rank 0 cannot listen on {receivers.host}: {error}") from error
-        self._listener.listen()
         self.address = GroupAddress(
             host=receivers.host,
             port=self._listener.getsockname()[1],

@@ -30,6 +30,14 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": False,
+}
+"""What makes a mixture of experts of `TINY`."""
 OPTIMIZER: dict[str, Any] = {
     "lr": 1e-2,
     "weight_decay": 0.1,

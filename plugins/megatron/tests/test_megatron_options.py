@@ -26,13 +26,6 @@ from core_rl_megatron.naming import boxes_of
 from core_rl_megatron.translation import transformer_config
 
 Fields = Mapping[str, Any]
-MOE = {
-    "model_type": "qwen3_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "tie_word_embeddings": False,
-}
 TE = {"transformer_impl": "transformer_engine"}
 LORA = {"lora": {"rank": 2}}
 REFUSED: list[tuple[Fields, Fields, Fields, str]] = [
@@ -41,7 +34,7 @@ REFUSED: list[tuple[Fields, Fields, Fields, str]] = [
     ({"moe_grouped_gemm": True}, {}, {}, "this 'qwen3' model has no experts; leave it out"),
     (
         {"moe_grouped_gemm": True},
-        MOE | {"moe_intermediate_size": 20},
+        support.MOE | {"moe_intermediate_size": 20},
         {},
         "sizes that 8 divides, and this model has moe_intermediate_size=20",
     ),
@@ -97,8 +90,10 @@ def test_fusions_on_cuda_need_what_compiles_them(
 def test_what_is_left_open_is_decided_by_the_model_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     config = built({}, {}, {})
     assert not groups_experts(config, AutoConfig.for_model("qwen3"))
-    assert groups_experts(config, AutoConfig.for_model(**support.TINY | MOE))
-    assert not groups_experts(config, AutoConfig.for_model(**support.TINY | MOE | {"hidden_size": 20}))
+    assert groups_experts(config, AutoConfig.for_model(**support.TINY | support.MOE))
+    assert not groups_experts(
+        config, AutoConfig.for_model(**support.TINY | support.MOE | {"hidden_size": 20})
+    )
     assert not uses_fusions(config)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("shutil.which", lambda name: name)
@@ -167,7 +162,7 @@ class _Layer(nn.Module):
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_parameters_of_transformer_engine_have_the_names_of_transformers(experts: bool) -> None:
-    fields = support.TINY | (MOE if experts else {}) | {"num_hidden_layers": 1}
+    fields = support.TINY | (support.MOE if experts else {}) | {"num_hidden_layers": 1}
     config = AutoConfig.for_model(**fields)
     chunk: Any = nn.Module()
     chunk.config = transformer_config(built({}, fields, {}), config)

@@ -19,13 +19,6 @@ from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.parallel_state import check_megatron
 from core_rl_megatron.translation import family_of, transformer_config
 
-MOE = {
-    "model_type": "qwen3_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "tie_word_embeddings": False,
-}
 Fields = Mapping[str, Any]
 REFUSED: list[tuple[Fields, Fields, Fields, type[CoreRLError], str]] = [
     ({"pp": 8}, {}, {}, LayoutError, r"8 stages for num_hidden_layers=4; lower pp"),
@@ -43,7 +36,7 @@ REFUSED: list[tuple[Fields, Fields, Fields, type[CoreRLError], str]] = [
     ({"tp": 2}, {}, {"vocab_size": 1}, LayoutError, r"tp=2 leaves ranks without a row of vocab_size=1"),
     ({"cp": 3}, {}, {}, LayoutError, r"4 attention heads cannot be spread over cp=3"),
     ({"dp": 2, "ep": 2}, {}, {}, LayoutError, r"ep=2 for a model without experts"),
-    ({"dp": 4, "ep": 4}, {}, MOE, LayoutError, r"ep=4 does not divide num_experts=6"),
+    ({"dp": 4, "ep": 4}, {}, support.MOE, LayoutError, r"ep=4 does not divide num_experts=6"),
     (
         {},
         {},
@@ -97,7 +90,7 @@ def test_the_spec_imports_neither_torch_nor_megatron() -> None:
 REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
     ({"options": {"virtual_stages": 2}}, LayoutError, "virtual_stages=2 needs a pipeline"),
     (
-        {"model": MOE, "router_aux_coef": 0.1, "options": {"recompute": "full"}},
+        {"model": support.MOE, "router_aux_coef": 0.1, "options": {"recompute": "full"}},
         UnsupportedCapability,
         "has 'aux_loss' only where .* set it to 0, or layout.pp to 1",
     ),
@@ -107,7 +100,7 @@ REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
         "freeze all of these or none",
     ),
     (
-        {"model": MOE, "lora": {"rank": 2, "target_modules": ["gate_proj"]}},
+        {"model": support.MOE, "lora": {"rank": 2, "target_modules": ["gate_proj"]}},
         ConfigError,
         "gate_proj.* matches no linear layer.* experts take no adapter",
     ),
