@@ -20,6 +20,7 @@ CoreRLError
 │   ├── CheckpointDamaged      a file is missing, truncated or changed
 │   └── CheckpointMismatch     the checkpoint belongs to another model, engine or layout
 ├── GroupError                 a group of ranks failed
+│   ├── ClusterError           machines did not come, or were refused
 │   ├── RankFailed             a rank raised an error
 │   ├── RankDied               a rank's process ended
 │   └── RankTimeout            a rank did not answer in time
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "CheckpointNotFound",
+    "ClusterError",
     "ConfigError",
     "CoreRLError",
     "EngineAmbiguous",
@@ -161,6 +163,10 @@ class GroupError(CoreRLError):
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.traceback}" if self.traceback else self.message
+
+
+class ClusterError(GroupError):
+    """Machines did not come, are not like the driver's, or were refused."""
 
 
 class RankFailed(GroupError):

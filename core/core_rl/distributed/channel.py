@@ -8,18 +8,30 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["FRAME_HEADER", "Buffer", "Channel"]
+__all__ = ["FRAME_HEADER", "Buffer", "Channel", "MessageTooLarge"]
 
 FRAME_HEADER = struct.Struct("!Q")
 """The length of a message, before its bytes."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
+LIMIT_BYTES = 2**40
+"""The largest buffer of a message, unless a channel is told otherwise: a length above it is no length."""
+LIMIT_PARTS = 2**20
+"""The most buffers of a message."""
+
+
+class MessageTooLarge(OSError):
+    """The other end announced a message above the limit: it is none of ours, or its stream is damaged."""
 
 
 class Channel:
-    """Framed messages over one end of a socket pair; no operation outlasts its deadline."""
+    """Framed messages over one end of a connection; no operation outlasts its deadline.
 
-    def __init__(self, sock: socket.socket) -> None:
+    A buffer that is announced with more than ``limit_bytes`` is refused before memory is taken for it.
+    """
+
+    def __init__(self, sock: socket.socket, limit_bytes: int = LIMIT_BYTES) -> None:
         self._socket = sock
+        self.limit_bytes = limit_bytes
 
     def fileno(self) -> int:
         """The descriptor, so that `multiprocessing.connection.wait` takes a channel."""
@@ -31,8 +43,11 @@ class Channel:
         self._send(payload, deadline)
 
     def receive(self, deadline: float | None = None) -> bytearray:
-        """The next message; raises `TimeoutError` at ``deadline`` and `EOFError` when the other end is closed."""
-        data = bytearray(self._size(deadline))
+        """The next message; raises `TimeoutError` at ``deadline`` and `EOFError` when the other end is closed.
+
+        Raises `MessageTooLarge` for one above the limit.
+        """
+        data = bytearray(self._size(deadline, self.limit_bytes))
         self._read(memoryview(data), deadline)
         return data
 
@@ -47,20 +62,27 @@ class Channel:
     def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
         """The buffers of `send_parts`, each in memory of its own, aligned as a tensor's; as `receive`."""
         parts: list[Buffer] = []
-        for size in [self._size(deadline) for _ in range(self._size(deadline))]:
+        count = self._size(deadline, LIMIT_PARTS)
+        for size in [self._size(deadline, self.limit_bytes) for _ in range(count)]:
             memory = _memory(size)
             self._read(memory, deadline)
             parts.append(memory)
         return parts
 
+    def detach(self) -> socket.socket:
+        """The socket, for another user; this channel must not be used again."""
+        return self._socket
+
     def close(self) -> None:
         """Close this end; the other one reads the end of the stream."""
         self._socket.close()
 
-    def _size(self, deadline: float | None) -> int:
+    def _size(self, deadline: float | None, limit: int) -> int:
         header = bytearray(FRAME_HEADER.size)
         self._read(memoryview(header), deadline)
         size: int = FRAME_HEADER.unpack(header)[0]
+        if size > limit:
+            raise MessageTooLarge(f"a message of {size} is announced, above the limit of {limit}")
         return size
 
     def _send(self, data: Buffer, deadline: float | None) -> None:

@@ -70,6 +70,9 @@ class EngineGroup(EngineRanks):
     share the cores equally. ``devices`` are the numbers of the accelerators, one for each rank; by default
     those from 0 on.
 
+    ``hosts`` say where ranks run, by default `LocalHosts`: on this machine. With several machines, ranks fill those of
+    ``machines`` one after the other, by default all in order, and ``devices`` are those of each of them.
+
     When a rank fails, its error is raised here: the same type if it is one of `core_rl.errors`, with
     the rank and its traceback in a note, else `RankFailed`. A rank that ends raises `RankDied`, one
     that does not answer within ``timeout_s`` seconds `RankTimeout`. After an error that every rank

@@ -34,14 +34,18 @@ class Failure:
             error=_pack_error(error),
         )
 
-    def to_error(self, rank: int, world_size: int) -> CoreRLError:
-        """The exception to raise in the driver: the rank's own if it is one of ours, else `RankFailed`."""
-        failed = RankFailed(f"rank {rank} of {world_size} failed: {self.summary}", rank, self.traceback)
+    def to_error(self, rank: int, world_size: int, place: str = "") -> CoreRLError:
+        """The exception to raise in the driver: the rank's own if it is one of ours, else `RankFailed`.
+
+        ``place`` is a phrase about the rank's machine.
+        """
+        name = f"rank {rank} of {world_size}{place}"
+        failed = RankFailed(f"{name} failed: {self.summary}", rank, self.traceback)
         original = _unpack_error(self.error)
         if not isinstance(original, CoreRLError):
             failed.__cause__ = original
             return failed
-        original.add_note(f"Raised on rank {rank} of {world_size}. The rank's traceback:\n{self.traceback}")
+        original.add_note(f"Raised on {name}. The rank's traceback:\n{self.traceback}")
         original.__cause__ = failed
         return original
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
+from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.messages import Failure, pack_call, unpack_reply
-from core_rl.launch.process import RankProcess
 
 __all__ = ["RankPool"]
 
@@ -21,17 +21,16 @@ START_TIMEOUT_S = 300.0
 """The longest start of a rank in seconds, the first import of torch included."""
 GRACE_S = 5.0
 """Seconds for the other ranks to answer after a failure: they may wait for the failed rank in a collective."""
-EXIT_WAIT_S = 5.0
-"""Seconds for a rank to end by itself."""
 START = "the start"
 IF_SLOW = "If the call is only slow, raise the group's timeout_s (timeouts.call_s in a recipe)"
 
 
 class RankPool:
-    """Processes that hold one rank each, and one exchange at a time with them."""
+    """Processes that hold one rank each, and one exchange at a time with them. ``hosts`` start them."""
 
-    def __init__(self) -> None:
-        self._ranks: list[RankProcess] = []
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._ranks: list[Rank] = []
         self._busy = threading.Lock()
         self._ended: str | None = None
         self.caller: int | None = None
@@ -44,7 +43,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in rank order."""
+        """Process ids in rank order, each on the machine of its rank."""
         return [rank.pid for rank in self._ranks]
 
     @property
@@ -57,13 +56,16 @@ class RankPool:
         if self._ended is not None:
             raise GroupError(f"this group has ended: {self._ended}. Start a new one, or call restart()")
 
-    def grow(self, count: int) -> None:
-        """Have at least ``count`` ranks; raises `RankDied` or `RankTimeout` if one does not come up."""
+    def grow(self, slots: Sequence[Slot]) -> None:
+        """Have a rank at each of ``slots``, of which the first are taken by ranks that are there.
+
+        Raises `GroupError`, such as `RankDied` or `RankTimeout`, if one does not come up.
+        """
         started = time.monotonic()
         with self._exchange(START):
             first = len(self._ranks)
-            for number in range(first, count):
-                self._ranks.append(RankProcess(number))
+            if missing := list(enumerate(slots))[first:]:
+                self._ranks += self._hosts.start(missing)
             self._collect(self._ranks[first:], START, START_TIMEOUT_S)
         self.starting_s += time.monotonic() - started
 
@@ -91,8 +93,9 @@ class RankPool:
             for rank, args in zip(ranks, per_rank, strict=True):
                 self._send(rank, payloads[id(args)], name, deadline)
             replies = self._collect(ranks, name, timeout_s)
+            places = {rank.rank: rank.place for rank in ranks}
         for number, failure in _failures(replies).items():
-            raise failure.to_error(number, len(ranks))
+            raise failure.to_error(number, len(ranks), places[number])
         return [reply for _, reply in sorted(replies.items())]
 
     def close(self, wait_s: float = EXIT_WAIT_S) -> None:
@@ -115,10 +118,7 @@ class RankPool:
 
     def _end(self, reason: str) -> None:
         self._ended = self._ended or reason
-        _kill_all(self._ranks)
-        for rank in self._ranks:
-            rank.wait(EXIT_WAIT_S)
-            rank.release()
+        end_ranks(self._ranks)
         self._ranks.clear()
 
     @contextmanager
@@ -142,17 +142,18 @@ class RankPool:
             self.caller = None
             self._busy.release()
 
-    def _send(self, rank: RankProcess, payload: Sequence[Buffer], name: str, deadline: float) -> None:
+    def _send(self, rank: Rank, payload: Sequence[Buffer], name: str, deadline: float) -> None:
         try:
             rank.channel.send_parts(payload, deadline)
         except TimeoutError as error:
             raise RankTimeout(
-                f"rank {rank.rank} did not take the arguments of {name} in time. {IF_SLOW}", rank.rank
+                f"rank {rank.rank}{rank.place} did not take the arguments of {name} in time. {IF_SLOW}",
+                rank.rank,
             ) from error
         except OSError:
             raise _death(rank, name, {}) from None
 
-    def _collect(self, ranks: Sequence[RankProcess], name: str, timeout_s: float) -> dict[int, Any]:
+    def _collect(self, ranks: Sequence[Rank], name: str, timeout_s: float) -> dict[int, Any]:
         """The replies in the order of their arrival; raises unless every rank has answered."""
         waiting = {rank.rank: rank for rank in ranks}
         replies: dict[int, Any] = {}
@@ -173,11 +174,11 @@ class RankPool:
                 graced = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         if waiting:
-            raise _silence(list(waiting.values()), len(ranks), name, timeout_s, replies)
+            raise _silence(list(waiting.values()), ranks, name, timeout_s, replies)
         return replies
 
 
-def _ready(ranks: Iterable[RankProcess], deadline: float) -> list[tuple[RankProcess, bool]]:
+def _ready(ranks: Iterable[Rank], deadline: float) -> list[tuple[Rank, bool]]:
     """The ranks that answered (True) or ended without an answer (False); empty at the deadline."""
     ranks = list(ranks)
     ends = [end for rank in ranks for end in (rank.channel.fileno(), rank.sentinel)]
@@ -190,9 +191,9 @@ def _failures(replies: Mapping[int, Any]) -> dict[int, Failure]:
     return {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
 
 
-def _death(rank: RankProcess, name: str, replies: Mapping[int, Any]) -> RankDied:
+def _death(rank: Rank, name: str, replies: Mapping[int, Any]) -> RankDied:
     rank.wait(EXIT_WAIT_S)  # its end of the socket closes a moment before the exit code is known
-    message = f"rank {rank.rank} {rank.exit_reason()} during {name}"
+    message = f"rank {rank.rank}{rank.place} {rank.exit_reason()} during {name}"
     if name == START:
         message += ". A script that starts a group needs an `if __name__ == '__main__':` around its main part"
     error = RankDied(message, rank.rank, rank.stacks())
@@ -202,25 +203,26 @@ def _death(rank: RankProcess, name: str, replies: Mapping[int, Any]) -> RankDied
 
 
 def _silence(
-    ranks: Sequence[RankProcess], world_size: int, name: str, timeout_s: float, replies: Mapping[int, Any]
+    silent: Sequence[Rank], ranks: Sequence[Rank], name: str, timeout_s: float, replies: Mapping[int, Any]
 ) -> CoreRLError:
-    """The error for ``ranks`` that did not answer: that of the first failure, if there was one."""
-    numbers = [rank.rank for rank in ranks]
+    """The error for the ``silent`` ones of ``ranks``: that of the first failure, if there was one."""
+    numbers = [rank.rank for rank in silent]
+    places = {rank.rank: rank.place for rank in ranks}
     for number, failure in _failures(replies).items():
-        error = failure.to_error(number, world_size)
+        error = failure.to_error(number, len(ranks), places[number])
         error.add_note(
             f"Ranks {numbers} did not answer within {GRACE_S:g} s after that, so the group was ended."
         )
         return error
-    stacks = "\n".join(f"Rank {rank.rank} was at:\n{rank.stacks(ask=True)}" for rank in ranks)
+    stacks = "\n".join(f"Rank {rank.rank}{rank.place} was at:\n{rank.stacks(ask=True)}" for rank in silent)
     return RankTimeout(
-        f"ranks {numbers} of {world_size} did not answer {name} within {timeout_s:g} s, so the group was ended. "
+        f"ranks {numbers} of {len(ranks)} did not answer {name} within {timeout_s:g} s, so the group was ended. "
         f"{IF_SLOW}",
         numbers[0],
         stacks,
     )
 
 
-def _kill_all(ranks: list[RankProcess]) -> None:
+def _kill_all(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.kill()

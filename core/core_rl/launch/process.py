@@ -1,4 +1,4 @@
-"""Starting, watching and ending the process of one rank, from the driver's side."""
+"""Starting, watching and ending the process of one rank, in the process that it is a child of."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from core_rl.distributed.channel import Channel
 from core_rl.errors import GroupError
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import DRIVER_SIGNALS, DUMP_SIGNAL, rank_main
@@ -88,25 +87,23 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 
 
 class RankProcess:
-    """One rank's process and the channel to it. Starts at construction; the rank then says hello."""
+    """The process of one rank, a child of this one. Starts at construction; the rank then says hello."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, sock: socket.socket, environ: Mapping[str, str]) -> None:
+        """``sock`` leads to the driver, and is closed here. Raises `GroupError` if the process cannot be started."""
         self.rank = rank
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours)
         streams = {number: _Duplicate(number) for number in (1, 2) if _is_open(number)}
         stacks = _Duplicate(self._stacks.fileno())
-        arguments = (theirs, streams, stacks, dict(os.environ))
+        arguments = (sock, streams, stacks, dict(environ))
         try:
             self._process = start_process(rank_main, arguments, f"core-rl rank {rank}")
         except (EOFError, OSError) as error:
-            self.channel.close()
             raise GroupError(
                 f"the fork server ended while it started rank {rank}: {error!r}; try again"
             ) from error
         finally:
-            theirs.close()
+            sock.close()
         self._tree = ProcessTree(self.pid)
 
     @property
@@ -142,7 +139,6 @@ class RankProcess:
 
     def release(self) -> None:
         """Free the descriptors of a process that has ended."""
-        self.channel.close()
         self._stacks.close()
         self._tree.close()
         with suppress(ValueError):  # the kernel holds it in a system call that cannot be interrupted

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 
 from core_rl.distributed.process_group import Meeting
 from core_rl.errors import EngineStateError, GroupError
 from core_rl.launch import remote
-from core_rl.launch.pool import EXIT_WAIT_S, RankPool
+from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Slot
+from core_rl.launch.pool import RankPool
 from core_rl.launch.remote import RankInfo
 
 __all__ = ["RankSet"]
-
-HOST = "127.0.0.1"
-"""Where the ranks of one machine meet: nobody else can come there."""
 
 
 class RankSet:
@@ -24,10 +23,16 @@ class RankSet:
     Each group has an engine id, under which the processes keep its engine.
     """
 
-    def __init__(self, threads_per_rank: int | None, devices: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        machines: Sequence[int] | None,
+        devices: Sequence[int] | None,
+        threads_per_rank: int | None,
+    ) -> None:
         self.threads_per_rank = threads_per_rank
-        self.devices = devices
-        self.pool = RankPool()
+        self._hosts, self._machines, self._devices = hosts, machines, devices
+        self.pool = RankPool(hosts)
         self._engine_ids = itertools.count()
         self._worlds = itertools.count()
         self._engines: dict[int, list[RankInfo]] = {}
@@ -63,7 +68,7 @@ class RankSet:
     def restart(self, engine_id: int) -> None:
         """Replace the processes by new ones, without engines; a group that was released is registered again."""
         self.pool.close(wait_s=0.0)
-        self.pool = RankPool()
+        self.pool = RankPool(self._hosts)
         self._store_port = None
         self._engines[engine_id] = []
         for other in self._engines:
@@ -74,6 +79,19 @@ class RankSet:
         self.pool.check()
         if engine_id not in self._engines:
             raise GroupError("this group has ended: it was closed. Start a new one, or call restart()")
+
+    # ---------------------------------------------------------------- places
+
+    def slots(self, count: int) -> list[Slot]:
+        """The places of ``count`` ranks, of which the first stay theirs when there are more; raises `ConfigError`."""
+        return self._hosts.slots(count, self._machines, self._devices)
+
+    def threads(self, slots: Sequence[Slot]) -> list[int]:
+        """Threads of each rank: those that were given, or its share of the cores of its machine."""
+        if self.threads_per_rank is not None:
+            return [self.threads_per_rank] * len(slots)
+        neighbours = Counter(slot.machine for slot in slots)
+        return [max(1, slot.cores // neighbours[slot.machine]) for slot in slots]
 
     # --------------------------------------------------------------- engines
 
@@ -97,11 +115,12 @@ class RankSet:
                 "that one first, or start this group without colocate_with"
             )
 
-    def meeting(self, engine_id: int, timeout_s: float) -> Meeting:
-        """Where the ranks of the present world meet, or those of a new one."""
+    def meeting(self, engine_id: int, machine: int, timeout_s: float) -> Meeting:
+        """Where the ranks of the present world meet, or those of a new one: on the first rank's ``machine``."""
+        host = self._hosts.address(machine)
         if self._store_port is None:
             name = "opening the store of the ranks"
-            (self._store_port,) = self.pool.call(engine_id, name, remote.open_store, [(HOST,)], timeout_s)
+            (self._store_port,) = self.pool.call(engine_id, name, remote.open_store, [(host,)], timeout_s)
         if self._meeting is None:
-            self._meeting = Meeting(host=HOST, port=self._store_port, name=f"world {next(self._worlds)}")
+            self._meeting = Meeting(host=host, port=self._store_port, name=f"world {next(self._worlds)}")
         return self._meeting

@@ -16,8 +16,9 @@ from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError, EngineStateError, LayoutError
 from core_rl.launch import remote
+from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts.local import LocalHosts
 from core_rl.launch.rank_set import RankSet
-from core_rl.machine import cpu_cores
 from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.spec import EngineSpec
 
@@ -50,6 +51,8 @@ class EngineRanks:
         ft_spec: FinetuneSpec | None = None,
         timeout_s: float = 600.0,
         threads_per_rank: int | None = None,
+        hosts: Hosts | None = None,
+        machines: Sequence[int] | None = None,
         devices: Sequence[int] | None = None,
         colocate_with: EngineRanks | None = None,
         make_engine: remote.MakeEngine = load_engine,
@@ -66,9 +69,15 @@ class EngineRanks:
         self._ft_spec = ft_spec
         self._make_engine = make_engine
         if colocate_with is None:
-            self._ranks = RankSet(threads_per_rank, devices)
+            self._ranks = RankSet(hosts or LocalHosts(), machines, devices, threads_per_rank)
         else:
-            self._ranks = colocate_with._shared_ranks(self.config, threads_per_rank, devices)
+            of_processes = (hosts, machines, devices, threads_per_rank)
+            if any(value is not None for value in of_processes):
+                raise ConfigError(
+                    "hosts, machines, devices and threads_per_rank belong to the processes, which colocated groups "
+                    "share; give them to the group that starts the processes"
+                )
+            self._ranks = colocate_with._shared_ranks(self.config)
         self._engine_id = self._ranks.register(self)
         self._start()
 
@@ -99,10 +108,13 @@ class EngineRanks:
         self.destroy()
         self.config = config
         size, timeout_s = self.world_size, self.timeout_s
-        meeting = self._ranks.meeting(self._engine_id, timeout_s)
+        slots = self._ranks.slots(size)
+        meeting = self._ranks.meeting(self._engine_id, slots[0].machine, timeout_s)
         addresses = [
-            RankAddress(rank=rank, world_size=size, meeting=meeting, local_rank=device, timeout_s=timeout_s)
-            for rank, device in enumerate(self._ranks.devices or range(size))
+            RankAddress(
+                rank=rank, world_size=size, meeting=meeting, local_rank=slot.device, timeout_s=timeout_s
+            )
+            for rank, slot in enumerate(slots)
         ]
         arguments = [(address, ft_spec or self._ft_spec) for address in addresses]
         try:
@@ -144,28 +156,20 @@ class EngineRanks:
     def _prepare(self, config: TrainEngineConfig) -> TrainEngineConfig:
         """Start missing ranks and have all check ``config``; returns it with the directory of its model."""
         size, ranks = config.layout.world_size, self._ranks
-        if ranks.devices is not None and len(set(ranks.devices)) != size:
-            raise ConfigError(
-                f"devices = {list(ranks.devices)} for {size} ranks; name a different one for each rank"
-            )
+        slots = ranks.slots(size)
         self._ranks.check_open(self._engine_id)
         ranks.check_world(self._engine_id, size)
         config = with_local_model(config)
-        ranks.pool.grow(size)
-        threads = ranks.threads_per_rank or max(1, cpu_cores() // size)
-        arguments = (self._make_engine, self.spec, config, threads)
-        self._call("the check of the config", remote.prepare, [arguments] * size)
+        ranks.pool.grow(slots)
+        threads = ranks.threads(slots)
+        # Ranks that are given the same tuple share its bytes.
+        arguments = {count: (self._make_engine, self.spec, config, count) for count in set(threads)}
+        per_rank = [arguments[count] for count in threads]
+        self._call("the check of the config", remote.prepare, per_rank)
         return config
 
-    def _shared_ranks(
-        self, config: TrainEngineConfig, threads: int | None, devices: Sequence[int] | None
-    ) -> RankSet:
+    def _shared_ranks(self, config: TrainEngineConfig) -> RankSet:
         """The processes, for a colocated group with ``config``."""
-        if threads is not None or devices is not None:
-            raise ConfigError(
-                "threads_per_rank and devices belong to the processes, which colocated groups share; give them to the "
-                "group that starts the processes"
-            )
         if config.layout.world_size != self.world_size:
             raise LayoutError(
                 f"layout {config.layout} has {config.layout.world_size} ranks, and the colocated group has "

@@ -1,0 +1,203 @@
+"""`AgentHosts`: several machines with an agent on each, however the agents are started."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from multiprocessing import util
+from types import TracebackType
+from typing import Self
+
+from core_rl.errors import ClusterError, ConfigError, GroupError
+from core_rl.launch.hosts.base import Rank, Slot, end_ranks
+from core_rl.launch.hosts.hello import MachineInfo
+from core_rl.launch.hosts.link import AgentLink, AgentRank
+from core_rl.launch.hosts.network import own_address
+from core_rl.launch.hosts.reception import Reception
+from core_rl.launch.hosts.surroundings import shared_environment
+
+__all__ = ["AgentHosts"]
+
+CONNECT_S = 120.0
+"""The longest wait for connections of ranks that were asked for; the agent may still import torch."""
+LOOK_S = 0.2
+"""Between two looks at what was launched."""
+
+
+class AgentHosts(ABC):
+    """``machines`` machines, on each of which an agent starts up to ``ranks_per_machine`` ranks of each group.
+
+    The agents connect to the driver at ``address``, by default the one that its host name means, and ``port``, by
+    default a free one; all have to come within ``wait_s`` seconds. A machine from which nothing comes for ``lease_s``
+    seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's
+    variables that mean the same everywhere, and those that ``environment`` names.
+
+    The machines are started at first use, or by entering the context, and let go by `close`, or when the driver ends.
+    """
+
+    def __init__(
+        self,
+        machines: int,
+        ranks_per_machine: int = 1,
+        *,
+        address: str | None = None,
+        port: int = 0,
+        wait_s: float = 300.0,
+        lease_s: float = 30.0,
+        environment: Sequence[str] = (),
+    ) -> None:
+        for name, value in {"machines": machines, "ranks_per_machine": ranks_per_machine}.items():
+            if value < 1:
+                raise ConfigError(f"{name} = {value}; it must be positive")
+        for name, seconds in {"wait_s": wait_s, "lease_s": lease_s}.items():
+            if not seconds > 0:
+                raise ConfigError(f"{name} = {seconds}; it must be positive")
+        self.machines, self.ranks_per_machine = machines, ranks_per_machine
+        self.wait_s, self.lease_s = wait_s, lease_s
+        self._address, self._port, self._environment = address, port, tuple(environment)
+        self._reception: Reception | None = None
+        self._rank_ids = itertools.count()
+        self._starting = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------- how agents start
+
+    @abstractmethod
+    def _key(self) -> bytes:
+        """The key that agents have to know."""
+
+    @abstractmethod
+    def _launch(self, driver: str, key: bytes) -> None:
+        """Start the agents, which connect to ``driver`` (``HOST:PORT``); raises `ClusterError` or `ConfigError`."""
+
+    @abstractmethod
+    def _check_launched(self) -> None:
+        """Raise `ClusterError` where what was launched has failed, and agents will not come."""
+
+    @abstractmethod
+    def _end_launched(self) -> None:
+        """End what was launched and is still there; the agents were let go. Further calls do nothing."""
+
+    # ------------------------------------------------------------------ hosts
+
+    def open(self) -> None:
+        """Have an agent on each machine; raises `ClusterError` with what is missing. Further calls do nothing."""
+        with self._starting:
+            if self._reception is not None:
+                return
+            key = self._key()
+            address = self._address or own_address("address (cluster.address in a recipe)")
+            self._reception = Reception(address, self._port, key, self.machines, self.lease_s)
+            # For hosts that are forgotten, and before `multiprocessing` waits for its processes.
+            util.Finalize(self, Reception.close, args=(self._reception,), exitpriority=50)
+            try:
+                self._launch(self._reception.endpoint, key)
+                self._wait_for_agents(self._reception)
+            except BaseException:
+                self._close()
+                raise
+
+    def close(self) -> None:
+        with self._starting:
+            self._close()
+
+    def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
+        chosen = list(range(self.machines) if machines is None else machines)
+        own = list(range(self.ranks_per_machine) if devices is None else devices)
+        unknown = sorted({number for number in chosen if not 0 <= number < self.machines})
+        if unknown or len(set(chosen)) != len(chosen):
+            raise ConfigError(
+                f"machines = {chosen}: there are {self.machines}, from 0 on; name different ones of these"
+            )
+        if len(set(own)) != len(own):
+            raise ConfigError(f"devices = {own}; name different ones, those of each machine")
+        if len(chosen) * len(own) < count:
+            raise ConfigError(
+                f"a layout of {count} ranks, and machines {chosen} have places for {len(chosen) * len(own)}, "
+                f"{len(own)} each; use a smaller layout, more machines, or more ranks on each machine"
+            )
+        links = {number: self._link(number) for number in chosen[: -(-count // len(own))]}
+        places = [(number, device) for number in links for device in own]
+        return [
+            Slot(machine=number, device=device, cores=links[number].info.cores)
+            for number, device in places[:count]
+        ]
+
+    def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
+        environ = shared_environment(self._environment)
+        reception = self._opened()
+        started: list[AgentRank] = []
+        try:
+            for number, slot in ranks:
+                rank = self._link(slot.machine).start(number, next(self._rank_ids), environ)
+                started.append(rank)
+            deadline = time.monotonic() + CONNECT_S
+            for rank in started:
+                rank.connected.wait(max(0.0, deadline - time.monotonic()))
+                _require_connected(rank, reception)
+        except BaseException:
+            end_ranks(started)
+            raise
+        return list(started)
+
+    def address(self, machine: int) -> str:
+        return self._link(machine).info.address
+
+    @property
+    def found(self) -> list[MachineInfo]:
+        """The machines that are there, in the order of their numbers."""
+        links = sorted(self._opened().links.items())
+        return [link.info for _, link in links if link.lost is None]
+
+    # --------------------------------------------------------------- plumbing
+
+    def _opened(self) -> Reception:
+        self.open()
+        assert self._reception is not None
+        return self._reception
+
+    def _link(self, machine: int) -> AgentLink:
+        link = self._opened().links[machine]
+        if link.lost is not None:
+            raise ClusterError(
+                f"{link.info} {link.lost}. Start an agent on it again, or name other machines (placement in a recipe)"
+            )
+        return link
+
+    def _wait_for_agents(self, reception: Reception) -> None:
+        deadline = time.monotonic() + self.wait_s
+        while not reception.is_complete(LOOK_S):
+            self._check_launched()
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{len(reception.links)} of {self.machines} machines came to {reception.endpoint} within "
+                    f"{self.wait_s:g} s{reception.account()}"
+                )
+
+    def _close(self) -> None:
+        reception, self._reception = self._reception, None
+        if reception is not None:
+            reception.close()
+        self._end_launched()
+
+
+def _require_connected(rank: AgentRank, reception: Reception) -> None:
+    """Raise `GroupError` unless ``rank`` has a channel."""
+    if rank.has_ended:
+        raise GroupError(f"rank {rank.rank}{rank.place} {rank.exit_reason()} during the start")
+    if not rank.connected.is_set():
+        raise GroupError(
+            f"rank {rank.rank}{rank.place} did not connect to {reception.endpoint} within {CONNECT_S:g} s; does a "
+            "firewall let the agent in and not the ranks?"
+        )

@@ -1,0 +1,59 @@
+"""`AttachHosts`: machines whose agents somebody else starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from core_rl.launch.hosts.agent_hosts import AgentHosts
+from core_rl.launch.hosts.authentication import given_key
+
+__all__ = ["AttachHosts"]
+
+logger = logging.getLogger(__name__)
+
+
+class AttachHosts(AgentHosts):
+    """Machines with agents that were started by hand, by ssh, ``torchrun`` or Kubernetes: `core-rl agent` on each.
+
+    The driver and the agents know one key, which is in ``key_file``, or in the environment variable
+    ``CORE_RL_CLUSTER_KEY``. The rest is as `AgentHosts` says; ``port`` is fixed, since the agents have to know it.
+    """
+
+    def __init__(
+        self,
+        machines: int,
+        ranks_per_machine: int = 1,
+        *,
+        port: int = 29400,
+        key_file: str | Path | None = None,
+        address: str | None = None,
+        wait_s: float = 300.0,
+        lease_s: float = 30.0,
+        environment: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            machines,
+            ranks_per_machine,
+            address=address,
+            port=port,
+            wait_s=wait_s,
+            lease_s=lease_s,
+            environment=environment,
+        )
+        self._key_file = None if key_file is None else Path(key_file)
+
+    def _key(self) -> bytes:
+        return given_key(self._key_file)
+
+    def _launch(self, driver: str, key: bytes) -> None:
+        logger.info(
+            "waiting for %d machines; on each, start: core-rl agent --driver %s", self.machines, driver
+        )
+
+    def _check_launched(self) -> None:
+        """Nothing is known about agents that others start."""
+
+    def _end_launched(self) -> None:
+        """Agents end by themselves when the driver lets them go."""

@@ -1,0 +1,91 @@
+"""`Hosts`: where the ranks of groups run, and `Rank`: one of them as the driver sees it. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from core_rl.distributed.channel import Channel
+
+__all__ = ["EXIT_WAIT_S", "Hosts", "Rank", "Slot", "end_ranks"]
+
+EXIT_WAIT_S = 5.0
+"""Seconds for ranks to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A place for one rank."""
+
+    machine: int
+    """The number of the machine."""
+    device: int
+    """The number of its accelerator there."""
+    cores: int
+    """CPU cores of the machine, for all ranks on it."""
+
+
+class Rank(Protocol):
+    """The process of one rank, and the channel to it."""
+
+    rank: int
+    channel: Channel
+
+    @property
+    def place(self) -> str:
+        """A phrase about its machine, such as `` on node1 (machine 1)``; empty on the driver's own."""
+
+    @property
+    def pid(self) -> int:
+        """The process id on its machine."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process has ended, or is out of reach."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the process has ended or is out of reach, or after ``timeout_s`` seconds."""
+
+    def exit_reason(self) -> str:
+        """A phrase about the end of the process."""
+
+    def kill(self) -> None:
+        """Kill the process and its children. Does not wait; does nothing after `release`."""
+
+    def release(self) -> None:
+        """Free what the driver keeps of a process that has ended."""
+
+    def stacks(self, ask: bool = False) -> str:
+        """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
+
+
+class Hosts(Protocol):
+    """One machine or several, on which groups start their ranks. Several groups may use one object."""
+
+    def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
+        """Places for ``count`` ranks: they fill one machine after the other.
+
+        ``machines`` are those that may be used, in order, by default all; ``devices`` are those of each
+        machine. Raises `ConfigError` for a machine that does not exist, and for too few places.
+        """
+
+    def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
+        """Start ranks of these numbers, each of which then says hello. Raises `GroupError`."""
+
+    def address(self, machine: int) -> str:
+        """The address under which the ranks of all machines reach this one."""
+
+    def close(self) -> None:
+        """End what is left on the machines. Further calls do nothing."""
+
+
+def end_ranks(ranks: Sequence[Rank], wait_s: float = EXIT_WAIT_S) -> None:
+    """Kill ``ranks``, wait until they have ended, ``wait_s`` seconds at most, and release them."""
+    for rank in ranks:
+        rank.kill()
+    deadline = time.monotonic() + wait_s
+    for rank in ranks:
+        rank.wait(max(0.0, deadline - time.monotonic()))
+        rank.release()

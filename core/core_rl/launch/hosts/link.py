@@ -1,0 +1,181 @@
+"""`AgentLink`: the agent of one machine as the driver sees it, and `AgentRank`: a rank there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from core_rl.distributed.channel import Channel
+from core_rl.errors import ClusterError
+from core_rl.launch.hosts.control import ControlChannel
+from core_rl.launch.hosts.hello import MachineInfo
+
+__all__ = ["AgentLink", "AgentRank"]
+
+STACKS_S = 5.0
+"""Seconds for an agent to send the stacks of a rank."""
+
+
+class AgentRank:
+    """A rank on another machine. Its channel comes when the rank's connection does (`connected`)."""
+
+    channel: Channel
+
+    def __init__(self, rank: int, rank_id: int, link: AgentLink) -> None:
+        self.rank = rank
+        self.rank_id = rank_id
+        self.connected = threading.Event()
+        """Also set when the rank has ended before."""
+        self._link = link
+        self._pid = 0
+        self._ended = threading.Event()
+        self._reason, self._stacks = "", ""
+        self._end_out, self._end_in = os.pipe()
+        self._releasing = threading.Lock()
+
+    @property
+    def place(self) -> str:
+        return f" on {self._link.info.hostname} (machine {self._link.info.number})"
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    def sentinel(self) -> int:
+        return self._end_out
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, or is out of reach."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        self._ended.wait(timeout_s)
+
+    def exit_reason(self) -> str:
+        return self._reason or "closed its connection"
+
+    def kill(self) -> None:
+        if not self.has_ended:
+            self._link.order("kill", self.rank_id)
+
+    def release(self) -> None:
+        if (channel := getattr(self, "channel", None)) is not None:
+            channel.close()
+        self._link.forget(self)
+        self.end("was released")
+        with self._releasing:
+            if self._end_out >= 0:
+                os.close(self._end_out)
+                self._end_out = -1
+
+    def stacks(self, ask: bool = False) -> str:
+        return self._stacks if self.has_ended else self._link.stacks(self.rank_id, ask=ask)
+
+    # ----------------------------------------------------------- for the link
+
+    def connect(self, channel: Channel) -> None:
+        """The rank's connection is there."""
+        self.channel = channel
+        self.connected.set()
+
+    def started(self, pid: int) -> None:
+        """Its process is there."""
+        self._pid = pid
+
+    def end(self, reason: str, stacks: str = "") -> None:
+        """The process has ended, or is out of reach. What came first counts."""
+        with self._releasing:
+            if self._ended.is_set():
+                return
+            self._reason, self._stacks = reason, stacks
+            self._ended.set()
+            self.connected.set()
+            os.close(self._end_in)
+
+
+class AgentLink:
+    """The connection to the agent of one machine, with a thread that reads its reports."""
+
+    def __init__(self, info: MachineInfo, control: ControlChannel, lease_s: float) -> None:
+        self.info = info
+        self.lost: str | None = None
+        """Why the machine is out of reach."""
+        self._control = control
+        self._lease_s = lease_s
+        self._ranks: dict[int, AgentRank] = {}
+        self._requests = itertools.count()
+        self._answers: dict[int, tuple[threading.Event, list[str]]] = {}
+        threading.Thread(target=self._read, name=f"core-rl {info}", daemon=True).start()
+
+    def start(self, rank: int, rank_id: int, environ: Mapping[str, str]) -> AgentRank:
+        """Have the agent start a rank; ``rank_id`` stands for it among all ranks of all groups."""
+        started = AgentRank(rank, rank_id, self)
+        self._ranks[rank_id] = started
+        self.order("start", rank_id, rank=rank, environ=dict(environ))
+        if self.lost is not None:
+            started.end(self.lost)
+        return started
+
+    def rank(self, rank_id: int) -> AgentRank | None:
+        """The rank that waits for its connection, or None."""
+        return self._ranks.get(rank_id)
+
+    def order(self, what: str, rank_id: int, **details: object) -> None:
+        """Tell the agent to do something; one that is out of reach shows itself to the thread that reads."""
+        self._control.send({"do": what, "id": rank_id, **details})
+
+    def stacks(self, rank_id: int, *, ask: bool) -> str:
+        """The stacks of a rank, or nothing from an agent that does not answer."""
+        number, answer = next(self._requests), (threading.Event(), list[str]())
+        self._answers[number] = answer
+        self.order("stacks", rank_id, request=number, ask=ask)
+        answer[0].wait(STACKS_S)
+        del self._answers[number]
+        return "".join(answer[1])
+
+    def forget(self, rank: AgentRank) -> None:
+        """The driver has no use for ``rank`` any more."""
+        if self._ranks.pop(rank.rank_id, None) is not None:
+            self.order("release", rank.rank_id)
+
+    def close(self) -> None:
+        """Let go of the agent, which then ends with its ranks."""
+        self._lose("was let go")
+
+    # ---------------------------------------------------------------- threads
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._handle(self._control.receive())
+        except TimeoutError:
+            self._lose(f"was lost with its machine, from which nothing came for {self._lease_s:g} s")
+        except EOFError:
+            self._lose("was lost with the agent of its machine, which ended")
+        except (OSError, ClusterError, KeyError) as error:
+            self._lose(f"was lost with the connection to its machine: {error}")
+
+    def _handle(self, report: Mapping[str, Any]) -> None:
+        if report["is"] == "stacks":
+            if (answer := self._answers.get(report["request"])) is not None:
+                answer[1].append(report["text"])
+                answer[0].set()
+            return
+        rank = self._ranks.get(report.get("id", -1))
+        if rank is None:
+            return
+        if report["is"] == "started":
+            rank.started(report["pid"])
+        elif report["is"] == "ended":
+            rank.end(report["reason"], report.get("stacks", ""))
+
+    def _lose(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        self._control.close()
+        for rank in list(self._ranks.values()):
+            rank.end(self.lost)
