@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core_rl.config.engine import Head
 from core_rl.engine.loading import load_engine
+from core_rl.launch.hosts.base import Hosts
 from core_rl_conformance.hints.explanations import Mistakes
 from core_rl_conformance.inputs.data import Ragged, Repeated
 from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMeanLoss, wrong_temperatures
@@ -92,11 +93,15 @@ class ExpectedValues:
     """Expected values that checks share in one process. Close it, or use it as a context manager."""
 
     def __init__(
-        self, directory: Path, timeout_s: float = CALL_TIMEOUT_S, make_engine: MakeEngine = load_engine
+        self,
+        directory: Path,
+        timeout_s: float = CALL_TIMEOUT_S,
+        make_engine: MakeEngine = load_engine,
+        hosts: Hosts | None = None,
     ) -> None:
         self.directory = directory
         self.models = ModelStore(directory / "models")
-        self.groups = GroupPool(timeout_s, make_engine)
+        self.groups = GroupPool(timeout_s, make_engine, hosts)
         self.servers = ServerPool(make_engine)
         self._kept: dict[Hashable, Any] = {}
 

@@ -86,6 +86,14 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     (
+        "--agents",
+        {
+            "action": "store_true",
+            "dest": "core_rl_agents",
+            "help": "ranks under two agents, as on two machines: the way of calls over a network",
+        },
+    ),
+    (
         "--call-timeout",
         {
             "dest": "core_rl_call_timeout",

@@ -16,6 +16,8 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
+from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts.local import LocalHosts
 from core_rl.registry.spec import EngineSpec
 
 __all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool", "use_deterministic_kernels"]
@@ -39,9 +41,12 @@ def use_deterministic_kernels(_engine: TrainEngine) -> None:
 class GroupPool:
     """One group of ranks for each engine, kept between checks and initialized anew for each of them."""
 
-    def __init__(self, timeout_s: float = CALL_TIMEOUT_S, make: MakeEngine = load_engine) -> None:
+    def __init__(
+        self, timeout_s: float = CALL_TIMEOUT_S, make: MakeEngine = load_engine, hosts: Hosts | None = None
+    ) -> None:
         self.timeout_s = timeout_s
         self.make = make
+        self.hosts = hosts or LocalHosts()
         self.hangs: Counter[tuple[str, str]] = Counter()
         """Number of calls that timed out, by engine and layout."""
         self.starting_s = 0.0
@@ -56,7 +61,12 @@ class GroupPool:
         if group is None or group.spec != spec:
             self.discard(spec.name)
             group = EngineGroup(
-                spec, config, timeout_s=self.timeout_s, threads_per_rank=1, make_engine=self.make
+                spec,
+                config,
+                timeout_s=self.timeout_s,
+                threads_per_rank=1,
+                make_engine=self.make,
+                hosts=self.hosts,
             )
             self._groups[spec.name] = group
             self.starting_s += group.starting_s
@@ -77,6 +87,7 @@ class GroupPool:
         """End all processes."""
         for name in list(self._groups):
             self.discard(name)
+        self.hosts.close()
 
 
 class ServerPool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -241,6 +242,14 @@ def hang(engine: TrainEngine, ranks: tuple[int, ...] = (0, 1)) -> None:
 
 def parent_pid(engine: TrainEngine) -> int:
     return os.getppid()
+
+
+def starter_pid(engine: TrainEngine) -> int:
+    """Of the process that had the fork server start this rank."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    assert starter.pid is not None
+    return starter.pid
 
 
 def arrive_and_wait(engine: TrainEngine, folder: str) -> None:

@@ -14,6 +14,9 @@ from transformers.utils import logging as hf_logging
 from xdist.scheduler import LoadScopeScheduling
 
 from core_rl.errors import CoreRLError
+from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts.local import LocalHosts
+from core_rl.launch.hosts.rehearsal import RehearsalHosts
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, Outcome
@@ -122,10 +125,18 @@ class ConformanceSession:
         timeout_s: float = self.config.getoption("core_rl_call_timeout")
         with (
             TemporaryDirectory(prefix="core-rl-conformance-") as directory,
-            ExpectedValues(Path(directory), timeout_s) as expected_values,
+            ExpectedValues(Path(directory), timeout_s, hosts=self._hosts()) as expected_values,
         ):
             self.config.stash[EXPECTED_VALUES] = expected_values
             return (yield)
+
+    def _hosts(self) -> Hosts:
+        """Where ranks run; agents start when the first group does."""
+        return (
+            RehearsalHosts(machines=2, ranks_per_machine=8)
+            if self.config.getoption("core_rl_agents")
+            else LocalHosts()
+        )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(

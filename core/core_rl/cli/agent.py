@@ -26,6 +26,7 @@ def agent(
         Path | None, typer.Option(help="File with the key; by default it is in CORE_RL_CLUSTER_KEY.")
     ] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the driver.")] = 300.0,
+    stay: Annotated[bool, typer.Option(help="Serve one driver after the other, each waited for.")] = False,
     with_parent: Annotated[bool, typer.Option(help="End when standard input is closed.")] = False,
 ) -> None:
     """Start ranks on this machine for a driver elsewhere, and end with it."""
@@ -35,7 +36,10 @@ def agent(
     key = take_key(key_file)
     if with_parent:
         threading.Thread(target=_end_with_input, name="core-rl parent", daemon=True).start()
-    run_agent(driver, key, _machine() if machine is None else machine, wait)
+    number = _machine() if machine is None else machine
+    run_agent(driver, key, number, wait)
+    while stay:
+        run_agent(driver, key, number, wait)
 
 
 def _machine() -> int | None:
@@ -45,5 +49,7 @@ def _machine() -> int | None:
 
 
 def _end_with_input() -> None:
-    sys.stdin.buffer.read()
+    # Below Python's buffer, whose lock the end of the program would find taken.
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
     os._exit(1)  # ranks end with their parent

@@ -19,6 +19,7 @@ from core_rl.distributed.channel import Channel
 from core_rl.errors import ClusterError, GroupError
 from core_rl.launch.hosts import hello
 from core_rl.launch.hosts.authentication import present_key
+from core_rl.launch.hosts.base import end_ranks
 from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
 from core_rl.launch.hosts.hello import MachineInfo
 from core_rl.launch.hosts.network import connect, parse_endpoint, socket_address
@@ -101,14 +102,15 @@ class Agent:
     def __init__(self, driver: _Driver, control: ControlChannel, machine: int, address: str) -> None:
         self._driver, self._control, self._machine, self._address = driver, control, machine, address
         self._ranks: dict[int, RankProcess] = {}
-        self._starts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._starts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._ended = False
         self._killed: set[int] = set()
         """Of ranks that are still to be started."""
         self._changed_out, self._changed_in = os.pipe()
         """Wakes the thread that waits for ends, when there is one more to wait for."""
 
     def serve(self) -> None:
-        """Follow orders until the driver closes the connection, or is silent for its lease; then end the ranks."""
+        """Follow orders until the driver closes the connection, or is silent for its lease; then kill the ranks."""
         for work in (self._start_ranks, self._report_ends):
             threading.Thread(target=work, name=f"core-rl agent {work.__name__}", daemon=True).start()
         try:
@@ -117,8 +119,14 @@ class Agent:
         except (EOFError, OSError, ClusterError):
             pass  # the driver is gone, or out of reach
         finally:
-            for rank in list(self._ranks.values()):
-                rank.kill()
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._control.close()
+        self._starts.put(None)
+        end_ranks(list(self._ranks.values()))
+        os.write(self._changed_in, b"+")
 
     # ---------------------------------------------------------------- orders
 
@@ -153,8 +161,7 @@ class Agent:
     # ---------------------------------------------------------- other threads
 
     def _start_ranks(self) -> None:
-        while True:
-            order = self._starts.get()
+        while (order := self._starts.get()) is not None:
             try:
                 self._start(order)
             except (GroupError, OSError) as error:
@@ -171,13 +178,13 @@ class Agent:
         rank = RankProcess(order["rank"], channel.detach(), environ)
         self._ranks[order["id"]] = rank
         self._control.send({"is": "started", "id": order["id"], "pid": rank.pid})
-        if order["id"] in self._killed:
+        if self._ended or order["id"] in self._killed:
             rank.kill()
         os.write(self._changed_in, b"+")
 
     def _report_ends(self) -> None:
         reported: set[int] = set()
-        while True:
+        while not self._ended:
             waiting = {rank.sentinel: key for key, rank in self._ranks.copy().items() if key not in reported}
             for end in wait([*waiting, self._changed_out]):
                 if end == self._changed_out:

@@ -31,7 +31,8 @@ class AgentHosts(ABC):
     """``machines`` machines, on each of which an agent starts up to ``ranks_per_machine`` ranks of each group.
 
     The agents connect to the driver at ``address``, by default the one that its host name means, and ``port``, by
-    default a free one; all have to come within ``wait_s`` seconds. A machine from which nothing comes for ``lease_s``
+    default a free one; all have to come within ``wait_s`` seconds, or at least ``fewest``, which then are all that
+    there are. A machine from which nothing comes for ``lease_s``
     seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's
     variables that mean the same everywhere, and those that ``environment`` names.
 
@@ -47,16 +48,20 @@ class AgentHosts(ABC):
         port: int = 0,
         wait_s: float = 300.0,
         lease_s: float = 30.0,
+        fewest: int | None = None,
         environment: Sequence[str] = (),
     ) -> None:
         for name, value in {"machines": machines, "ranks_per_machine": ranks_per_machine}.items():
             if value < 1:
                 raise ConfigError(f"{name} = {value}; it must be positive")
+        if fewest is not None and not 1 <= fewest <= machines:
+            raise ConfigError(f"fewest = {fewest}; it must lie between 1 and machines, {machines}")
         for name, seconds in {"wait_s": wait_s, "lease_s": lease_s}.items():
             if not seconds > 0:
                 raise ConfigError(f"{name} = {seconds}; it must be positive")
         self.machines, self.ranks_per_machine = machines, ranks_per_machine
         self.wait_s, self.lease_s = wait_s, lease_s
+        self.fewest = machines if fewest is None else fewest
         self._address, self._port, self._environment = address, port, tuple(environment)
         self._reception: Reception | None = None
         self._rank_ids = itertools.count()
@@ -113,13 +118,11 @@ class AgentHosts(ABC):
             self._close()
 
     def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
-        chosen = list(range(self.machines) if machines is None else machines)
+        there = sorted(self._opened().links)
+        chosen = list(there if machines is None else machines)
         own = list(range(self.ranks_per_machine) if devices is None else devices)
-        unknown = sorted({number for number in chosen if not 0 <= number < self.machines})
-        if unknown or len(set(chosen)) != len(chosen):
-            raise ConfigError(
-                f"machines = {chosen}: there are {self.machines}, from 0 on; name different ones of these"
-            )
+        if set(chosen) - set(there) or len(set(chosen)) != len(chosen):
+            raise ConfigError(f"machines = {chosen}: there are {there}; name different ones of these")
         if len(set(own)) != len(own):
             raise ConfigError(f"devices = {own}; name different ones, those of each machine")
         if len(chosen) * len(own) < count:
@@ -127,11 +130,9 @@ class AgentHosts(ABC):
                 f"a layout of {count} ranks, and machines {chosen} have places for {len(chosen) * len(own)}, "
                 f"{len(own)} each; use a smaller layout, more machines, or more ranks on each machine"
             )
-        links = {number: self._link(number) for number in chosen[: -(-count // len(own))]}
-        places = [(number, device) for number in links for device in own]
         return [
-            Slot(machine=number, device=device, cores=links[number].info.cores)
-            for number, device in places[:count]
+            Slot(machine=number, device=device, cores=self._link(number).info.cores)
+            for number, device in self._places(chosen, own)[:count]
         ]
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
@@ -162,6 +163,10 @@ class AgentHosts(ABC):
 
     # --------------------------------------------------------------- plumbing
 
+    def _places(self, machines: Sequence[int], devices: Sequence[int]) -> list[tuple[int, int]]:
+        """Machine and device of each rank that there is room for, in the order of their numbers."""
+        return [(machine, device) for machine in machines for device in devices]
+
     def _opened(self) -> Reception:
         self.open()
         assert self._reception is not None
@@ -179,11 +184,14 @@ class AgentHosts(ABC):
         deadline = time.monotonic() + self.wait_s
         while not reception.is_complete(LOOK_S):
             self._check_launched()
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"{len(reception.links)} of {self.machines} machines came to {reception.endpoint} within "
-                    f"{self.wait_s:g} s{reception.account()}"
-                )
+            if time.monotonic() < deadline:
+                continue
+            if len(reception.links) >= self.fewest:
+                return
+            raise ClusterError(
+                f"{len(reception.links)} of {self.machines} machines came to {reception.endpoint} within "
+                f"{self.wait_s:g} s{reception.account()}"
+            )
 
     def _close(self) -> None:
         reception, self._reception = self._reception, None

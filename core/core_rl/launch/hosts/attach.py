@@ -31,6 +31,7 @@ class AttachHosts(AgentHosts):
         address: str | None = None,
         wait_s: float = 300.0,
         lease_s: float = 30.0,
+        fewest: int | None = None,
         environment: Sequence[str] = (),
     ) -> None:
         super().__init__(
@@ -40,6 +41,7 @@ class AttachHosts(AgentHosts):
             port=port,
             wait_s=wait_s,
             lease_s=lease_s,
+            fewest=fewest,
             environment=environment,
         )
         self._key_file = None if key_file is None else Path(key_file)

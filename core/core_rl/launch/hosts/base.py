@@ -27,7 +27,20 @@ class Slot:
     """CPU cores of the machine, for all ranks on it."""
 
 
-class Rank(Protocol):
+class Endable(Protocol):
+    """A process that can be ended."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the process has ended or is out of reach, or after ``timeout_s`` seconds."""
+
+    def kill(self) -> None:
+        """Kill the process and its children. Does not wait; does nothing after `release`."""
+
+    def release(self) -> None:
+        """Free what is kept of a process that has ended."""
+
+
+class Rank(Endable, Protocol):
     """The process of one rank, and the channel to it."""
 
     rank: int
@@ -45,17 +58,8 @@ class Rank(Protocol):
     def sentinel(self) -> int:
         """A descriptor that becomes readable when the process has ended, or is out of reach."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when the process has ended or is out of reach, or after ``timeout_s`` seconds."""
-
     def exit_reason(self) -> str:
         """A phrase about the end of the process."""
-
-    def kill(self) -> None:
-        """Kill the process and its children. Does not wait; does nothing after `release`."""
-
-    def release(self) -> None:
-        """Free what the driver keeps of a process that has ended."""
 
     def stacks(self, ask: bool = False) -> str:
         """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
@@ -81,7 +85,7 @@ class Hosts(Protocol):
         """End what is left on the machines. Further calls do nothing."""
 
 
-def end_ranks(ranks: Sequence[Rank], wait_s: float = EXIT_WAIT_S) -> None:
+def end_ranks(ranks: Sequence[Endable], wait_s: float = EXIT_WAIT_S) -> None:
     """Kill ``ranks``, wait until they have ended, ``wait_s`` seconds at most, and release them."""
     for rank in ranks:
         rank.kill()

@@ -1,0 +1,80 @@
+"""`RehearsalHosts`: agents on the driver's own machine, as if it were several."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from core_rl.errors import ClusterError
+from core_rl.launch.hosts.agent_hosts import AgentHosts
+from core_rl.launch.hosts.authentication import KEY_VARIABLE, new_key
+from core_rl.launch.hosts.local import LOOPBACK
+from core_rl.launch.process import signals_for_driver
+
+__all__ = ["AGENT", "RehearsalHosts"]
+
+AGENT = (sys.executable, "-m", "core_rl.cli", "agent")
+"""The command of an agent, with this Python."""
+
+
+class RehearsalHosts(AgentHosts):
+    """Several machines in one: what goes wrong with agents and connections shows before there is a cluster.
+
+    Ranks take turns on the machines, so that already two ranks are on two of them. All share the devices of this
+    machine; the rest is as `AgentHosts` says.
+    """
+
+    def __init__(
+        self,
+        machines: int = 2,
+        ranks_per_machine: int = 1,
+        *,
+        wait_s: float = 300.0,
+        lease_s: float = 30.0,
+        environment: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            machines,
+            ranks_per_machine,
+            address=LOOPBACK,
+            wait_s=wait_s,
+            lease_s=lease_s,
+            environment=environment,
+        )
+        self._agents: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def agents(self) -> list[subprocess.Popen[bytes]]:
+        """The processes of the agents, in the order of their machines."""
+        return list(self._agents)
+
+    def _key(self) -> bytes:
+        return new_key()
+
+    def _launch(self, driver: str, key: bytes) -> None:
+        environ = {**os.environ, KEY_VARIABLE: key.hex()}
+        for number in range(self.machines):
+            command = [*AGENT, "--driver", driver, "--machine", str(number), "--with-parent"]
+            with signals_for_driver():
+                agent = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE)
+            self._agents.append(agent)
+
+    def _check_launched(self) -> None:
+        for number, agent in enumerate(self._agents):
+            if (code := agent.poll()) is not None:
+                raise ClusterError(
+                    f"the agent of machine {number} ended with exit code {code}; see its output"
+                )
+
+    def _end_launched(self) -> None:
+        for agent in self._agents:
+            if agent.stdin is not None:
+                agent.stdin.close()
+        for agent in self._agents:
+            agent.wait()
+        self._agents.clear()
+
+    def _places(self, machines: Sequence[int], devices: Sequence[int]) -> list[tuple[int, int]]:
+        return [(machine, device) for device in devices for machine in machines]
