@@ -39,8 +39,8 @@ class Channel:
 
     def send(self, payload: Buffer, deadline: float | None = None) -> None:
         """Send one message before ``deadline`` (of `time.monotonic`), or raise `TimeoutError` or `OSError`."""
-        self._send(FRAME_HEADER.pack(memoryview(payload).nbytes), deadline)
-        self._send(payload, deadline)
+        self.send_bytes(FRAME_HEADER.pack(memoryview(payload).nbytes), deadline)
+        self.send_bytes(payload, deadline)
 
     def receive(self, deadline: float | None = None) -> bytearray:
         """The next message; raises `TimeoutError` at ``deadline`` and `EOFError` when the other end is closed.
@@ -48,16 +48,16 @@ class Channel:
         Raises `MessageTooLarge` for one above the limit.
         """
         data = bytearray(self._size(deadline, self.limit_bytes))
-        self._read(memoryview(data), deadline)
+        self.receive_into(memoryview(data), deadline)
         return data
 
     def send_parts(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
         """Send several buffers as one message, without joining them; as `send`."""
         views = [memoryview(part) for part in parts]
         sizes = b"".join(FRAME_HEADER.pack(view.nbytes) for view in views)
-        self._send(FRAME_HEADER.pack(len(views)) + sizes, deadline)
+        self.send_bytes(FRAME_HEADER.pack(len(views)) + sizes, deadline)
         for view in views:
-            self._send(view, deadline)
+            self.send_bytes(view, deadline)
 
     def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
         """The buffers of `send_parts`, each in memory of its own, aligned as a tensor's; as `receive`."""
@@ -65,7 +65,7 @@ class Channel:
         count = self._size(deadline, LIMIT_PARTS)
         for size in [self._size(deadline, self.limit_bytes) for _ in range(count)]:
             memory = _memory(size)
-            self._read(memory, deadline)
+            self.receive_into(memory, deadline)
             parts.append(memory)
         return parts
 
@@ -79,18 +79,19 @@ class Channel:
 
     def _size(self, deadline: float | None, limit: int) -> int:
         header = bytearray(FRAME_HEADER.size)
-        self._read(memoryview(header), deadline)
+        self.receive_into(memoryview(header), deadline)
         size: int = FRAME_HEADER.unpack(header)[0]
         if size > limit:
             raise MessageTooLarge(f"a message of {size} is announced, above the limit of {limit}")
         return size
 
-    def _send(self, data: Buffer, deadline: float | None) -> None:
+    def send_bytes(self, data: Buffer, deadline: float | None) -> None:
+        """Send ``data`` to somebody who knows its length; as `send`."""
         self._limit(deadline)
         self._socket.sendall(data)
 
-    def _read(self, view: memoryview, deadline: float | None) -> None:
-        """Fill ``view``."""
+    def receive_into(self, view: memoryview, deadline: float | None) -> None:
+        """Fill ``view`` with what comes next; as `receive`."""
         while view:
             self._limit(deadline)
             count = self._socket.recv_into(view)

@@ -11,8 +11,9 @@ from typing import Any
 
 from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankFailed
+from core_rl.launch.kept import Reference
 
-__all__ = ["Failure", "pack_call", "pack_reply", "unpack_call", "unpack_reply"]
+__all__ = ["Failure", "pack_call", "pack_reference", "pack_reply", "unpack_call", "unpack_reply"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,18 @@ def pack_call(name: str, engine_id: int, fn: Callable[..., Any], args: tuple[Any
         ) from error
 
 
+def pack_reference(reference: Reference) -> list[Buffer]:
+    """Instead of a call that the rank finds in memory of its machine."""
+    return _packed(reference)
+
+
 def unpack_call(parts: Sequence[Buffer]) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
     """The engine id, the function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
     try:
-        engine_id, fn, args = _unpacked(parts)
+        message = _unpacked(parts)
+        engine_id, fn, args = _unpacked(message.open()) if isinstance(message, Reference) else message
+    except GroupError:
+        raise
     except Exception as error:
         raise GroupError(
             f"the function or its arguments cannot be restored in the rank: {error}. Define them in a module "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import util
 from multiprocessing.connection import wait
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
 from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
-from core_rl.launch.messages import Failure, pack_call, unpack_reply
+from core_rl.launch.kept import can_keep
+from core_rl.launch.messages import Failure, pack_call, pack_reference, unpack_reply
 
 __all__ = ["RankPool"]
 
@@ -21,6 +23,8 @@ START_TIMEOUT_S = 300.0
 """The longest start of a rank in seconds, the first import of torch included."""
 GRACE_S = 5.0
 """Seconds for the other ranks to answer after a failure: they may wait for the failed rank in a collective."""
+KEPT_BYTES = 2**20
+"""From this size on, a message for several ranks of a machine is sent there once."""
 START = "the start"
 IF_SLOW = "If the call is only slow, raise the group's timeout_s (timeouts.call_s in a recipe)"
 
@@ -87,11 +91,14 @@ class RankPool:
         # Ranks that are given the same tuple share its bytes.
         different = {id(args): args for args in per_rank}
         payloads = {key: pack_call(name, engine_id, fn, args) for key, args in different.items()}
-        with self._exchange(name, engine_id):
+        with self._exchange(name, engine_id), ExitStack() as kept:
             ranks = self._ranks[: len(per_rank)]
             deadline = time.monotonic() + timeout_s
+            receivers: dict[tuple[int, int], list[Rank]] = defaultdict(list)
             for rank, args in zip(ranks, per_rank, strict=True):
-                self._send(rank, payloads[id(args)], name, deadline)
+                receivers[rank.machine, id(args)].append(rank)
+            for (_, key), group in receivers.items():
+                self._send(group, payloads[key], name, deadline, kept)
             replies = self._collect(ranks, name, timeout_s)
             places = {rank.rank: rank.place for rank in ranks}
         for number, failure in _failures(replies).items():
@@ -142,9 +149,17 @@ class RankPool:
             self.caller = None
             self._busy.release()
 
-    def _send(self, rank: Rank, payload: Sequence[Buffer], name: str, deadline: float) -> None:
+    def _send(
+        self, ranks: Sequence[Rank], payload: Sequence[Buffer], name: str, deadline: float, kept: ExitStack
+    ) -> None:
+        """Send ``payload`` to ``ranks`` of one machine; what the machine keeps for them is freed by ``kept``."""
+        size = sum(memoryview(part).nbytes for part in payload)
+        rank = ranks[0]
         try:
-            rank.channel.send_parts(payload, deadline)
+            if len(ranks) > 1 and size >= KEPT_BYTES and can_keep():
+                payload = _kept(rank, payload, deadline, kept)
+            for rank in ranks:
+                rank.channel.send_parts(payload, deadline)
         except TimeoutError as error:
             raise RankTimeout(
                 f"rank {rank.rank}{rank.place} did not take the arguments of {name} in time. {IF_SLOW}",
@@ -176,6 +191,18 @@ class RankPool:
         if waiting:
             raise _silence(list(waiting.values()), ranks, name, timeout_s, replies)
         return replies
+
+
+def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, kept: ExitStack) -> Sequence[Buffer]:
+    """What each rank of a machine gets instead of ``payload``, which is sent there by way of ``rank``."""
+    try:
+        message = rank.keep(payload, deadline)
+    except TimeoutError:
+        raise
+    except OSError:
+        return payload  # no memory for it; or the machine is lost, which sending it to each rank will show
+    kept.callback(message.close)
+    return pack_reference(message.reference)
 
 
 def _ready(ranks: Iterable[Rank], deadline: float) -> list[tuple[Rank, bool]]:

@@ -1,7 +1,4 @@
-"""The process of one rank: it takes over the driver's environment, answers calls and ends with the driver.
-
-Who starts ranks imports this, and no torch: the fork server begins earlier with it.
-"""
+"""The process of one rank: it takes over the driver's environment, answers calls and ends with the driver."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from core_rl.distributed.channel import Buffer, Channel
+from core_rl.launch.messages import Failure, pack_reply, unpack_call
 
 __all__ = ["DUMP_SIGNAL", "RankState", "end_with_driver", "rank_main"]
 
@@ -49,8 +47,6 @@ def rank_main(
 
     ``streams`` maps standard descriptors to the driver's own, ``stacks`` is a file for stack dumps.
     """
-    from core_rl.launch.messages import pack_reply
-
     end_with_driver()
     _adopt(streams, environ)
     faulthandler.enable(stacks, all_threads=True)
@@ -66,8 +62,6 @@ def rank_main(
 
 
 def _answer(parts: Sequence[Buffer], states: Mapping[int, RankState]) -> list[Buffer]:
-    from core_rl.launch.messages import Failure, pack_reply, unpack_call
-
     try:
         engine_id, fn, args = unpack_call(parts)
         return pack_reply(fn(states[engine_id], *args))

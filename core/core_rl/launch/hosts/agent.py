@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -24,6 +25,7 @@ from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
 from core_rl.launch.hosts.hello import MachineInfo
 from core_rl.launch.hosts.network import connect, parse_endpoint, socket_address
 from core_rl.launch.hosts.surroundings import adopt, environment_of_ranks
+from core_rl.launch.kept import KeptMessage
 from core_rl.launch.process import RankProcess, start_fork_server
 
 __all__ = ["Agent", "run_agent"]
@@ -138,6 +140,8 @@ class Agent:
                 self._kill(order["id"])
             case "stacks":
                 threading.Thread(target=self._show_stacks, args=(order,), daemon=True).start()
+            case "keep":
+                threading.Thread(target=self._keep, args=(order,), daemon=True).start()
             case "release":
                 self._release(order["id"])
 
@@ -157,6 +161,19 @@ class Agent:
         rank = self._ranks.get(order["id"])
         text = "" if rank is None else rank.stacks(ask=order["ask"])
         self._control.send({"is": "stacks", "request": order["request"], "text": text})
+
+    def _keep(self, order: Mapping[str, Any]) -> None:
+        """Take a message, and keep it for the ranks here until the driver closes its connection."""
+        greeting = {"role": "message", "id": order["id"], "machine": self._machine}
+        try:
+            channel, _ = self._driver.connect(greeting, time.monotonic() + HANDSHAKE_S)
+        except (OSError, ClusterError):
+            return  # the driver waits no longer
+        with suppress(OSError, EOFError), closing(channel), closing(KeptMessage(order["sizes"])) as kept:
+            for buffer in kept.buffers:
+                channel.receive_into(buffer, None)
+            hello.write(channel, {"path": kept.reference.path}, time.monotonic() + HANDSHAKE_S)
+            channel.receive()
 
     # ---------------------------------------------------------- other threads
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.channel import Buffer, Channel
+from core_rl.launch.kept import Reference
 
-__all__ = ["EXIT_WAIT_S", "Hosts", "Rank", "Slot", "end_ranks"]
+__all__ = ["EXIT_WAIT_S", "Endable", "Hosts", "Kept", "Rank", "Slot", "end_ranks"]
 
 EXIT_WAIT_S = 5.0
 """Seconds for ranks to end."""
@@ -25,6 +26,17 @@ class Slot:
     """The number of its accelerator there."""
     cores: int
     """CPU cores of the machine, for all ranks on it."""
+
+
+class Kept(Protocol):
+    """A message that a machine keeps for its ranks."""
+
+    @property
+    def reference(self) -> Reference:
+        """What each of them gets instead."""
+
+    def close(self) -> None:
+        """All have it: the machine need not keep it. Further calls do nothing."""
 
 
 class Endable(Protocol):
@@ -47,6 +59,10 @@ class Rank(Endable, Protocol):
     channel: Channel
 
     @property
+    def machine(self) -> int:
+        """The number of its machine."""
+
+    @property
     def place(self) -> str:
         """A phrase about its machine, such as `` on node1 (machine 1)``; empty on the driver's own."""
 
@@ -63,6 +79,12 @@ class Rank(Endable, Protocol):
 
     def stacks(self, ask: bool = False) -> str:
         """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
+
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+        """Send a message to the machine once, for several ranks that are there; raises ``OSError``.
+
+        ``deadline`` is a time of `time.monotonic`.
+        """
 
 
 class Hosts(Protocol):

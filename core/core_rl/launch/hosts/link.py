@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.channel import Buffer, Channel
 from core_rl.errors import ClusterError
+from core_rl.launch.hosts import hello
+from core_rl.launch.hosts.base import Kept
 from core_rl.launch.hosts.control import ControlChannel
 from core_rl.launch.hosts.hello import MachineInfo
+from core_rl.launch.kept import Reference
 
 __all__ = ["AgentLink", "AgentRank"]
 
@@ -35,6 +41,11 @@ class AgentRank:
         self._reason, self._stacks = "", ""
         self._end_out, self._end_in = os.pipe()
         self._releasing = threading.Lock()
+
+    @property
+    def machine(self) -> int:
+        assert self._link.info.number is not None
+        return self._link.info.number
 
     @property
     def place(self) -> str:
@@ -76,6 +87,9 @@ class AgentRank:
     def stacks(self, ask: bool = False) -> str:
         return self._stacks if self.has_ended else self._link.stacks(self.rank_id, ask=ask)
 
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+        return self._link.keep(parts, deadline)
+
     # ----------------------------------------------------------- for the link
 
     def connect(self, channel: Channel) -> None:
@@ -98,6 +112,17 @@ class AgentRank:
             os.close(self._end_in)
 
 
+@dataclass(frozen=True)
+class _KeptThere:
+    """A message that an agent keeps as long as its connection is open."""
+
+    reference: Reference
+    channel: Channel
+
+    def close(self) -> None:
+        self.channel.close()
+
+
 class AgentLink:
     """The connection to the agent of one machine, with a thread that reads its reports."""
 
@@ -109,6 +134,8 @@ class AgentLink:
         self._lease_s = lease_s
         self._ranks: dict[int, AgentRank] = {}
         self._requests = itertools.count()
+        self._messages: dict[int, queue.SimpleQueue[Channel]] = {}
+        """Connections of messages, by the numbers of those that wait for one."""
         self._answers: dict[int, tuple[threading.Event, list[str]]] = {}
         threading.Thread(target=self._read, name=f"core-rl {info}", daemon=True).start()
 
@@ -120,10 +147,6 @@ class AgentLink:
         if self.lost is not None:
             started.end(self.lost)
         return started
-
-    def rank(self, rank_id: int) -> AgentRank | None:
-        """The rank that waits for its connection, or None."""
-        return self._ranks.get(rank_id)
 
     def order(self, what: str, rank_id: int, **details: object) -> None:
         """Tell the agent to do something; one that is out of reach shows itself to the thread that reads."""
@@ -137,6 +160,37 @@ class AgentLink:
         answer[0].wait(STACKS_S)
         del self._answers[number]
         return "".join(answer[1])
+
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+        """Send a message to the machine, which keeps it for its ranks; raises ``OSError``."""
+        number, connection = next(self._requests), queue.SimpleQueue[Channel]()
+        self._messages[number] = connection
+        self.order("keep", number, sizes=[memoryview(part).nbytes for part in parts])
+        try:
+            channel = connection.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(f"{self.info} did not take a message in time") from None
+        finally:
+            del self._messages[number]
+        for part in parts:
+            channel.send_bytes(part, deadline)
+        try:
+            path = hello.read(channel, deadline)["path"]
+        except (EOFError, ClusterError) as error:
+            channel.close()
+            raise ConnectionResetError(f"{self.info} did not keep a message: {error}") from error
+        return _KeptThere(Reference(path, tuple(memoryview(part).nbytes for part in parts)), channel)
+
+    def connect(self, greeting: Mapping[str, Any], channel: Channel) -> None:
+        """The connection of a rank or of a message is there; raises `ClusterError` if nobody waits for it."""
+        found = self._ranks.get(greeting["id"]) if greeting["role"] == "rank" else None
+        waiting = self._messages.get(greeting["id"]) if greeting["role"] == "message" else None
+        if found is not None:
+            found.connect(channel)
+        elif waiting is not None:
+            waiting.put(channel)
+        else:
+            raise ClusterError("a connection that nobody waits for")
 
     def forget(self, rank: AgentRank) -> None:
         """The driver has no use for ``rank`` any more."""

@@ -6,9 +6,10 @@ import os
 import socket
 from collections.abc import Sequence
 
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.channel import Buffer, Channel
 from core_rl.errors import ConfigError, GroupError
-from core_rl.launch.hosts.base import Rank, Slot, end_ranks
+from core_rl.launch.hosts.base import Kept, Rank, Slot, end_ranks
+from core_rl.launch.kept import KeptMessage
 from core_rl.launch.process import RankProcess
 from core_rl.machine import cpu_cores
 
@@ -21,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 class LocalRank(RankProcess):
     """A child of the driver."""
 
-    place = ""
+    machine, place = 0, ""
 
     def __init__(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -31,6 +32,9 @@ class LocalRank(RankProcess):
         except GroupError:
             self.channel.close()
             raise
+
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+        return KeptMessage.of(parts)
 
     def release(self) -> None:
         self.channel.close()

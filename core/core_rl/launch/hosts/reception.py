@@ -113,9 +113,10 @@ class Reception:
         """The handshake; raises `ClusterError`, ``OSError``, ``EOFError`` or ``KeyError`` for a wrong one."""
         admit(channel, self._key, deadline)
         greeting = hello.read(channel, deadline)
-        if greeting.pop("role") == "rank":
-            self._take_rank(channel, greeting, deadline)
+        if greeting["role"] != "machine":
+            self._connect(channel, greeting, deadline)
             return
+        del greeting["role"]
         info = MachineInfo.of(greeting)
         with self._changed:
             number, refusal = self._number(info)
@@ -143,13 +144,11 @@ class Reception:
             self.links[info.number] = link
             self._changed.notify_all()
 
-    def _take_rank(self, channel: Channel, greeting: dict[str, Any], deadline: float) -> None:
-        rank = self.links[greeting["machine"]].rank(greeting["id"])
-        if rank is None:
-            raise ClusterError("a rank that nobody waits for")
+    def _connect(self, channel: Channel, greeting: dict[str, Any], deadline: float) -> None:
+        link = self.links[greeting["machine"]]
         hello.write(channel, {}, deadline)
         channel.limit_bytes = LIMIT_BYTES
-        rank.connect(channel)
+        link.connect(greeting, channel)
 
     def _number(self, info: MachineInfo) -> tuple[int | None, str]:
         """The number that the machine gets, which is taken from now on; or None, and why it cannot be used."""
