@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import importlib_metadata as metadata
 
-__all__ = ["Machine", "cpu_cores", "describe_machine"]
+__all__ = ["Machine", "cpu_cores", "describe_machine", "most_open_files"]
 
 CORE = "core-rl"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -58,6 +60,15 @@ def describe_machine(distributions: Iterable[str] = (), extra: str | None = None
 def cpu_cores() -> int:
     """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def most_open_files() -> int:
+    """Files that this process may open, after its soft limit was raised to its hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # no limit at all is more than some systems allow
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def _processor() -> str:

@@ -277,6 +277,14 @@ def test_hosts_that_cannot_be(fields: dict[str, float], message: str) -> None:
         RehearsalHosts(**fields)  # type: ignore[arg-type]
 
 
+def test_more_ranks_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core_rl.launch.hosts.agent_hosts.most_open_files", lambda: 1024)
+    with pytest.raises(
+        ConfigError, match="128 machines with 8 ranks each need 3456 open files.*limit is 1024"
+    ):
+        RehearsalHosts(machines=128, ranks_per_machine=8).open()
+
+
 def test_hosts_belong_to_who_starts_processes() -> None:
     with (
         support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120) as group,

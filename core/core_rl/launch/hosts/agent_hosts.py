@@ -18,11 +18,16 @@ from core_rl.launch.hosts.link import AgentLink, AgentRank
 from core_rl.launch.hosts.network import own_address
 from core_rl.launch.hosts.reception import Reception
 from core_rl.launch.hosts.surroundings import shared_environment
+from core_rl.machine import most_open_files
 
 __all__ = ["AgentHosts"]
 
 CONNECT_S = 120.0
 """The longest wait for connections of ranks that were asked for; the agent may still import torch."""
+FILES_PER_RANK = 3
+"""Of the driver: a connection, and a pipe that shows the end of the rank."""
+SPARE_FILES = 128
+"""Of everything else in the driver."""
 LOOK_S = 0.2
 """Between two looks at what was launched."""
 
@@ -101,6 +106,7 @@ class AgentHosts(ABC):
         with self._starting:
             if self._reception is not None:
                 return
+            self._require_files()
             key = self._key()
             address = self._address or own_address("address (cluster.address in a recipe)")
             self._reception = Reception(address, self._port, key, self.machines, self.lease_s)
@@ -179,6 +185,15 @@ class AgentHosts(ABC):
                 f"{link.info} {link.lost}. Start an agent on it again, or name other machines (placement in a recipe)"
             )
         return link
+
+    def _require_files(self) -> None:
+        """Raise `ConfigError` where this process may not open the connections of one group on all machines."""
+        needed = FILES_PER_RANK * self.machines * self.ranks_per_machine + 2 * self.machines + SPARE_FILES
+        if (files := most_open_files()) < needed:
+            raise ConfigError(
+                f"{self.machines} machines with {self.ranks_per_machine} ranks each need {needed} open files in the "
+                f"driver, and its hard limit is {files}; raise it (ulimit -Hn {needed}, as root)"
+            )
 
     def _wait_for_agents(self, reception: Reception) -> None:
         deadline = time.monotonic() + self.wait_s

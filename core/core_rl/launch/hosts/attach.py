@@ -26,7 +26,7 @@ class AttachHosts(AgentHosts):
         machines: int,
         ranks_per_machine: int = 1,
         *,
-        port: int = 29400,
+        port: int = 29700,
         key_file: str | Path | None = None,
         address: str | None = None,
         wait_s: float = 300.0,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import resource
-from contextlib import suppress
 
 from core_rl.errors import RolloutError
+from core_rl.machine import most_open_files
 
 __all__ = ["TooManyFiles", "is_exhausted", "requests_at_one_time"]
 
@@ -20,11 +19,8 @@ class TooManyFiles(RolloutError):
 
 def requests_at_one_time() -> int:
     """Requests that may be in flight, after this process's soft limit was raised to its hard one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # no limit at all is more than some systems allow
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - min(SPARE_FILES, soft // 2))
+    files = most_open_files()
+    return max(1, files - min(SPARE_FILES, files // 2))
 
 
 def is_exhausted(error: BaseException) -> bool:
