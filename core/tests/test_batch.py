@@ -159,6 +159,22 @@ def test_select_and_concat_are_inverse(lengths: list[int], random: Any) -> None:
     assert same(SequenceBatch.concat(parts), batch)
 
 
+@given(LENGTHS, st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_split_selects_each_part_and_gathers_once(lengths: list[int], count: int, random: Any) -> None:
+    batch = make_batch(lengths, unit=list(range(len(lengths))))
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    plan = [order[number::count] for number in range(count)]  # some may be empty
+    parts = batch.split(plan)
+    assert all(same(part, batch.select(indices)) for part, indices in zip(parts, plan, strict=True))
+    for name in ("input_ids", "value"):
+        tensors = [part.input_ids if name == "input_ids" else part[name] for part in parts]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert [part.unit.tolist() for part in parts if part.unit is not None] == plan
+    assert batch.split([]) == []
+
+
 @given(LENGTHS, st.sampled_from(["left", "right"]))
 @settings(deadline=None)
 def test_padding_round_trip(lengths: list[int], side: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -230,8 +231,34 @@ class SequenceBatch:
         return _bounds(self.cu_seqlens[rows + 1] - self.cu_seqlens[rows])
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[SequenceBatch]:
-        """One batch for each list of sequence indices."""
-        return [self.select(part) for part in parts]
+        """One batch for each list of sequence indices. Their tensors are slices of one copy: gathering costs more for
+        each tensor than for each token where parts are many.
+        """
+        joined = self.select([index for part in parts for index in part])
+        counts = [len(part) for part in parts]
+        ends = list(accumulate(counts, initial=0))
+        bounds = [joined.cu_seqlens[first : last + 1] for first, last in pairwise(ends)]
+        sizes = [int(part[-1] - part[0]) for part in bounds]
+        units = [None] * len(parts) if joined.unit is None else joined.unit.split(counts)
+        return [
+            self._derived(
+                input_ids=ids,
+                cu_seqlens=part - part[0],
+                tokens=tokens,
+                sequences=sequences,
+                meta={name: entries[first:last] for name, entries in joined.meta.items()},
+                unit=unit,
+            )
+            for ids, part, tokens, sequences, (first, last), unit in zip(
+                joined.input_ids.split(sizes),
+                bounds,
+                _slices(joined.tokens, sizes),
+                _slices(joined.sequences, counts),
+                pairwise(ends),
+                units,
+                strict=True,
+            )
+        ]
 
     def _derived(self, **fields: Any) -> SequenceBatch:
         """A copy with these fields, which are known to be valid: `dataclasses.replace` would validate all again."""
@@ -321,6 +348,12 @@ def _position_ids(batch: SequenceBatch) -> Tensor:
     starts = batch.cu_seqlens[:-1].long()
     shifts = torch.repeat_interleave(starts, batch.cu_seqlens.diff(), output_size=batch.num_tokens)
     return torch.arange(batch.num_tokens, device=batch.device) - to_device(shifts, batch.device)
+
+
+def _slices(fields: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Consecutive slices of all ``fields``, one for each of ``sizes``."""
+    sliced = {name: value.split(list(sizes)) for name, value in fields.items()}
+    return [{name: parts[number] for name, parts in sliced.items()} for number in range(len(sizes))]
 
 
 def _bounds(lengths: Tensor) -> Tensor:
