@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,11 @@ def weighted_nll(output: ModelOutput, micro_batch: SequenceBatch) -> tuple[Tenso
     return -(logprobs * micro_batch["advantages"]).sum(), {
         "mean": Metric.mean(logprobs.sum(), micro_batch.loss_mask.sum())
     }
+
+
+def has_imported(_: TrainEngine, module: str) -> bool:
+    """Whether this rank has imported ``module``."""
+    return module in sys.modules
 
 
 def receives_tensors(engine: TrainEngine) -> bool:

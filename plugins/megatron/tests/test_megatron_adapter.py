@@ -120,6 +120,11 @@ def weight_bytes(engine: TrainEngine) -> int:
     return sum(tensor.nbytes for tensor in engine.backend.memory("weights"))
 
 
+def test_ranks_without_cuda_start_without_inductor(group: EngineGroup) -> None:
+    """Its import would be three quarters of a rank's start; nothing that Megatron compiles runs on the CPU."""
+    assert group.run(support.has_imported, "torch._inductor.compile_fx") == [False, False]
+
+
 def test_bfloat16_plan_counts_float32_copies_of_frozen_weights(group: EngineGroup, base: Path) -> None:
     chosen = config(base, {"dp": 2}, LORA).model_copy(update={"dtype": "bfloat16"})
     group.initialize(config=chosen)
