@@ -104,7 +104,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_ranks_end_with_a_killed_driver(drive: Drive, how: Any) -> None:
     driver = drive(MANY_GROUPS)
     assert len(driver.pids) == 10, driver.output
@@ -149,7 +149,11 @@ time.sleep(300)
         ("group = start()", 0),
         pytest.param("group = start()\nsys.exit(3)", 3, marks=pytest.mark.nightly),
         ("group = start()\nraise ValueError('of the script')", 1),
-        ("import threading\ngroup = start()\nthreading.Thread(target=time.sleep, args=(0.5,)).start()", 0),
+        pytest.param(
+            "import threading\ngroup = start()\nthreading.Thread(target=time.sleep, args=(0.5,)).start()",
+            0,
+            marks=pytest.mark.nightly,
+        ),
         ("pids = start().pids\nos._exit(len(support.survivors(pids)))", 0),  # collected: nobody holds it
         pytest.param("with start() as group:\n    group.run(support.whoami)", 0, marks=pytest.mark.nightly),
     ],
@@ -282,7 +286,7 @@ UNKNOWN = "GroupError the function or its arguments cannot be restored in the ra
     [
         (["guarded.py"], None, "['own', 'own']"),
         pytest.param(["-m", "guarded"], None, "['own', 'own']", marks=pytest.mark.nightly),
-        (["nested.py"], None, "['own', 'own']"),
+        pytest.param(["nested.py"], None, "['own', 'own']", marks=pytest.mark.nightly),
         pytest.param(["-c", f"{HEADER}{BODY}body()"], None, UNKNOWN, marks=pytest.mark.nightly),
         (["-"], f"{HEADER}{BODY}body()", UNKNOWN),
     ],
@@ -307,6 +311,7 @@ def test_every_kind_of_driver(tmp_path: Path, arguments: Any, stdin: str | None,
     assert not support.survivors([int(word) for word in lines[0].split()[1:]])
 
 
+@pytest.mark.nightly  # by day, all groups of these tests are in xdist's workers
 def test_inside_an_xdist_worker(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     test = tmp_path / "test_inside.py"

@@ -183,7 +183,7 @@ def test_a_changed_recipe_is_refused_in_the_same_directory(
 
 
 @pytest.mark.parametrize(
-    "stop_at", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+    "stop_at", [pytest.param(1, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     unbroken: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
@@ -220,9 +220,12 @@ def test_evaluations_do_not_disturb_the_training(unbroken: Path, start: Path, tm
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(unbroken: Path, start: Path, tmp_path: Path) -> None:
-    """``kill -9`` of the driver's process at three drawn moments; each time the same command resumes."""
+@pytest.mark.parametrize("rows", [(3,), pytest.param((1, 3, 4), marks=pytest.mark.nightly)], ids=["1", "3"])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    unbroken: Path, start: Path, tmp_path: Path, rows: tuple[int, ...]
+) -> None:
+    """``kill -9`` of the driver's process at a drawn moment, or at three; each time the same command resumes."""
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe)]
-    support.run_killed(command, tmp_path / "out")
+    support.run_killed(command, tmp_path / "out", rows=rows)
     assert support.curve(tmp_path / "out") == support.curve(unbroken)

@@ -348,7 +348,7 @@ def test_dpo_starts_at_the_reference_and_leaves_it(start: Path, tmp_path: Path) 
     }
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.nightly), "dpo"])
 def test_an_interrupted_run_on_data_goes_on_as_if_nothing_had_happened(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:

@@ -153,7 +153,7 @@ def check_history(trained: list[tuple[int, list[int]]], output: Path) -> None:
     assert sorted(numbers) == list(range(len(numbers)))
 
 
-@pytest.mark.parametrize("stop_at", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop_at", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_an_interrupted_asynchronous_run_loses_no_prompt(
     recipe: Path,
     trained: list[tuple[int, list[int]]],
