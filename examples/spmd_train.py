@@ -31,9 +31,11 @@ from core_rl import (
     ModelOutput,
     SaveLoadMeta,
     SequenceBatch,
+    TrainEngine,
     load_config,
     load_engine,
 )
+from core_rl.config.base import parse_config
 
 BUDGET = MicroBatchSpec(max_tokens=8192)
 
@@ -70,11 +72,12 @@ def main() -> None:
     parser.add_argument("--output", help="where the model is saved")
     chosen = parser.parse_args()
 
-    config = load_config(chosen.engine)(
-        model={"path": chosen.model}, layout=chosen.layout, optimizer={"lr": chosen.lr}
-    )
+    fields = {"model": {"path": chosen.model}, "layout": chosen.layout, "optimizer": {"lr": chosen.lr}}
+    config = parse_config(load_config(chosen.engine), fields, f"the config of {chosen.engine!r}")
     texts = read_texts(chosen.data, AutoTokenizer.from_pretrained(chosen.model))
     engine = load_engine(chosen.engine, config)
+    if not isinstance(engine, TrainEngine):
+        parser.error(f"--engine {chosen.engine}: it is for inference; name one that trains")
     # Joins the world that the launcher names in the environment.
     engine.initialize(None, FinetuneSpec(dataset_size=chosen.steps))
     for step in range(chosen.steps):

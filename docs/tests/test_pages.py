@@ -36,8 +36,9 @@ NOT_RUN = {
     "trains for a minute": 4,
     "needs an SGLang environment": 3,
     "needs reports": 1,
-    "takes minutes": 2,
+    "takes minutes": 3,
     "needs a run": 2,
+    "two machines": 1,
 }
 PUBLIC_PACKAGES = ["core_rl_trainer", "core_rl_trainer.algorithms"]
 # Every public name of these modules has an entry as well.
