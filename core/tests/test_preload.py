@@ -1,9 +1,15 @@
-"""The fork server never touches CUDA: ranks are forked from it, and a forked process could not use it."""
+"""The fork server never touches CUDA, which a forked process could not use, and ends with its parent."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+from group_support import eventually, survivors
 
 WATCHED = """
 import torch
@@ -22,3 +28,28 @@ assert not torch.cuda.is_initialized()
 def test_preloading_initialises_no_cuda() -> None:
     done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+PARENT = """
+import os, sys, time
+from multiprocessing import forkserver
+from core_rl.launch.process import start_fork_server, start_process
+if __name__ == "__main__":
+    start_fork_server()
+    if sys.argv[1] == "ready":
+        start_process(os.getpid, (), "a process").join()
+    print(forkserver._forkserver._forkserver_pid, flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("moment", ["importing", pytest.param("ready", marks=pytest.mark.slow)])
+def test_the_fork_server_ends_within_two_seconds_of_its_parent(moment: str) -> None:
+    assert hasattr(forkserver._forkserver, "_forkserver_pid")
+    command = [sys.executable, "-c", PARENT, moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        eventually(lambda: "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+        parent.send_signal(signal.SIGKILL)
+    assert survivors([pid], within_s=2.0) == []

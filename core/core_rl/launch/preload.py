@@ -1,6 +1,6 @@
 """Imports of the fork server, which every rank inherits in memory.
 
-The fork server imports this module by name, and nothing else does. None of these imports runs a
+`fork_server` imports this module by name, and nothing else does. None of these imports runs a
 kernel, starts an OpenMP thread or touches CUDA: a forked process could not use either afterwards.
 """
 

@@ -28,7 +28,7 @@ __all__ = [
     "start_process",
 ]
 
-PRELOAD = "core_rl.launch.preload"
+PRELOAD = "core_rl.launch.fork_server"
 DUMP_WAIT_S = 1.0
 """Seconds for a rank to write its stacks."""
 LOST = 255
