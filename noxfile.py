@@ -97,6 +97,22 @@ def _sglang(session: nox.Session, *arguments: str, chosen: Sequence[str] = ()) -
     session.run("pytest", "--engine=sglang", "conformance/", *arguments, env=env)
 
 
+def _cluster(session: nox.Session, *arguments: str) -> None:
+    """Tests on several machines, which Linux namespaces stand for; skipped where there is no root or no Slurm."""
+    _install_slurm(session)
+    session.run("pytest", "core/cluster_tests", *arguments, env=ENV)
+
+
+def _install_slurm(session: nox.Session) -> None:
+    """Install the packages of Slurm, where that is possible without questions."""
+    if shutil.which("slurmctld") or not shutil.which("apt-get") or os.geteuid() != 0:
+        return
+    packages = ["--no-install-recommends", "slurm-wlm", "munge"]
+    for command in (["update", "-qq"], ["install", "-qq", "-y", *packages]):
+        env = {"DEBIAN_FRONTEND": "noninteractive"}
+        session.run("apt-get", *command, env=env, external=True, success_codes=range(256))
+
+
 def _engine_options(engines: list[str]) -> list[str]:
     return [f"--engine={engine}" for engine in engines]
 
@@ -124,6 +140,7 @@ def tests(session: nox.Session) -> None:
     if not quick:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
         _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=2", *checks)
+    _cluster(session, *chosen[:2])
     _sglang(session, "--quick", "--layout=dp1", chosen=["-m", "not nightly"])
 
 
@@ -139,6 +156,13 @@ def sglang(session: nox.Session) -> None:
     """Certify the SGLang engine on real servers, in an environment that is made for them; arguments go to pytest."""
     _install(session, "conformance")
     _sglang(session, *session.posargs)
+
+
+@nox.session
+def cluster(session: nox.Session) -> None:
+    """Run ranks on several machines, which Linux namespaces stand for, also under Slurm; arguments go to pytest."""
+    _install(session, "dev")
+    _cluster(session, *session.posargs)
 
 
 @nox.session
@@ -249,7 +273,18 @@ def _torchao(session: nox.Session, *arguments: str) -> None:
     )
 
 
-NIGHTLY = ["tests", "mutants", "reference", "rollout", "fsdp", "megatron", "pairs", "sglang", "torchao"]
+NIGHTLY = [
+    "tests",
+    "mutants",
+    "reference",
+    "rollout",
+    "fsdp",
+    "megatron",
+    "pairs",
+    "sglang",
+    "cluster",
+    "torchao",
+]
 NIGHTLY_RECORD = ROOT / ".nox" / "nightly.json"
 
 
@@ -266,6 +301,8 @@ def _nightly_part(session: nox.Session, part: str, seed: int) -> None:
             _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
         case "sglang":
             _sglang(session, f"--seed={seed}")
+        case "cluster":
+            _cluster(session)
         case engine:
             _conformance(session, ["reference-rollout" if engine == "rollout" else engine], f"--seed={seed}")
 

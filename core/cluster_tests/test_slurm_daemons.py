@@ -1,0 +1,43 @@
+"""Slurm on pretend machines starts, runs steps on all of them and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pretend_machines import Machine, pretend_machines, within
+from slurm_daemons import Slurm, slurm_daemons
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
+    with pretend_machines(2, [tmp_path_factory.getbasetemp()]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slurm(machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_daemons(machines, tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def test_a_step_runs_on_each_machine(slurm: Slurm) -> None:
+    printed = slurm.command("srun", "-N2", "--ntasks-per-node=1", "-l", "hostname")
+    assert sorted(printed.split("\n")[:-1]) == ["0: node0", "1: node1"]
+
+
+def test_an_allocation_gives_its_variables_and_ends(slurm: Slurm) -> None:
+    with slurm.allocation(2) as variables:
+        assert variables["SLURM_JOB_NODELIST"] == "node[0-1]"
+        assert slurm.command("squeue", "-h", "-o", "%T").split() == ["RUNNING"]
+    assert "RUNNING" not in slurm.command("squeue", "-h", "-o", "%T")
+
+
+def test_a_batch_script_runs_on_the_first_machine(slurm: Slurm, tmp_path: Path) -> None:
+    printed = tmp_path / "printed"
+    slurm.command("sbatch", "-N2", f"--output={printed}", "--wrap=hostname; srun -N2 hostname")
+    assert within(lambda: not slurm.command("squeue", "-h"), 60)
+    first, *others = printed.read_text().split()
+    assert first == "node0"
+    assert sorted(others) == ["node0", "node1"]
