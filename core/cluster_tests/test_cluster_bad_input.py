@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -139,6 +141,18 @@ def test_strangers_on_the_port_change_nothing(machines: list[Machine]) -> None:
             assert group.run(support.whoami) == [(0,), (1,)]
     for sock in sockets:
         sock.close()
+    printed([agent])
+
+
+def test_an_agent_that_is_asked_to_end_does_and_is_named(machines: list[Machine]) -> None:
+    agent = start(machines[0])
+    with attach(machines=1) as hosts:
+        (pid,) = (pid for pid, line in machines[0].processes().items() if " agent " in line)
+        os.kill(pid, signal.SIGTERM)
+        assert within(lambda: not hosts.found, 5)
+        with pytest.raises(ClusterError, match=r"machine 0 \(node0, .*which got SIGTERM"):
+            hosts.address(0)
+        assert within(lambda: not machines[0].processes(), 2)
     printed([agent])
 
 

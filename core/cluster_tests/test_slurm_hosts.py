@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -91,6 +93,21 @@ def test_the_key_is_on_no_command_line(allocation: None, monkeypatch: pytest.Mon
     with hosts(2):
         assert holders("environ", key)  # srun has it
         assert not holders("cmdline", key)
+
+
+def test_a_signal_for_the_job_reaches_the_driver_once(allocation: None, slurm: Slurm) -> None:
+    """Slurm sends it to the steps alone, as for ``--signal=USR1@300``."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        with hosts(2) as made:
+            slurm.command("scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"])
+            assert within(lambda: bool(seen), 5)
+            time.sleep(0.5)
+            assert seen == [signal.SIGUSR1]
+            assert len(made.found) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def holders(file: str, key: bytes) -> list[Path]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -23,6 +24,7 @@ from core_rl.launch.hosts.authentication import present_key
 from core_rl.launch.hosts.base import end_ranks
 from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
 from core_rl.launch.hosts.hello import MachineInfo
+from core_rl.launch.hosts.link import SCHEDULER_SIGNALS
 from core_rl.launch.hosts.network import connect, parse_endpoint, socket_address
 from core_rl.launch.hosts.surroundings import adopt, environment_of_ranks
 from core_rl.launch.kept import KeptMessage
@@ -79,7 +81,26 @@ def run_agent(driver: str, key: bytes, machine: int | None, wait_s: float) -> No
     control = ControlChannel(channel.detach(), found.lease_s)
     adopt(answer["surroundings"])
     start_fork_server()
-    Agent(found, control, answer["machine"], answer["address"]).serve()
+    with _signals_reported(control):
+        Agent(found, control, answer["machine"], answer["address"]).serve()
+
+
+@contextmanager
+def _signals_reported(control: ControlChannel) -> Iterator[None]:
+    """Report signals by which schedulers ask a program to end: the driver saves a checkpoint, and needs the ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def report(number: int, _frame: object) -> None:
+        control.send({"is": "signal", "number": number})
+
+    before = {number: signal.signal(number, report) for number in SCHEDULER_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _found(driver: _Driver, machine: int | None, wait_s: float) -> tuple[Channel, dict[str, Any]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from core_rl.launch.kept import Reference
 
 __all__ = ["AgentLink", "AgentRank"]
 
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send to all processes of a job before they kill them, as ``--signal=USR1@300`` of Slurm."""
 STACKS_S = 5.0
 """Seconds for an agent to send the stacks of a rank."""
 
@@ -126,12 +129,16 @@ class _KeptThere:
 class AgentLink:
     """The connection to the agent of one machine, with a thread that reads its reports."""
 
-    def __init__(self, info: MachineInfo, control: ControlChannel, lease_s: float) -> None:
+    def __init__(
+        self, info: MachineInfo, control: ControlChannel, lease_s: float, on_signal: Callable[[int], None]
+    ) -> None:
+        """``on_signal`` gets the numbers of a scheduler's signals, where this program handles them."""
         self.info = info
         self.lost: str | None = None
         """Why the machine is out of reach."""
         self._control = control
         self._lease_s = lease_s
+        self._on_signal = on_signal
         self._ranks: dict[int, AgentRank] = {}
         self._requests = itertools.count()
         self._messages: dict[int, queue.SimpleQueue[Channel]] = {}
@@ -220,6 +227,9 @@ class AgentLink:
                 answer[1].append(report["text"])
                 answer[0].set()
             return
+        if report["is"] == "signal":
+            self._handle_signal(report["number"])
+            return
         rank = self._ranks.get(report.get("id", -1))
         if rank is None:
             return
@@ -227,6 +237,16 @@ class AgentLink:
             rank.started(report["pid"])
         elif report["is"] == "ended":
             rank.end(report["reason"], report.get("stacks", ""))
+
+    def _handle_signal(self, number: int) -> None:
+        """Pass on a signal that this program handles; any other ends the agent, and not this program."""
+        if number not in SCHEDULER_SIGNALS:
+            return
+        if signal.getsignal(number) == signal.SIG_DFL:
+            name = signal.Signals(number).name
+            self._lose(f"was lost with the agent of its machine, which got {name}")
+        else:
+            self._on_signal(number)
 
     def _lose(self, reason: str) -> None:
         self.lost = self.lost or reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,8 @@ __all__ = ["Reception"]
 
 HANDSHAKE_S = 20.0
 """The longest handshake of one connection."""
+ONE_SIGNAL_S = 10.0
+"""Signals of one number that come from several agents within this time are one."""
 BACKLOG = 1024
 """Connections of ranks that may come at once."""
 MOST_STRANGERS = 256
@@ -43,6 +46,8 @@ class Reception:
         self._coming: set[int] = set()
         """Numbers of machines in their handshake."""
         self._refused: list[str] = []
+        self._signals: dict[int, float] = {}
+        """When signals of agents were passed on."""
         self._changed = threading.Condition()
         self._handshakes = threading.BoundedSemaphore(MOST_STRANGERS)
         self._surroundings = of_driver()
@@ -139,10 +144,20 @@ class Reception:
         }
         hello.write(channel, welcome, deadline)
         assert info.number is not None
-        link = AgentLink(info, ControlChannel(channel.detach(), self._lease_s), self._lease_s)
+        control = ControlChannel(channel.detach(), self._lease_s)
+        link = AgentLink(info, control, self._lease_s, self._pass_on)
         with self._changed:
             self.links[info.number] = link
             self._changed.notify_all()
+
+    def _pass_on(self, number: int) -> None:
+        """Give this program a signal that the agents got, once for all of them."""
+        with self._changed:
+            now, before = time.monotonic(), self._signals.get(number)
+            if before is not None and now - before < ONE_SIGNAL_S:
+                return
+            self._signals[number] = now
+        os.kill(os.getpid(), number)
 
     def _connect(self, channel: Channel, greeting: dict[str, Any], deadline: float) -> None:
         link = self.links[greeting["machine"]]
