@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError, LayoutError
+from core_rl.launch.hosts.local import LocalHosts
 from core_rl.toolkit.build import build_model, use_experts_kernel
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe
@@ -77,7 +78,7 @@ def test_calls_of_train_engines_have_the_time_limit_of_the_recipe(
     with (
         open_run_directory(recipe) as directory,
         pytest.raises(Started, match="1234"),
-        prepare(recipe).open(directory),
+        prepare(recipe).open(directory, LocalHosts()),
     ):
         pass
 

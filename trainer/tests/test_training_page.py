@@ -23,6 +23,7 @@ from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.loop.evaluation import SHOWN, RolloutSample, rollout_samples
 from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.loop.run_directory import open_run_directory
+from core_rl_trainer.recipe.placement import RankSlot
 from core_rl_trainer.recipe.recipe import Recipe
 
 ROWS: list[Row] = [
@@ -163,15 +164,16 @@ def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -
 
 
 def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
+    two = (RankSlot(0, 0), RankSlot(0, 1))
     places = {
-        "actor": Placement(devices=(0, 1)),
-        "critic": Placement(devices=(0, 1), colocated_with="actor"),
-        "reward": Placement(devices=(3,)),
+        "actor": Placement(slots=two),
+        "critic": Placement(slots=two, colocated_with="actor"),
+        "reward": Placement(slots=(RankSlot(1, 3),)),
     }
     text = RunPage(recipe(tmp_path), tmp_path, places).render(ROWS, [], status="running")
     assert "<th>actor</th><td>2 ranks, on devices 0, 1, in processes of its own</td>" in text
     assert "<th>critic</th><td>2 ranks, on devices 0, 1, in the processes of the actor</td>" in text
-    assert "<th>reward</th><td>1 rank, on device 3, in a process of its own</td>" in text
+    assert "<th>reward</th><td>1 rank, on device 3 of machine 1, in a process of its own</td>" in text
 
 
 def test_a_long_answer_is_shortened(tmp_path: Path) -> None:

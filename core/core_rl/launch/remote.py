@@ -24,6 +24,7 @@ from core_rl.registry.spec import EngineSpec
 
 __all__ = [
     "RankInfo",
+    "call_alone",
     "call_engine",
     "call_method",
     "destroy",
@@ -82,6 +83,11 @@ def destroy(state: RankState) -> None:
     engine, state.engine = state.engine, None
     if engine is not None:
         engine.destroy()
+
+
+def call_alone(fn: Callable[..., Any], _state: RankState, *args: Any) -> Any:
+    """``fn(*args)``, which has no use for an engine."""
+    return fn(*args)
 
 
 def call_engine(fn: Callable[..., Any], state: RankState, *args: Any) -> Any:

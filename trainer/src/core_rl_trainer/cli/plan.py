@@ -56,6 +56,7 @@ def _run(plan: RunPlan) -> Table:
         ),
         ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens{filled}"),
         ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
+        ("cluster", plan.cluster),
     )
     for name, text in rows:
         table.add_row(f"[bold]{name}[/]", escape(text))
@@ -68,7 +69,7 @@ def _roles(roles: Sequence[RolePlan]) -> Table:
         "engine": lambda role: role.engine,
         "layout": lambda role: role.layout,
         "dtype": lambda role: role.dtype,
-        "device": lambda role: f"{role.device} {_numbers(role.devices)}".strip(),
+        "device": lambda role: f"{role.device} {role.place}".strip(),
         "weights": lambda role: f"{role.model.parameters:,}",
         "trained": lambda role: f"{role.model.trained if role.memory.moments else 0:,}",
         "layers": lambda role: f"{role.model.layers:,}",
@@ -92,14 +93,6 @@ def _sharing(roles: Sequence[RolePlan]) -> Iterator[str]:
             count = "1 process" if len(role.ranks) == 1 else f"{len(role.ranks)} processes"
             *some, last = [role.role, *others]
             yield f"{', '.join(some)} and {last} live in the same {count}."
-
-
-def _numbers(devices: Sequence[int]) -> str:
-    """``0, 1`` or, for more in a row, ``0-7``."""
-    first = devices[0] if devices else 0
-    if len(devices) > 2 and list(devices) == list(range(first, first + len(devices))):
-        return f"{first}-{devices[-1]}"
-    return ", ".join(map(str, devices))
 
 
 def _memory(roles: Sequence[RolePlan]) -> Table:

@@ -17,6 +17,7 @@ from core_rl.pages.chart import Chart, line_chart, page_environment
 from core_rl.registry.engines import list_engines
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.loop.prepared import Placement
+from core_rl_trainer.recipe.placement import describe_slots
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["RunPage", "Status", "charts_of", "main_chart", "run_machine"]
@@ -72,7 +73,7 @@ class RunPage:
         self._directory = directory
         self._machine = run_machine(recipe)
         self._environment = page_environment(TEMPLATES)
-        self._environment.filters |= {"number": _number, "shortened": _shortened}
+        self._environment.filters |= {"number": _number, "shortened": _shortened, "place": describe_slots}
 
     def render(
         self,
@@ -82,8 +83,12 @@ class RunPage:
         status: Status,
         best: Mapping[str, Any] | None = None,
         problem: str = "",
+        restarts: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The whole page, from metric ``rows`` and ``samples`` of rollouts; ``problem`` is why a run stopped."""
+        """The whole page, from metric ``rows`` and ``samples`` of rollouts.
+
+        ``problem`` is why a run stopped, and ``restarts`` are those after ranks or machines were lost.
+        """
         values = {
             "recipe": self._recipe,
             "recipe_text": yaml.safe_dump(self._recipe.model_dump(mode="json"), sort_keys=False),
@@ -100,6 +105,7 @@ class RunPage:
             "charts": charts_of(rows),
             "samples": _by_step(samples),
             "placements": self._placements,
+            "restarts": restarts,
         }
         return self._environment.get_template("run.html.jinja").render(values)
 

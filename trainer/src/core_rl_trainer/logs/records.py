@@ -72,7 +72,12 @@ class RunRecords:
     def draw(self, status: Status = "running", problem: str = "") -> None:
         """Write the page, the picture and the status as of now."""
         text = self._page.render(
-            self._metrics.rows, self._samples.rows, status=status, best=self.best, problem=problem
+            self._metrics.rows,
+            self._samples.rows,
+            status=status,
+            best=self.best,
+            problem=problem,
+            restarts=self._directory.restarts(),
         )
         chart = main_chart(self._metrics.rows)
         self._directory.write_page(text, svg_document(chart) if chart else None)

@@ -31,6 +31,7 @@ CHANGEABLE = (
     "push_to_hub*",
     "callbacks",
     "placement*",
+    "cluster*",
     "timeouts*",
     "*timeout_s",
     "*optimizer.schedule_steps",

@@ -10,6 +10,7 @@ from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.errors import ConfigError
+from core_rl.launch.hosts.base import Hosts
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
 from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
@@ -20,6 +21,7 @@ from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload
+from core_rl_trainer.loop.restarts import check_layouts
 from core_rl_trainer.loop.roles import open_roles, plan_roles
 from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.loop.run_directory import RunDirectory
@@ -43,16 +45,17 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     if recipe.critic is not None:
         critic = make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
     plan = plan_roles(recipe, algorithm.wanted_fields)
+    check_layouts(recipe, lambda fewer: plan_roles(fewer, algorithm.wanted_fields).trained())
     loaded = load_user_code(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
     limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
     data = load_training_data(recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget)
 
     @contextmanager
-    def opened(directory: RunDirectory) -> Iterator[TrainingLoop]:
+    def opened(directory: RunDirectory, hosts: Hosts) -> Iterator[TrainingLoop]:
         prompts = recipe.rollout.prompts_per_step
         finetune = FinetuneSpec(dataset_size=directory.schedule_steps * prompts, train_batch_size=prompts)
-        with open_roles(plan, finetune) as roles, open_user_code(recipe, loaded, tokenizer) as user:
+        with open_roles(plan, finetune, hosts) as roles, open_user_code(recipe, loaded, tokenizer) as user:
             baseline = BASELINE_REWARDS in algorithm.wanted_fields
             rollouts = Rollouts(recipe, roles.rollout, user, tokenizer, baseline)
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
@@ -65,6 +68,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
             data, seed=recipe.seed, batch_size=recipe.rollout.prompts_per_step, ranks=1, budget=None
         ),
         open=opened,
+        memory_sync=None if recipe.rollout.sync == "disk" else (recipe.rollout.sync, plan.sender().machine),
     )
 
 

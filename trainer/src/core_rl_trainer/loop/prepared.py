@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.engine import EngineConfig
+from core_rl.launch.hosts.base import Hosts
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.evaluation import Evaluation
+from core_rl_trainer.recipe.placement import RankSlot
 
 if TYPE_CHECKING:
     from core_rl_trainer.loop.run_directory import RunDirectory
@@ -75,10 +77,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The devices of the ranks of a train role."""
+    """The machines and devices of the ranks of a role."""
 
-    devices: tuple[int, ...]
-    """The number of each rank's device."""
+    slots: tuple[RankSlot, ...]
+    """Of each rank, in rank order."""
     colocated_with: str | None = None
     """The role in whose processes this one's engine lives; null where it has processes of its own."""
 
@@ -89,10 +91,20 @@ class PreparedRun:
 
     roles: Mapping[str, tuple[EngineSpec, EngineConfig]]
     placements: Mapping[str, Placement]
-    """Of the train roles."""
+    """Of the train roles, and of the rollout engine where the recipe gives one."""
     workload: Workload
     data: DataStatistics
-    open: Callable[[RunDirectory], AbstractContextManager[Loop]]
+    open: Callable[[RunDirectory, Hosts], AbstractContextManager[Loop]]
+    memory_sync: tuple[str, int] | None = None
+    """Of weights that are synced through the memory of one machine: the method, and the sender's machine."""
+
+    def machines(self) -> dict[str, tuple[int, ...]]:
+        """By train role, the machines with its ranks."""
+        return {
+            name: tuple(dict.fromkeys(slot.machine for slot in placement.slots))
+            for name, placement in self.placements.items()
+            if name != "rollout"
+        }
 
     def trained(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
         """The roles whose state a checkpoint holds."""

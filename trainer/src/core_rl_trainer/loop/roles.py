@@ -19,16 +19,18 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError, UnsupportedCapability, WeightsError, raise_all
 from core_rl.launch.group import EngineGroup
+from core_rl.launch.hosts.base import Hosts
 from core_rl.registry.spec import EngineSpec
 from core_rl.weight_sync.shared_memory import require_shared_memory
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.loop.parts import require_portable
 from core_rl_trainer.loop.prepared import Placement
+from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.engines import engine_config
+from core_rl_trainer.recipe.placement import PlacementSection, RankSlot, place_ranks, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.recipe.sections import PlacementSection
 
-__all__ = ["Plan", "Roles", "open_roles", "plan_roles", "plan_trained"]
+__all__ = ["Plan", "Roles", "TrainPlan", "open_roles", "plan_roles", "plan_trained"]
 
 TrainPlan = tuple[EngineSpec, TrainEngineConfig]
 
@@ -42,6 +44,7 @@ class Plan:
     ``reference`` where it is the actor with its adapter off."""
     rollout: tuple[EngineSpec, InferenceEngineConfig]
     colocated: bool
+    cluster: ClusterSection
     placement: PlacementSection
     call_timeout_s: float
     """The time limit of each call of a train role, in seconds."""
@@ -50,19 +53,32 @@ class Plan:
         """All roles that there are, by name."""
         return {**self.trainers, "rollout": self.rollout}
 
-    def devices(self, name: str) -> tuple[int, ...]:
-        """The number of the device of each rank of the role ``name``."""
+    def trained(self) -> dict[str, TrainPlan]:
+        """The roles whose state a checkpoint holds."""
+        return {name: self.trainers[name] for name in ("actor", "critic") if name in self.trainers}
+
+    def slots(self, name: str) -> tuple[RankSlot, ...]:
+        """The machine and the device of each rank of the role ``name``; the rollout engine is on one machine."""
         if name == "rollout":
-            return self.rollout[1].own_devices
-        return self.placement.devices(name) or tuple(range(self.trainers[name][1].layout.world_size))
+            machine = (self.placement.machines(name) or (0,))[0]
+            return tuple(RankSlot(machine, device) for device in self.rollout[1].own_devices)
+        ranks = self.trainers[name][1].layout.world_size
+        return place_ranks(ranks, self.placement.of(name), self.cluster)
+
+    def sender(self) -> RankSlot:
+        """Where the rank of the actor is that sends weights."""
+        layout = self.trainers["actor"][1].layout
+        output = {"dp": 0, "tp": 0, "cp": 0, "pp": layout.pp - 1}
+        ranks = range(layout.world_size)
+        return self.slots("actor")[next(rank for rank in ranks if layout.coordinates(rank) == output)]
 
     def offloads(self, name: str) -> bool:
         """Return whether the role ``name`` is offloaded while others work: colocated, unless its devices are its own.
 
         Without a placement it is offloaded even alone, to make room for rollouts on its devices.
         """
-        others = {device for other in self.trainers if other != name for device in self.devices(other)}
-        shares = self.placement.devices(name) is None or not others.isdisjoint(self.devices(name))
+        others = {slot for other in self.trainers if other != name for slot in self.slots(other)}
+        shares = self.placement.of(name) is None or not others.isdisjoint(self.slots(name))
         return self.colocated and shares
 
     def colocated_with(self, name: str) -> str | None:
@@ -73,11 +89,11 @@ class Plan:
         """
         if name == "rollout" or not self.offloads(name):
             return None
-        shared = (self.trainers[name][1].layout, self.devices(name))
+        shared = (self.trainers[name][1].layout, self.slots(name))
         first = next(
             other
             for other, (_, config) in self.trainers.items()
-            if self.offloads(other) and (config.layout, self.devices(other)) == shared
+            if self.offloads(other) and (config.layout, self.slots(other)) == shared
         )
         return None if first == name else first
 
@@ -85,7 +101,7 @@ class Plan:
         """The placements of the train roles, by name, and that of the rollout engine where the recipe gives one."""
         names = [*self.trainers, *(["rollout"] if self.placement.rollout is not None else [])]
         return {
-            name: Placement(devices=self.devices(name), colocated_with=self.colocated_with(name))
+            name: Placement(slots=self.slots(name), colocated_with=self.colocated_with(name))
             for name in names
         }
 
@@ -160,13 +176,14 @@ def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
         trainers={"actor": actor, **_other_trainers(recipe, wanted_fields)},
         rollout=rollout,
         colocated=recipe.colocated,
+        cluster=recipe.cluster,
         placement=recipe.placement,
         call_timeout_s=recipe.timeouts.call_s,
     )
     raise_all(ConfigError, "placement", _misplaced(plan))
     _require_shared_memory(recipe, plan)
-    trained = {device for name in plan.trainers for device in plan.devices(name)}
-    return plan if trained.isdisjoint(plan.devices("rollout")) else _sharing(recipe, plan)
+    trained = {slot for name in plan.trainers for slot in plan.slots(name)}
+    return plan if trained.isdisjoint(plan.slots("rollout")) else _sharing(recipe, plan)
 
 
 def _sharing(recipe: Recipe, plan: Plan) -> Plan:
@@ -189,13 +206,11 @@ def _require_devices_for_nccl(recipe: Recipe, plan: Plan) -> None:
     on_cuda = device_type(actor.device) == device_type(rollout.device) == "cuda"
     if recipe.rollout.sync != "distributed" or not on_cuda or not spec.supports(Capability.LAUNCH_SERVER):
         return
-    output = {"dp": 0, "tp": 0, "cp": 0, "pp": actor.layout.pp - 1}
-    ranks = range(actor.layout.world_size)
-    device = plan.devices("actor")[next(rank for rank in ranks if actor.layout.coordinates(rank) == output)]
-    if device in plan.devices("rollout"):
+    slot = plan.sender()
+    if slot in plan.slots("rollout"):
         raise ConfigError(
-            f"rollout.sync = 'distributed': the actor sends from device {device}, where a server runs as well, and "
-            "NCCL takes one rank for each device; set rollout.sync to 'tensor', or give the servers other devices "
+            f"rollout.sync = 'distributed': the actor sends from device {slot.device}, where a server runs as well, "
+            "and NCCL takes one rank for each device; set rollout.sync to 'tensor', or give the servers other devices "
             "(placement.rollout)"
         )
 
@@ -217,14 +232,29 @@ def _require_shared_memory(recipe: Recipe, plan: Plan) -> None:
 
 
 def _misplaced(plan: Plan) -> Iterator[str]:
+    """A sentence for each role whose ranks cannot be where the recipe wants them."""
     for name in PlacementSection.model_fields:
-        chosen = plan.placement.devices(name)
-        if chosen is None or name == "rollout":  # which is in its engine's config, and checked there
-            continue
-        if name not in plan.trainers:
-            yield f"{name} = {list(chosen)}: this run has no such role with ranks of its own; leave it out"
-        elif len(set(chosen)) != (ranks := plan.trainers[name][1].layout.world_size):
-            yield f"{name} = {list(chosen)}: it has {ranks} ranks; name a different device for each"
+        chosen = plan.placement.of(name)
+        said = name if chosen is None else f"{name} = {chosen}"
+        if name == "rollout":
+            yield from _misplaced_rollout(plan)
+        elif name in plan.trainers:
+            ranks = plan.trainers[name][1].layout.world_size
+            yield from (f"{said}: {problem}" for problem in placement_problems(ranks, chosen, plan.cluster))
+        elif chosen is not None:
+            yield f"{said}: this run has no such role with ranks of its own; leave it out"
+
+
+def _misplaced_rollout(plan: Plan) -> Iterator[str]:
+    """Its devices are in its engine's config, and checked there."""
+    machines = plan.placement.machines("rollout")
+    if machines is not None and (plan.cluster.is_local and machines != (0,)):
+        yield f"rollout = machines {list(machines)}: there is one machine, 0; set cluster.type and cluster.machines"
+    elif machines is not None and not plan.cluster.is_local:
+        yield (
+            f"rollout = machines {list(machines)}: the engine {plan.rollout[0].name!r} runs on the machine of this "
+            "command; leave machines out"
+        )
 
 
 def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
@@ -307,8 +337,8 @@ def _served_adapter(recipe: Recipe) -> dict[str, Any] | None:
 
 
 @contextmanager
-def open_roles(plan: Plan, finetune: FinetuneSpec) -> Iterator[Roles]:
-    """Start the engines; all are closed on the way out. ``finetune`` is the length of the training."""
+def open_roles(plan: Plan, finetune: FinetuneSpec, hosts: Hosts) -> Iterator[Roles]:
+    """Start the engines on ``hosts``; all are closed on the way out. ``finetune`` is the length of the training."""
     with ExitStack() as stack:
         groups: dict[str, EngineGroup] = {}
         for name, part in plan.trainers.items():
@@ -317,7 +347,9 @@ def open_roles(plan: Plan, finetune: FinetuneSpec) -> Iterator[Roles]:
                 *part,
                 ft_spec=finetune,
                 timeout_s=plan.call_timeout_s,
-                devices=plan.devices(name) if host_role is None else None,
+                hosts=hosts if host_role is None else None,
+                machines=plan.placement.machines(name) if host_role is None else None,
+                devices=plan.placement.devices(name) if host_role is None else None,
                 colocate_with=None if host_role is None else groups[host_role],
             )
             groups[name] = stack.enter_context(group)

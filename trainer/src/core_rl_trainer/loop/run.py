@@ -12,7 +12,8 @@ from rich.console import Console
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
 from core_rl.engine.updates import schedule_length
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, CoreRLError
+from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.process import end_if_rank_imports_script
 from core_rl_trainer.algorithms.interface import (
     ModelInterface,
@@ -26,9 +27,11 @@ from core_rl_trainer.logs.progress import print_result
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.wandb_log import require_wandb
 from core_rl_trainer.loop.callbacks import Callbacks
+from core_rl_trainer.loop.cluster import check_machines, open_cluster
 from core_rl_trainer.loop.online import prepare_online
 from core_rl_trainer.loop.parts import has_portable, readable_part
 from core_rl_trainer.loop.prepared import PreparedRun
+from core_rl_trainer.loop.restarts import Restarts
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.loop.run_plan import RunPlan, plan_run
 from core_rl_trainer.loop.signals import StopSignals
@@ -81,7 +84,7 @@ def train(
                 console.print(text, highlight=False, soft_wrap=True)
             else:
                 with called:
-                    result = _train(chosen, prepared, directory, checkpoint, console, signals, called)
+                    result = _trained(chosen, prepared, directory, console, signals, called)
             print_result(console, result)
             if not result.get("stopped") and (url := push_run(chosen, directory, result)) is not None:
                 console.print(f"uploaded to {url}", highlight=False, soft_wrap=True)
@@ -99,16 +102,41 @@ def _left_to_do(recipe: Recipe, prepared: PreparedRun, checkpoint: RunCheckpoint
     return checkpoint.step < recipe.steps or lacks_part
 
 
-def _train(
+def _trained(
     recipe: Recipe,
     prepared: PreparedRun,
     directory: RunDirectory,
-    checkpoint: RunCheckpoint | None,
     console: Console,
     signals: StopSignals,
     callbacks: Callbacks,
 ) -> dict[str, Any]:
-    """The steps from ``checkpoint`` on, and the files of a finished run; its result."""
+    """The result of `_train`, which begins again after a loss of ranks, as often as ``cluster.restarts`` allows."""
+    restarts, current = Restarts(recipe, directory, console), recipe
+    while True:
+        opened = False
+        try:
+            with open_cluster(current.cluster) as hosts:
+                opened = True
+                check_machines(hosts, prepared, directory.path)
+                return _train(current, prepared, directory, hosts, console, signals, callbacks)
+        except CoreRLError as error:
+            if signals.noted:  # a scheduler's signal ends ranks as well
+                raise
+            current = restarts.after(error, opened)
+        prepared = prepare(current)  # algorithms have a state
+
+
+def _train(
+    recipe: Recipe,
+    prepared: PreparedRun,
+    directory: RunDirectory,
+    hosts: Hosts,
+    console: Console,
+    signals: StopSignals,
+    callbacks: Callbacks,
+) -> dict[str, Any]:
+    """The steps from the last checkpoint on, and the files of a finished run; its result."""
+    checkpoint = directory.checkpoint()
     if checkpoint is not None:
         for name, (spec, config) in prepared.trained().items():
             readable_part(checkpoint, name, spec, config.layout)
@@ -117,7 +145,7 @@ def _train(
     done = checkpoint.step if checkpoint else -1
     with (
         RunRecords(recipe, directory, done, prepared.placements) as records,
-        prepared.open(directory) as loop,
+        prepared.open(directory, hosts) as loop,
     ):
         run = RunSteps(
             recipe=recipe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,17 @@ from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.identity import RunIdentity
-from core_rl_trainer.loop.run_files import IDENTITY, LOCK, METRICS, PAGE, PICTURE, RECIPE, RESULT, STATUS
+from core_rl_trainer.loop.run_files import (
+    IDENTITY,
+    LOCK,
+    METRICS,
+    PAGE,
+    PICTURE,
+    RECIPE,
+    RESTARTS,
+    RESULT,
+    STATUS,
+)
 from core_rl_trainer.loop.source import find_source
 from core_rl_trainer.recipe.recipe import HERE, Recipe
 
@@ -29,6 +39,7 @@ OWNED = (
     STATUS,
     RESULT,
     METRICS,
+    RESTARTS,
     "samples.jsonl",
     "tensorboard",
     "wandb",
@@ -168,6 +179,15 @@ class RunDirectory:
         """Record whether the run is ``running``, ``stopped`` or ``complete``, and the ``problem`` that stopped it."""
         values = {"status": status, "problem": problem, "working_directory": str(Path.cwd())}
         self._write(STATUS, json.dumps(values, indent=2) + "\n")
+
+    def add_restart(self, row: Mapping[str, Any]) -> None:
+        """Record a restart of the run."""
+        with (self.path / RESTARTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+
+    def restarts(self) -> list[dict[str, Any]]:
+        """The restarts of the run, in their order."""
+        return read_steps(self.path / RESTARTS)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Record that the run is complete; the last thing that a run does."""

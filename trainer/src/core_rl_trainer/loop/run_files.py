@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["IDENTITY", "LOCK", "METRICS", "PAGE", "PICTURE", "RECIPE", "RESULT", "STATUS"]
+__all__ = ["IDENTITY", "LOCK", "METRICS", "PAGE", "PICTURE", "RECIPE", "RESTARTS", "RESULT", "STATUS"]
 
 RECIPE = "recipe.yaml"
 """The recipe with all defaults."""
@@ -12,6 +12,8 @@ STATUS = "status.json"
 """``status``, the ``problem`` that stopped the run, and the ``working_directory`` of its relative paths."""
 METRICS = "metrics.jsonl"
 """An object of metrics for each step."""
+RESTARTS = "restarts.jsonl"
+"""An object for each restart after ranks or machines were lost (``cluster.restarts``)."""
 RESULT = "result.json"
 """The result of a run that has come to its end."""
 PAGE = "index.html"

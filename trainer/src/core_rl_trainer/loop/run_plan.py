@@ -37,6 +37,7 @@ from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import GROUP_ROWS, KEEP_BYTES, chunk_rows
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
+from core_rl_trainer.recipe.placement import describe_slots
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["MemoryEstimate", "RankPlan", "RolePlan", "RunPlan", "plan_run"]
@@ -88,8 +89,12 @@ class RolePlan:
     memory: MemoryEstimate
     ranks: tuple[RankPlan, ...]
     """None for an inference engine, which plans its own."""
+    machines: tuple[int, ...] = ()
+    """The number of each rank's machine."""
     devices: tuple[int, ...] = ()
-    """The number of each rank's device."""
+    """The number of each rank's device there."""
+    place: str = ""
+    """Both in words."""
     colocated_with: str | None = None
     """The role in whose processes it lives; null where it has its own."""
 
@@ -115,6 +120,8 @@ class RunPlan:
     """The largest lag of a completion, in weight versions; 0 is a synchronous run."""
     colocated: bool
     """Whether roles on the same devices are offloaded while others work."""
+    cluster: str
+    """The machines, in words."""
     roles: tuple[RolePlan, ...]
 
 
@@ -142,13 +149,14 @@ def plan_run(recipe: Recipe, prepared: PreparedRun) -> RunPlan:
         checkpoints=len(checkpoints),
         off_policyness=recipe.rollout.max_head_offpolicyness,
         colocated=recipe.colocated,
+        cluster=str(recipe.cluster),
         roles=tuple(_role(role, prepared, sequences, recipe.micro_batch_tokens) for role in prepared.roles),
     )
 
 
 def _role(role: str, prepared: PreparedRun, sequences: int, limit: int) -> RolePlan:
     (spec, config), longest = prepared.roles[role], prepared.workload.longest
-    placement = prepared.placements.get(role, Placement(devices=()))
+    placement = prepared.placements.get(role, Placement(slots=()))
     model = footprint_of(config.model)
     ranks: tuple[RankPlan, ...] = ()
     memory = MemoryEstimate(weights=BYTES[config.dtype] * model.parameters / config.layout.tp)
@@ -165,7 +173,9 @@ def _role(role: str, prepared: PreparedRun, sequences: int, limit: int) -> RoleP
         model=model,
         memory=memory,
         ranks=ranks,
-        devices=placement.devices,
+        machines=tuple(slot.machine for slot in placement.slots),
+        devices=tuple(slot.device for slot in placement.slots),
+        place=describe_slots(placement.slots),
         colocated_with=placement.colocated_with,
     )
 

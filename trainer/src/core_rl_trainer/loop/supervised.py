@@ -11,8 +11,9 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.group import EngineGroup
+from core_rl.launch.hosts.base import Hosts
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.batches import (
@@ -31,11 +32,13 @@ from core_rl_trainer.loop.loop import Clock
 from core_rl_trainer.loop.parts import part_writers, restore_parts
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.loop.reference_cache import ReferenceCache
-from core_rl_trainer.loop.roles import plan_trained
+from core_rl_trainer.loop.restarts import check_layouts
+from core_rl_trainer.loop.roles import TrainPlan, plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.recipe.placement import place_ranks, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["SupervisedLoop", "prepare_supervised", "trained_head"]
+__all__ = ["SupervisedLoop", "plan_supervised", "prepare_supervised", "trained_head"]
 
 MODEL = "model"
 
@@ -52,16 +55,17 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         raise ConfigError(
             f"the interface {recipe.algorithm.type_!r} trains on data and has no use for {refused[0]!r}; remove it"
         )
-    plan = plan_trained(recipe, trained_head(interface))
+    plan = plan_supervised(recipe, interface)
+    check_layouts(recipe, lambda fewer: {MODEL: plan_supervised(fewer, interface)})
     tokenizer, limit = load_tokenizer(recipe.model.path), context_length(recipe.model.path)
     kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
     size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
     data = load_training_data(recipe.data, kind, tokenizer, recipe.seed, limit=limit, budget=budget)
 
     @contextmanager
-    def opened(directory: RunDirectory) -> Iterator[SupervisedLoop]:
+    def opened(directory: RunDirectory, hosts: Hosts) -> Iterator[SupervisedLoop]:
         finetune = FinetuneSpec(dataset_size=directory.schedule_steps * size, train_batch_size=size)
-        with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.timeouts.call_s) as group:
+        with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.timeouts.call_s, hosts=hosts) as group:
             yield SupervisedLoop(recipe, interface, group, data, directory)
 
     workload = Workload(
@@ -75,7 +79,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     statistics = describe_data(
         data, seed=recipe.seed, batch_size=size, ranks=plan[1].layout.dp, budget=budget
     )
-    placement = Placement(devices=tuple(range(plan[1].layout.world_size)))
+    placement = Placement(slots=place_ranks(plan[1].layout.world_size, None, recipe.cluster))
     return PreparedRun(
         roles={MODEL: plan},
         placements={MODEL: placement},
@@ -83,6 +87,14 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         data=statistics,
         open=opened,
     )
+
+
+def plan_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> TrainPlan:
+    """Spec and config of the model; raises `ConfigError` where its ranks do not fit on the machines."""
+    plan = plan_trained(recipe, trained_head(interface))
+    ranks = plan[1].layout.world_size
+    raise_all(ConfigError, "cluster", placement_problems(ranks, None, recipe.cluster))
+    return plan
 
 
 def trained_head(interface: SupervisedInterface[Any]) -> str:

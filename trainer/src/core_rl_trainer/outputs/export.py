@@ -14,10 +14,12 @@ from core_rl.errors import CheckpointNotFound, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
+from core_rl_trainer.loop.cluster import open_cluster, require_shared
 from core_rl_trainer.loop.parts import readable_part
 from core_rl_trainer.loop.roles import plan_trained
 from core_rl_trainer.loop.run_files import RECIPE
 from core_rl_trainer.loop.supervised import trained_head
+from core_rl_trainer.recipe.placement import place_ranks
 from core_rl_trainer.recipe.recipe import Recipe, with_local_models
 
 __all__ = ["ExportFormat", "export_checkpoint"]
@@ -79,8 +81,13 @@ def _export(recipe: Recipe, checkpoint: RunCheckpoint, kind: ExportFormat, outpu
     # The moments are neither needed nor loaded.
     weights = config.model_copy(update={"optimizer": None})
     output.parent.mkdir(parents=True, exist_ok=True)
-    with EngineGroup(spec, weights, ft_spec=finetune, timeout_s=recipe.timeouts.call_s) as group:
-        saved = readable_part(checkpoint, part, spec, config.layout)
-        group.load(SaveLoadMeta(path=saved.path, format=saved.format, with_optimizer=False))
-        save = interface.save if kind == "hf" else interface.save_adapter
-        save(group, str(output), tokenizer_path=recipe.model.path)
+    with open_cluster(recipe.cluster) as hosts:
+        slots = place_ranks(config.layout.world_size, None, recipe.cluster)
+        require_shared(hosts, "--output", output.parent, sorted({slot.machine for slot in slots}))
+        with EngineGroup(
+            spec, weights, ft_spec=finetune, timeout_s=recipe.timeouts.call_s, hosts=hosts
+        ) as group:
+            saved = readable_part(checkpoint, part, spec, config.layout)
+            group.load(SaveLoadMeta(path=saved.path, format=saved.format, with_optimizer=False))
+            save = interface.save if kind == "hf" else interface.save_adapter
+            save(group, str(output), tokenizer_path=recipe.model.path)

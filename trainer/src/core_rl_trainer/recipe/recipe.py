@@ -16,8 +16,10 @@ from core_rl.config.secret import literal_secrets
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
+from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.hub import HubSection
+from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.plain import plain_values
 from core_rl_trainer.recipe.rewards import RewardSection, duplicate_names, with_one_kind_of_reward
 from core_rl_trainer.recipe.rollout import RolloutSection
@@ -25,7 +27,6 @@ from core_rl_trainer.recipe.sections import (
     CriticSection,
     KeepBest,
     ModelSection,
-    PlacementSection,
     RewardModelSection,
     StopSection,
     TimeoutsSection,
@@ -75,8 +76,10 @@ class Recipe(Config):
     """The critic, where the algorithm has one (``ppo``)."""
     reward_model: RewardModelSection | None = None
     """A reward model."""
+    cluster: ClusterSection = ClusterSection()
+    """The machines."""
     placement: PlacementSection = PlacementSection()
-    """The devices of each role."""
+    """The machines and devices of each role."""
     colocated: bool = False
     """Roles share their devices: each is offloaded to host memory while another one works. Those with the same layout
     on the same devices live in the same processes. One whose ``placement`` names devices of its own stays there."""

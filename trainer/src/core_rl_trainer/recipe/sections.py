@@ -1,10 +1,10 @@
-"""The smaller sections of a recipe: models, devices, what is kept and shown."""
+"""The smaller sections of a recipe: models, time limits, what is kept and shown."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from core_rl.config.base import Config
 from core_rl.config.engine import LoraConfig, OptimizerConfig
@@ -14,16 +14,11 @@ __all__ = [
     "CriticSection",
     "KeepBest",
     "ModelSection",
-    "PlacementSection",
     "RewardModelSection",
-    "RolePlacement",
     "StopSection",
     "TimeoutsSection",
     "WandbSection",
 ]
-
-Device = Annotated[int, Field(ge=0)]
-"""The number of a device of this machine."""
 
 
 class ModelSection(Config):
@@ -57,41 +52,6 @@ class RewardModelSection(Config):
     """What scores are multiplied with."""
     layout: ParallelLayout | None = None
     """Its own parallel degrees, by default the actor's."""
-
-
-class RolePlacement(Config):
-    """Where the ranks of one role run."""
-
-    devices: tuple[Device, ...]
-    """The device of each rank, in rank order."""
-
-
-def _placed(value: Any) -> Any:
-    """A bare list means devices."""
-    return {"devices": value} if isinstance(value, list | tuple) else value
-
-
-Placed = Annotated[RolePlacement | None, BeforeValidator(_placed)]
-
-
-class PlacementSection(Config):
-    """Each role's ranks, as ``{devices: [...]}`` or a bare list; by default every role begins at device 0."""
-
-    actor: Placed = None
-    """Of the actor."""
-    critic: Placed = None
-    """Of the critic."""
-    reference: Placed = None
-    """Of the reference."""
-    reward: Placed = None
-    """Of the reward model."""
-    rollout: Placed = None
-    """Of the rollout engine: of each server's ranks, one server after the other."""
-
-    def devices(self, role: str) -> tuple[int, ...] | None:
-        """The devices of ``role`` that are given."""
-        chosen: RolePlacement | None = getattr(self, role)
-        return None if chosen is None else chosen.devices
 
 
 class TimeoutsSection(Config):

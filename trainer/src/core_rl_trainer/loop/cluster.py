@@ -1,0 +1,162 @@
+"""The machines of a run: starting them, and checks of what they share."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from core_rl.errors import ConfigError, raise_all
+from core_rl.launch.hosts.agent_hosts import AgentHosts
+from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts.local import LocalHosts
+from core_rl.launch.machines import call_on_machines
+from core_rl_trainer.loop.prepared import PreparedRun
+from core_rl_trainer.recipe.cluster import ClusterSection
+
+__all__ = ["check_machines", "cluster_hosts", "open_cluster", "require_shared"]
+
+AGENT_HOSTS = {
+    "ray": "core_rl.launch.hosts.ray:RayHosts",
+    "slurm": "core_rl.launch.hosts.slurm:SlurmHosts",
+}
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
+
+
+@contextmanager
+def open_cluster(section: ClusterSection) -> Iterator[Hosts]:
+    """The machines of ``section``; raises `ClusterError` unless all come. They are let go on the way out."""
+    with closing(cluster_hosts(section)) as hosts:
+        if isinstance(hosts, AgentHosts):
+            hosts.open()
+        yield hosts
+
+
+def cluster_hosts(section: ClusterSection) -> Hosts:
+    """The hosts that ``section`` describes; nothing is started. Raises `ConfigError`."""
+    if section.is_local:
+        return LocalHosts()
+    assert section.ranks_per_machine is not None
+    if section.type == "attach":
+        from core_rl.launch.hosts.attach import AttachHosts
+
+        return AttachHosts(
+            section.machines,
+            section.ranks_per_machine,
+            port=section.agent_port,
+            key_file=section.key_file,
+            address=section.address,
+            wait_s=section.wait_s,
+            lease_s=section.lease_s,
+            environment=section.environment,
+        )
+    kind = _agent_hosts(section.type)
+    scheduling = section.scheduling
+    own = {} if scheduling.container_image is None else {"container_image": scheduling.container_image}
+    return kind(
+        section.machines,
+        section.ranks_per_machine,
+        address=section.address,
+        port=section.port,
+        wait_s=section.wait_s,
+        lease_s=section.lease_s,
+        environment=(*section.environment, *scheduling.env),
+        **own,
+    )
+
+
+def _agent_hosts(name: str) -> Callable[..., AgentHosts]:
+    """The class behind a cluster's type; its module is imported for that type alone."""
+    module, _, attribute = AGENT_HOSTS[name].partition(":")
+    kind: Callable[..., AgentHosts] = getattr(import_module(module), attribute)
+    return kind
+
+
+# ---------------------------------------------------------------- shared paths
+
+
+def check_machines(hosts: Hosts, prepared: PreparedRun, output: Path) -> None:
+    """Raise `ConfigError` where machines lack what their ranks read, or do not share what they write to ``output``."""
+    machines = prepared.machines()
+    require_shared(hosts, "output_dir", output, sorted({m for those in machines.values() for m in those}))
+    if prepared.memory_sync is not None:
+        method, sender = prepared.memory_sync
+        _require_shared_memory(hosts, f"rollout.sync = {method!r}", sender)
+    models = {
+        f"the model of the {role}": (config.model.path, machines[role])
+        for role, (_, config) in prepared.roles.items()
+        if role in machines and config.model.path is not None
+    }
+    _require_paths(hosts, models)
+
+
+def _require_paths(hosts: Hosts, wanted: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+    """Raise one `ConfigError` for every path that a machine lacks.
+
+    ``wanted`` has, by the name of a field, a path and the machines that read it.
+    """
+    if isinstance(hosts, LocalHosts):
+        return
+    machines = sorted({machine for _, those in wanted.values() for machine in those})
+    paths = sorted({path for path, _ in wanted.values()})
+    found = call_on_machines(hosts, machines, missing_paths, paths)
+    problems = []
+    for field, (path, those) in wanted.items():
+        lacking = [machine for machine in those if path in found[machine][1]]
+        if lacking:
+            named = _named(lacking, {machine: name for machine, (name, _) in found.items()})
+            problems.append(
+                f"{field} = {path!r}: it does not exist on {named}; put it there, or on a shared disk"
+            )
+    raise_all(ConfigError, "cluster", problems)
+
+
+def require_shared(hosts: Hosts, field: str, directory: Path, machines: Sequence[int]) -> None:
+    """Raise `ConfigError` unless ``machines`` see the files that this one writes to ``directory``."""
+    if not isinstance(hosts, LocalHosts) and (named := _strangers(hosts, directory, machines)):
+        raise ConfigError(
+            f"{field} = {str(directory)!r}: {named} and this machine ({platform.node()}) do not see the same files "
+            "there. Checkpoints and models are written by ranks on several machines: name a directory of a file system "
+            "that all of them share (NFS, Lustre), under the same path"
+        )
+
+
+def _require_shared_memory(hosts: Hosts, field: str, machine: int) -> None:
+    """Raise `ConfigError` unless ``machine`` is this one, whose memory both sides of a weight sync use."""
+    if isinstance(hosts, LocalHosts) or not SHARED_MEMORY.is_dir():
+        return
+    if named := _strangers(hosts, SHARED_MEMORY, [machine]):
+        raise ConfigError(
+            f"{field}: it goes through the memory of one machine, and the actor sends from {named}, while the rollout "
+            f"engine is on this one ({platform.node()}); set rollout.sync to 'disk', or give the actor this machine"
+        )
+
+
+def _strangers(hosts: Hosts, directory: Path, machines: Sequence[int]) -> str:
+    """The names of those of ``machines`` that do not see a new file of this one in ``directory``."""
+    with ExitStack() as stack:
+        try:
+            nonce = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".core-rl-seen-", dir=directory))
+        except OSError as error:
+            raise ConfigError(
+                f"{directory}: {error.strerror}; name a directory that can be written"
+            ) from error
+        found = call_on_machines(hosts, machines, missing_paths, [nonce.name])
+    names = {machine: name for machine, (name, _) in found.items()}
+    blind = [machine for machine, (_, missing) in found.items() if missing]
+    return _named(blind, names) if blind else ""
+
+
+def missing_paths(paths: Sequence[str]) -> tuple[str, list[str]]:
+    """The host name of this machine, and those of ``paths`` that it lacks."""
+    return platform.node(), [path for path in paths if not os.path.exists(path)]  # noqa: PTH110  # of pickled text
+
+
+def _named(machines: Sequence[int], names: Mapping[int, str]) -> str:
+    """``machines 1 (node1) and 2 (node2)``."""
+    parts = [f"{machine} ({names[machine]})" for machine in machines]
+    return f"machine{'s' if len(parts) > 1 else ''} {' and '.join(parts)}"
