@@ -11,6 +11,7 @@ from torch import Tensor
 from core_rl.backend.meta import FinetuneSpec, Scheduling
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.distributed.devices import wants_cuda
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -94,4 +95,4 @@ class InferenceBackend(ABC, Generic[C]):
 
     def scheduling(self, config: C) -> Scheduling:
         """Resources that one server needs. May be called before `build`."""
-        return Scheduling()
+        return Scheduling(gpu=config.layout.world_size // config.layout.dp * wants_cuda(config.device))

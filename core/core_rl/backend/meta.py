@@ -108,12 +108,19 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduling:
-    """Requirements of one engine rank to a launcher. Declared now; honoured by launchers for several machines."""
+    """The resources that one rank of an engine, or one server, asks for.
+
+    ``core-rl submit`` adds them up for each machine, where the recipe does not say (``cluster.scheduling``).
+    """
 
     cpu: int = 1
+    """CPU cores."""
     gpu: int = 0
-    memory_mib: int = 1024
+    """Accelerators."""
+    memory_mib: int = 0
+    """Host memory in MiB; 0 where it is not known, which leaves it to the scheduler's default."""
     env: tuple[tuple[str, str], ...] = ()
+    """Environment variables, as names and values."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.distributed.devices import wants_cuda
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,7 +151,7 @@ class TrainBackend(ABC, Generic[C]):
 
     def scheduling(self, config: C) -> Scheduling:
         """Resources that one rank needs. No collective, and before `build`."""
-        return Scheduling()
+        return Scheduling(gpu=int(wants_cuda(config.device)))
 
 
 AnyTrainBackend = TrainBackend[Any]

@@ -15,6 +15,7 @@ __all__ = [
     "give_back_cache",
     "segments_expand",
     "use_device",
+    "wants_cuda",
 ]
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -27,6 +28,11 @@ def device_type(choice: str) -> str:
     if choice == "cuda" and not available:
         raise ConfigError("device = 'cuda', and torch sees no CUDA device; set device to 'cpu' or 'auto'")
     return "cuda" if available and choice != "cpu" else "cpu"
+
+
+def wants_cuda(choice: str) -> bool:
+    """Whether a config's ``device`` needs CUDA where it runs, which may be another machine than this one."""
+    return choice == "cuda" or (choice == "auto" and torch.cuda.is_available())
 
 
 def chosen_device(choice: str, index: int | None = None) -> torch.device:

@@ -14,7 +14,7 @@ from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
-from core_rl.distributed.devices import device_type
+from core_rl.distributed.devices import device_type, wants_cuda
 from core_rl.errors import LayoutError
 from core_rl.rollout.loop_thread import LoopThread
 from core_rl_sglang.api import Api
@@ -99,7 +99,7 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         self._cleanup.close()
 
     def scheduling(self, config: SglangConfig) -> Scheduling:
-        gpus = config.layout.tp if device_type(config.device) == "cuda" else 0
+        gpus = config.layout.tp if wants_cuda(config.device) else 0
         return Scheduling(cpu=2, gpu=gpus, memory_mib=4096)
 
     # -------------------------------------------------------------- requests
