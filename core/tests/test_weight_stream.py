@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy
 
-from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
 from core_rl.config.engine import LoraConfig
 from core_rl.distributed.channel import Channel
 from core_rl.distributed.comm import Comm
@@ -39,6 +39,7 @@ from core_rl.weight_sync import sender as weight_sender
 from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
 from core_rl.weight_sync.messages import (
     AdapterMetadata,
+    Bucket,
     Kind,
     digest_of,
     pickled_by_name,
@@ -47,7 +48,7 @@ from core_rl.weight_sync.messages import (
 )
 from core_rl.weight_sync.rendezvous import abandon
 from core_rl.weight_sync.sender import send_tensors, send_weights
-from core_rl.weight_sync.stream import Bucket, receiving
+from core_rl.weight_sync.stream import receiving, receiving_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
@@ -540,3 +541,63 @@ def test_an_interrupted_sync_does_not_wait_for_a_server_that_does_not_answer(
         sync_weights(Sender(KeyboardInterrupt()), receiver, meta(tmp_path), 20)
     answer.cancel()
     assert not never.done()
+
+
+# ------------------------------------------------------------------ between machines
+
+
+@pytest.mark.parametrize("method", ["tensor", "distributed", "lora"])
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 28])
+def test_buckets_go_to_another_machine_over_tcp(
+    tmp_path: Path, method: SyncMethod, bucket_bytes: int
+) -> None:
+    tensors = [(f"t{n}", torch.randn(n, 5).mul(9).to(dtype)) for n, dtype in enumerate(DTYPES)]
+    what = meta(tmp_path, method=method, host="127.0.0.1", bucket_bytes=bucket_bytes, verify=True)
+    adapter = AdapterMetadata(rank=1, alpha=1, rslora=False) if method == "lora" else None
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect_here, what)
+        send_tensors(iter(tensors), what, adapter=adapter)
+        arrived = arrival.result(20)
+    assert [name for name, _ in arrived] == [name for name, _ in tensors]
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(arrived, tensors, strict=True))
+    assert all(got.dtype == sent.dtype for (_, got), (_, sent) in zip(arrived, tensors, strict=True))
+    assert not Path(what.path or "").exists()
+
+
+def collect_here(what: WeightUpdateMeta) -> Bucket:
+    with receiving_buckets(what, 20) as buckets:
+        return [item for bucket in buckets for item in bucket]
+
+
+def test_a_receiver_sends_strangers_away(tmp_path: Path) -> None:
+    what = meta(tmp_path, host="127.0.0.1")
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(collect, what)
+        while not (found := read_record(tmp_path / "meet")).get("port"):
+            time.sleep(0.01)
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100)):
+            with socket.create_connection(("127.0.0.1", found["port"])) as stranger:
+                stranger.sendall(data)
+        send_tensors(iter([("a", torch.ones(2))]), what)
+        ((name, _),) = arrival.result(20)[0]
+    assert name == "a"
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def test_an_error_of_a_receiver_on_another_machine_reaches_the_sender(tmp_path: Path) -> None:
+    what = meta(tmp_path, host="127.0.0.1")
+
+    def fail() -> None:
+        with receiving(what, 20) as received:
+            next(iter(received))
+            raise ValueError("no room")
+
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(fail)
+        with pytest.raises(WeightsError, match="no room"):
+            send_tensors(iter([("a", torch.ones(2))]), what)
+        with pytest.raises(ValueError, match="no room"):
+            arrival.result(20)

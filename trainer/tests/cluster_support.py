@@ -74,7 +74,18 @@ class Agents:
         self._processes[machine].send_signal(signal.SIGKILL)
 
     def _keep(self, machine: int) -> None:
-        command = [sys.executable, "-m", "core_rl.cli", "agent", "--driver", f"127.0.0.1:{self.port}"]
+        # A core for each: ranks have as many threads as on one machine, and round as there.
+        cores = sorted(os.sched_getaffinity(0))
+        command = [
+            "taskset",
+            "-c",
+            str(cores[machine % len(cores)]),
+            sys.executable,
+            "-m",
+            "core_rl.cli",
+            "agent",
+        ]
+        command += ["--driver", f"127.0.0.1:{self.port}"]
         command += ["--machine", str(machine), "--key-file", str(self.key_file)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         while not self._closed and machine not in self._gone:

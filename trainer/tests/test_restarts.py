@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import training_support as support
-from cluster_support import Agents
 from rich.console import Console
 
 from core_rl.errors import CallbackError, RankDied
@@ -134,31 +133,3 @@ def test_without_restarts_a_killed_rank_ends_the_run(start: Path, tmp_path: Path
     with pytest.raises(RankDied):
         run(support.supervised_values(start, tmp_path / "out", "sft"), kill_after(1, groups))
     assert len(groups) == 1
-
-
-FSDP = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("come_back", [True, False], ids=["comes back", "gone"])
-def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
-    """One of two machines is powered off: the run goes on when it is back, or with the layout for one machine."""
-    pytest.importorskip("core_rl_fsdp")
-    unbroken, lost = tmp_path / "unbroken", tmp_path / "lost"
-    run(support.supervised_values(start, unbroken, "sft", **FSDP))
-    with Agents(tmp_path, 2) as agents:
-
-        def power_off(event: Event) -> None:
-            if isinstance(event, StepEnd) and event.step == 3 and not (lost / "restarts.jsonl").exists():
-                agents.kill(1, for_good=not come_back)
-
-        layouts = {} if come_back else {1: {"dp": 1}}
-        section = agents.section(restarts=1, layouts=layouts, wait_s=120.0 if come_back else 45.0)
-        printed = run(support.supervised_values(start, lost, "sft", **FSDP, cluster=section), power_off)
-    assert "restart 1 of 1, from the checkpoint of step 2, on 2 machines: rank 1" in printed
-    if come_back:
-        assert support.curve(lost) == support.curve(unbroken)
-    else:
-        assert "restart 1 of 1, from the checkpoint of step 2, on 1 machine: 1 of 2 machines came" in printed
-        losses = [[row["loss"] for row in support.curve(output)[1:]] for output in (lost, unbroken)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4)

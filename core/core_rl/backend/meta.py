@@ -87,6 +87,9 @@ class WeightUpdateMeta:
     path: str | None = None
     """For ``disk``: the directory between the two. For all others: the file through which they find each other; the
     receiver makes it and removes it."""
+    host: str | None = None
+    """For all but ``disk``: the address of the receiver's machine towards a sender on another one, to which the buckets
+    then go over TCP. Null: both are on one machine."""
     verify: bool = False
     """Compare digests of what arrived with what was sent; for ``lora`` also of the weights below the adapter. Without
     it, ``disk`` compares the sizes of files."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["FRAME_HEADER", "Buffer", "Channel", "MessageTooLarge"]
+__all__ = ["FRAME_HEADER", "LIMIT_BYTES", "Buffer", "Channel", "MessageTooLarge"]
 
 FRAME_HEADER = struct.Struct("!Q")
 """The length of a message, before its bytes."""

@@ -9,7 +9,7 @@ from core_rl.weight_sync.device_memory import device_bytes
 from core_rl.weight_sync.messages import Bucket, shared_by_name
 from core_rl.weight_sync.shared_memory import require_shared_memory
 
-__all__ = ["Filling", "HostStaging", "flat_bytes", "start_of"]
+__all__ = ["Filling", "HostStaging", "flat_bytes", "shared_bytes", "start_of"]
 
 ALIGNMENT = 64
 
@@ -46,7 +46,7 @@ class Filling:
             require_shared_memory(tensor.nbytes, f"{name!r}")
         if self._flat is None:
             size = max(self._limit, tensor.nbytes, 1)
-            self._flat = _shared_bytes(size) if on_cpu else device_bytes(size, self._device)
+            self._flat = shared_bytes(size) if on_cpu else device_bytes(size, self._device)
         start = self._start()
         view = _view(self._flat, start, tensor)
         view.copy_(tensor.detach())
@@ -58,7 +58,7 @@ class Filling:
         if self._device.type == "cpu":
             return self.tensors
         require_shared_memory(self.used, f"a bucket from {self.tensors[0][0]!r} on")
-        copy = _shared_bytes(max(self.used, 1))[: self.used]
+        copy = shared_bytes(max(self.used, 1))[: self.used]
         staging.copy(self.flat, copy)
         return [(name, _view(copy, start_of(view), view)) for name, view in self.tensors]
 
@@ -80,7 +80,7 @@ class HostStaging:
         target.copy_(stage)
 
 
-def _shared_bytes(size: int) -> Tensor:
+def shared_bytes(size: int) -> Tensor:
     """A flat buffer [size] in shared memory."""
     with shared_by_name():
         storage = torch.UntypedStorage._new_shared(size)

@@ -1,11 +1,13 @@
 """The rendezvous of a receiver and a sender of weights: a file names the receiver's socket, or gives its error.
 
-Messages on the socket are pickled. Both sides therefore refuse a file or a peer of another user.
+Messages on the socket are pickled. Both sides therefore refuse a file or a peer of another user. Between machines the
+file names a port, and a key that both ends prove to know.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import stat
@@ -19,14 +21,25 @@ from pathlib import Path
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.authentication import WrongKey, admit, new_key, present_key
+from core_rl.distributed.channel import LIMIT_BYTES, Channel
+from core_rl.distributed.lease import set_lease
+from core_rl.distributed.process_group import listen_on
 from core_rl.errors import ConfigError, WeightsError
+from core_rl.weight_sync.remote_buckets import RemoteChannel
 
 __all__ = ["abandon", "accepted", "connect", "expecting", "forget_error"]
+
+logger = logging.getLogger(__name__)
 
 CONNECT_S = 300.0
 """The longest wait for a receiver."""
 POLL_S = 0.02
+HANDSHAKE_S = 20.0
+HANDSHAKE_BYTES = 4096
+"""The largest message before the key is proven."""
+LEASE_S = 30.0
+"""After so many silent seconds, the machine at the other end is lost."""
 PEER_CREDENTIALS = struct.Struct("3i")
 """Process, user and group: Linux' ``struct ucred``."""
 
@@ -37,6 +50,10 @@ class _Record:
 
     version: int
     socket: str | None = None
+    port: int | None = None
+    """Between machines, of ``WeightUpdateMeta.host``."""
+    key: str | None = None
+    """For that port, as hexadecimal digits."""
     error: str | None = None
 
 
@@ -61,23 +78,53 @@ def expecting(meta: WeightUpdateMeta) -> Iterator[None]:
 @contextmanager
 def accepted(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Channel]:
     """The connection of a sender; raises `WeightsError` when none connects within ``timeout_s``."""
-    file = _file(meta)
-    with tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True) as directory:
-        with socket.socket(socket.AF_UNIX) as listener:
-            name = f"{directory}/weights"  # a socket's name must be short
-            listener.bind(name)
-            listener.listen(1)
-            listener.settimeout(timeout_s)
-            _write(file, _Record(version=meta.version, socket=name))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError as error:
-                raise WeightsError(
-                    f"no train engine sent weights of version {meta.version} to {file} within {timeout_s:g} s; "
-                    "call its upload_weights() with the same meta"
-                ) from error
-            file.unlink(missing_ok=True)
-        yield _channel(connection, "sender")
+    file, deadline = _file(meta), time.monotonic() + timeout_s
+    with _listening(meta) as (listener, record):
+        _write(file, record)
+        try:
+            channel = _accepted(listener, record, deadline)
+        except TimeoutError as error:
+            raise WeightsError(
+                f"no train engine sent weights of version {meta.version} to {file} within {timeout_s:g} s; "
+                "call its upload_weights() with the same meta"
+            ) from error
+        file.unlink(missing_ok=True)
+    yield channel
+
+
+@contextmanager
+def _listening(meta: WeightUpdateMeta) -> Iterator[tuple[socket.socket, _Record]]:
+    """A socket of the receiver, and the record that names it."""
+    if meta.host is not None:
+        with listen_on(meta.host) as listener:
+            port, key = listener.getsockname()[1], new_key().hex()
+            yield listener, _Record(version=meta.version, port=port, key=key)
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True) as directory,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        name = f"{directory}/weights"  # a socket's name must be short
+        listener.bind(name)
+        listener.listen(1)
+        yield listener, _Record(version=meta.version, socket=name)
+
+
+def _accepted(listener: socket.socket, record: _Record, deadline: float) -> Channel:
+    """The sender's connection; raises ``TimeoutError`` at ``deadline``. Strangers are sent away."""
+    while True:
+        listener.settimeout(max(1e-3, deadline - time.monotonic()))
+        connection, _ = listener.accept()
+        if record.key is None:
+            return _channel(connection, "sender")
+        channel = _remote(connection)
+        try:
+            admit(channel, bytes.fromhex(record.key), time.monotonic() + HANDSHAKE_S)
+        except (WrongKey, OSError, EOFError):
+            channel.close()
+        else:
+            channel.limit_bytes = LIMIT_BYTES
+            return channel
 
 
 def forget_error(meta: WeightUpdateMeta) -> None:
@@ -102,10 +149,8 @@ def connect(meta: WeightUpdateMeta) -> Channel:
         if record is not None and record.error is not None and record.version == meta.version:
             file.unlink(missing_ok=True)
             raise WeightsError(f"the receiver of the weights failed: {record.error}")
-        if record is not None and record.socket is not None:
-            connection = _connected(record.socket)
-            if connection is not None:
-                return _channel(connection, "receiver")
+        if record is not None and (channel := _met(meta, record)) is not None:
+            return channel
         time.sleep(POLL_S)
     raise WeightsError(
         f"no inference engine waits for weights at {file} after {CONNECT_S:g} s; call its update_weights() with the "
@@ -117,10 +162,36 @@ def abandon(meta: WeightUpdateMeta) -> None:
     """Fail a receiver that waits with the same ``meta``: no sender will connect."""
     with suppress(WeightsError):  # a file that `connect` refuses
         record = _read(_file(meta))
-        if record is not None and record.socket is not None:
-            connection = _connected(record.socket)
-            if connection is not None:
-                connection.close()
+        if record is not None and (channel := _met(meta, record)) is not None:
+            channel.close()
+
+
+def _met(meta: WeightUpdateMeta, record: _Record) -> Channel | None:
+    """A connection to the receiver behind ``record``; None where nobody listens, or not yet."""
+    if record.socket is not None:
+        connection = _connected(record.socket)
+        return None if connection is None else _channel(connection, "receiver")
+    if record.port is None or record.key is None or meta.host is None:
+        return None
+    try:
+        connection = socket.create_connection((meta.host, record.port), timeout=HANDSHAKE_S)
+    except OSError as error:
+        logger.debug("the receiver at %s, port %d cannot be reached: %s", meta.host, record.port, error)
+        return None
+    channel = _remote(connection)
+    try:
+        present_key(channel, bytes.fromhex(record.key), time.monotonic() + HANDSHAKE_S)
+    except (WrongKey, OSError, EOFError):  # another program on the port of a receiver that is gone
+        channel.close()
+        return None
+    channel.limit_bytes = LIMIT_BYTES
+    return channel
+
+
+def _remote(connection: socket.socket) -> RemoteChannel:
+    """A channel to somebody who has not shown the key yet."""
+    set_lease(connection, LEASE_S)
+    return RemoteChannel(connection, HANDSHAKE_BYTES)
 
 
 def _connected(name: str) -> socket.socket | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from core_rl.weight_sync.messages import (
     receive_message,
     send_message,
 )
+from core_rl.weight_sync.remote_buckets import RemoteBucket, RemoteChannel
 from core_rl.weight_sync.rendezvous import connect
 
 __all__ = ["send_tensors", "send_weights"]
@@ -138,6 +140,8 @@ class _Sender:
         if ranks is None:
             return
         if self._meta.method == "distributed":
+            if isinstance(self._channel, RemoteChannel):
+                ranks = replace(ranks, host=self._channel.own_address)
             self._form_group(ranks)
         elif self._device.type == "cuda":
             known = sum(len(server.gpus) for server in ranks.cuda)
@@ -171,7 +175,11 @@ class _Sender:
             self._reply(Kind.ACK)
         digest = digest_of(tensors) if self._meta.verify else None
         memory = shared_with(self._bucket.flat, self._readers) if self._readers else []
-        self._send(Kind.BUCKET, tensors, self._bucket.used, digest, self._group is not None, memory)
+        remote = isinstance(self._channel, RemoteChannel)
+        sent = RemoteBucket.of(tensors) if remote else tensors
+        self._send(Kind.BUCKET, sent, self._bucket.used, digest, self._group is not None, memory)
+        if remote:
+            self._send_bytes(tensors)
         self._unacknowledged += 1
         if self._group is not None:
             self._reply(Kind.ALLOW_BROADCAST)
@@ -219,6 +227,13 @@ class _Sender:
             # A receiver that has failed closes the connection, and what it sent before is still there.
             while True:
                 receive_message(self._channel, "receiver")
+
+    def _send_bytes(self, tensors: Bucket) -> None:
+        assert self._channel is not None
+        try:
+            RemoteBucket.send_bytes(tensors, self._channel)
+        except OSError as error:
+            raise WeightsError(f"the receiver of the weights is gone: {describe(error)}") from error
 
     def _reply(self, expected: Kind) -> list[Any]:
         """The other fields of the receiver's next message, which is of the kind ``expected``."""

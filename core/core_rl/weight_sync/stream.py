@@ -7,8 +7,10 @@ By ``tensor`` a sender on a GPU also gives each bucket to ranks of servers on th
 (CUDA IPC). Shared memory then has the copy for servers that come later.
 
 By ``distributed`` the sender also broadcasts each bucket to the ranks of servers on any machine, as soon as the
-receiver has allowed it; the receiver is still on the sender's machine. Where that group breaks, the receiver falls
-back to the buckets in shared memory. By ``lora`` the tensors are the adapter's, and are sent as by ``tensor``.
+receiver has allowed it. Where that group breaks, the receiver falls back to the buckets in shared memory. By ``lora``
+the tensors are the adapter's, and are sent as by ``tensor``.
+
+Where the meta names a ``host``, the receiver is on another machine: buckets go there over TCP, into its shared memory.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from core_rl.weight_sync.messages import (
     receive_message,
     send_message,
 )
+from core_rl.weight_sync.remote_buckets import RemoteBucket, RemoteChannel
 from core_rl.weight_sync.rendezvous import accepted, expecting
 
 __all__ = ["Bucket", "ReceivedWeights", "receiving", "receiving_buckets"]
@@ -62,11 +65,21 @@ class ReceivedWeights:
         Raises `WeightsError` when the sender fails or dies, and for a bucket whose digest is wrong.
         """
         while (message := receive_message(self._channel, "sender"))[0] != Kind.END:
-            _, tensors, used, digest, self.broadcast, self.device_memory = message
+            _, sent, used, digest, self.broadcast, self.device_memory = message
+            tensors = self._arrived(sent)
             self._verify(tensors, used, digest)
             yield tensors
             with suppress(OSError):  # a sender that is gone may have sent its error, which is read next
                 self.reply(Kind.ACK)
+
+    def _arrived(self, sent: Bucket | RemoteBucket) -> Bucket:
+        """A bucket in memory of this machine."""
+        if not isinstance(sent, RemoteBucket):
+            return sent
+        try:
+            return sent.receive(self._channel)
+        except (EOFError, OSError) as error:
+            raise WeightsError(f"the sender of the weights is gone: {describe(error)}") from error
 
     def allow_broadcast(self) -> None:
         """Let the sender broadcast the present bucket, tensor by tensor in its order; it waits for this."""
@@ -126,6 +139,15 @@ def receiving_buckets(meta: WeightUpdateMeta, timeout_s: float) -> Iterator[Iter
             group.close()
 
 
+def _joining(
+    channel: Channel, meta: WeightUpdateMeta, ranks: Callable[[], ReceiverRanks | None]
+) -> ReceiverRanks | None:
+    """The ranks that join the sender's group, or open its memory; None where buckets through memory are enough."""
+    found = ranks() if meta.method in ("tensor", "distributed") else None
+    is_remote = isinstance(channel, RemoteChannel)
+    return None if found is None or (is_remote and (found.on_cpu or meta.method == "tensor")) else found
+
+
 def _broadcast(received: ReceivedWeights, group: WeightGroup) -> Iterator[Bucket]:
     for bucket in received:
         received.allow_broadcast()
@@ -138,7 +160,7 @@ def _reported(
 ) -> Iterator[ReceivedWeights]:
     weights = ReceivedWeights(channel, meta)
     try:
-        weights.start(ranks() if meta.method in ("tensor", "distributed") else None)
+        weights.start(_joining(channel, meta, ranks))
         yield weights
         weights.reply(Kind.INSTALLED)
     except BaseException as error:

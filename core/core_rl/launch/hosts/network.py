@@ -7,6 +7,7 @@ import socket
 import struct
 from contextlib import suppress
 
+from core_rl.distributed.lease import set_lease
 from core_rl.errors import ConfigError
 
 __all__ = ["connect", "interface_of", "own_address", "parse_endpoint", "set_lease", "socket_address"]
@@ -15,8 +16,6 @@ SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 IPV4_OFFSET = 20
 """Of the address in the kernel's answer."""
-PROBES = 3
-"""Unanswered probes of a silent connection until it is given up."""
 SOMEWHERE = ("192.0.2.1", 9)
 """An address outside (RFC 5737): connecting a datagram socket sends nothing, and shows which interface leads there."""
 
@@ -26,22 +25,6 @@ def connect(host: str, port: int, timeout_s: float, lease_s: float) -> socket.so
     sock = socket.create_connection((host, port), timeout=timeout_s)
     set_lease(sock, lease_s)
     return sock
-
-
-def set_lease(sock: socket.socket, lease_s: float) -> None:
-    """Send without delay, and end the connection when the other machine has been silent for ``lease_s`` seconds."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    interval_s = max(1, int(lease_s / (PROBES + 1)))
-    options = {
-        "TCP_KEEPIDLE": interval_s,
-        "TCP_KEEPINTVL": interval_s,
-        "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": int(lease_s * 1000),
-    }
-    for name, value in options.items():
-        if hasattr(socket, name):  # Linux has all of them
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def socket_address(sock: socket.socket) -> str:

@@ -14,11 +14,12 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.hosts.agent_hosts import AgentHosts
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.hosts.local import LocalHosts
+from core_rl.launch.hosts.network import own_address
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer.loop.prepared import PreparedRun
 from core_rl_trainer.recipe.cluster import ClusterSection
 
-__all__ = ["check_machines", "cluster_hosts", "open_cluster", "require_shared"]
+__all__ = ["check_machines", "cluster_hosts", "driver_address", "open_cluster", "require_shared"]
 
 AGENT_HOSTS = {
     "ray": "core_rl.launch.hosts.ray:RayHosts",
@@ -34,6 +35,11 @@ def open_cluster(section: ClusterSection) -> Iterator[Hosts]:
         if isinstance(hosts, AgentHosts):
             hosts.open()
         yield hosts
+
+
+def driver_address(section: ClusterSection) -> str | None:
+    """The address of this machine towards those of the cluster; None where there are no others."""
+    return None if section.is_local else section.address or own_address("cluster.address")
 
 
 def cluster_hosts(section: ClusterSection) -> Hosts:
@@ -83,9 +89,8 @@ def check_machines(hosts: Hosts, prepared: PreparedRun, output: Path) -> None:
     """Raise `ConfigError` where machines lack what their ranks read, or do not share what they write to ``output``."""
     machines = prepared.machines()
     require_shared(hosts, "output_dir", output, sorted({m for those in machines.values() for m in those}))
-    if prepared.memory_sync is not None:
-        method, sender = prepared.memory_sync
-        _require_shared_memory(hosts, f"rollout.sync = {method!r}", sender)
+    if prepared.memory_sender is not None:
+        _require_shared_memory(hosts, prepared.memory_sender)
     models = {
         f"the model of the {role}": (config.model.path, machines[role])
         for role, (_, config) in prepared.roles.items()
@@ -125,14 +130,14 @@ def require_shared(hosts: Hosts, field: str, directory: Path, machines: Sequence
         )
 
 
-def _require_shared_memory(hosts: Hosts, field: str, machine: int) -> None:
-    """Raise `ConfigError` unless ``machine`` is this one, whose memory both sides of a weight sync use."""
+def _require_shared_memory(hosts: Hosts, machine: int) -> None:
+    """Raise `ConfigError` unless ``machine`` is this one, whose memory both sides of a sync by ``tensor`` use."""
     if isinstance(hosts, LocalHosts) or not SHARED_MEMORY.is_dir():
         return
     if named := _strangers(hosts, SHARED_MEMORY, [machine]):
         raise ConfigError(
-            f"{field}: it goes through the memory of one machine, and the actor sends from {named}, while the rollout "
-            f"engine is on this one ({platform.node()}); set rollout.sync to 'disk', or give the actor this machine"
+            f"rollout.sync = 'tensor': it goes through the memory of one machine, and the actor sends from {named}, "
+            f"while the rollout engine is on this one ({platform.node()}); set rollout.sync to 'distributed' or 'disk'"
         )
 
 

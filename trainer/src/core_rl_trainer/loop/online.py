@@ -68,7 +68,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
             data, seed=recipe.seed, batch_size=recipe.rollout.prompts_per_step, ranks=1, budget=None
         ),
         open=opened,
-        memory_sync=None if recipe.rollout.sync == "disk" else (recipe.rollout.sync, plan.sender().machine),
+        memory_sender=plan.sender().machine if recipe.rollout.sync == "tensor" else None,
     )
 
 

@@ -95,8 +95,8 @@ class PreparedRun:
     workload: Workload
     data: DataStatistics
     open: Callable[[RunDirectory, Hosts], AbstractContextManager[Loop]]
-    memory_sync: tuple[str, int] | None = None
-    """Of weights that are synced through the memory of one machine: the method, and the sender's machine."""
+    memory_sender: int | None = None
+    """The machine from which weights go through shared memory (``tensor``); None where they go otherwise."""
 
     def machines(self) -> dict[str, tuple[int, ...]]:
         """By train role, the machines with its ranks."""
