@@ -107,12 +107,21 @@ def test_nothing_is_left_two_seconds_after_a_killed_driver(cluster: Cluster, mom
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == f"{moment}\n"
-        assert cluster.left([0])
+        assert within(lambda: all(is_importing(cluster, number) for number in (0, 1)), 60)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-        killed = time.monotonic()
-        assert within(lambda: not of_driver(token) and not cluster.left(), 2), (
+        assert within(lambda: not of_driver(token) and not ours(cluster.left()), 2), (
             of_driver(token),
             cluster.left(),
         )
-        assert time.monotonic() - killed < 2
+    # Slurm cleans up the step of an srun that had to be killed.
+    assert within(lambda: not cluster.left(), 60), cluster.left()
+
+
+def is_importing(cluster: Cluster, machine: int) -> bool:
+    """Whether the fork server there has begun to import torch, or has it."""
+    for pid, line in cluster.left([machine]).items():
+        with suppress(OSError):
+            if "forkserver" in line and "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+                return True
+    return False
