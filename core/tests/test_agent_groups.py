@@ -15,8 +15,8 @@ import pytest
 from core_rl.errors import BatchError, ClusterError, ConfigError, GroupError, RankDied, RankTimeout
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts.attach import AttachHosts
-from core_rl.launch.hosts.authentication import KEY_VARIABLE
 from core_rl.launch.hosts.base import Slot
+from core_rl.launch.hosts.key import KEY_VARIABLE
 from core_rl.launch.hosts.local import LocalHosts
 from core_rl.launch.hosts.rehearsal import AGENT, RehearsalHosts
 

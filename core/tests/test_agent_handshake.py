@@ -20,7 +20,9 @@ from core_rl.errors import ClusterError, ConfigError
 from core_rl.launch.hosts import hello, network
 from core_rl.launch.hosts.agent import run_agent
 from core_rl.launch.hosts.attach import AttachHosts
-from core_rl.launch.hosts.authentication import (
+from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
+from core_rl.launch.hosts.hello import MachineInfo, Versions
+from core_rl.launch.hosts.key import (
     KEY_VARIABLE,
     WrongKey,
     admit,
@@ -28,8 +30,6 @@ from core_rl.launch.hosts.authentication import (
     present_key,
     take_key,
 )
-from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
-from core_rl.launch.hosts.hello import MachineInfo, Versions
 from core_rl.launch.hosts.network import connect, interface_of, own_address, parse_endpoint
 from core_rl.launch.hosts.reception import Reception
 from core_rl.launch.hosts.surroundings import environment_of_ranks, shared_environment

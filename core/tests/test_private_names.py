@@ -31,6 +31,7 @@ UPSTREAM = {
     "_foreach_add_": "torch: one kernel for many tensors, as torch's own optimizers use it",
     "_foreach_mul_": "torch: one kernel for many tensors, as torch's own clip_grad_norm_ uses it",
     "_foreach_norm": "torch: the norms of many tensors in one kernel, as torch's own clip_grad_norm_ uses it",
+    "_exit": "Python: ends a process whose other threads may hold locks that an orderly end would wait for",
     "_fsdp_param_group": "torch: gradients that FSDP has not reduced when a pass raises",
     "_get_cuda_rng_state": "megatron: read on CPUs, where Megatron has only CUDA's",
     "_get_fsdp_state": "torch: the state of a module, to undo a pass that raised",

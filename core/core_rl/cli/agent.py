@@ -31,7 +31,7 @@ def agent(
 ) -> None:
     """Start ranks on this machine for a driver elsewhere, and end with it."""
     from core_rl.launch.hosts.agent import run_agent
-    from core_rl.launch.hosts.authentication import take_key
+    from core_rl.launch.hosts.key import take_key
 
     key = take_key(key_file)
     if with_parent:

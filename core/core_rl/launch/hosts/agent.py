@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+from core_rl.distributed.authentication import present_key
 from core_rl.distributed.channel import Channel
 from core_rl.errors import ClusterError, GroupError
 from core_rl.launch.hosts import hello
-from core_rl.launch.hosts.authentication import present_key
 from core_rl.launch.hosts.base import end_ranks
 from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
 from core_rl.launch.hosts.hello import MachineInfo

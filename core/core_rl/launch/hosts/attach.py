@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core_rl.launch.hosts.agent_hosts import AgentHosts
-from core_rl.launch.hosts.authentication import given_key
+from core_rl.launch.hosts.key import given_key
 
 __all__ = ["AttachHosts"]
 

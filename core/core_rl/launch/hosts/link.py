@@ -188,16 +188,13 @@ class AgentLink:
             raise ConnectionResetError(f"{self.info} did not keep a message: {error}") from error
         return _KeptThere(Reference(path, tuple(memoryview(part).nbytes for part in parts)), channel)
 
-    def connect(self, greeting: Mapping[str, Any], channel: Channel) -> None:
-        """The connection of a rank or of a message is there; raises `ClusterError` if nobody waits for it."""
-        found = self._ranks.get(greeting["id"]) if greeting["role"] == "rank" else None
-        waiting = self._messages.get(greeting["id"]) if greeting["role"] == "message" else None
-        if found is not None:
-            found.connect(channel)
-        elif waiting is not None:
-            waiting.put(channel)
-        else:
-            raise ClusterError("a connection that nobody waits for")
+    def receiver(self, greeting: Mapping[str, Any]) -> Callable[[Channel], None]:
+        """What takes the connection of a rank or of a message; raises `ClusterError` if nobody waits for it."""
+        if greeting["role"] == "rank" and (rank := self._ranks.get(greeting["id"])) is not None:
+            return rank.connect
+        if greeting["role"] == "message" and (waiting := self._messages.get(greeting["id"])) is not None:
+            return waiting.put
+        raise ClusterError("a connection that nobody waits for")
 
     def forget(self, rank: AgentRank) -> None:
         """The driver has no use for ``rank`` any more."""

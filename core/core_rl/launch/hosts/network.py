@@ -10,7 +10,7 @@ from contextlib import suppress
 from core_rl.distributed.lease import set_lease
 from core_rl.errors import ConfigError
 
-__all__ = ["connect", "interface_of", "own_address", "parse_endpoint", "set_lease", "socket_address"]
+__all__ = ["connect", "interface_of", "own_address", "parse_endpoint", "socket_address"]
 
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
@@ -23,6 +23,10 @@ SOMEWHERE = ("192.0.2.1", 9)
 def connect(host: str, port: int, timeout_s: float, lease_s: float) -> socket.socket:
     """A connection to ``host``; raises ``OSError``."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
+    if sock.getsockname() == sock.getpeername():
+        sock.close()
+        # The kernel gave this end the very port that nobody listens on, and TCP takes that for a connection.
+        raise ConnectionRefusedError(f"nobody listens on port {port}")
     set_lease(sock, lease_s)
     return sock
 

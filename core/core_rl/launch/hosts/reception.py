@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from core_rl.distributed.authentication import WrongKey, admit
 from core_rl.distributed.channel import LIMIT_BYTES, Channel
+from core_rl.distributed.lease import set_lease
 from core_rl.errors import ClusterError, ConfigError
 from core_rl.launch.hosts import hello
-from core_rl.launch.hosts.authentication import WrongKey, admit
 from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
 from core_rl.launch.hosts.hello import MachineInfo, Versions
 from core_rl.launch.hosts.link import AgentLink
-from core_rl.launch.hosts.network import set_lease
 from core_rl.launch.hosts.surroundings import of_driver
 
 __all__ = ["Reception"]
@@ -160,10 +160,10 @@ class Reception:
         os.kill(os.getpid(), number)
 
     def _connect(self, channel: Channel, greeting: dict[str, Any], deadline: float) -> None:
-        link = self.links[greeting["machine"]]
+        hand_over = self.links[greeting["machine"]].receiver(greeting)
         hello.write(channel, {}, deadline)
         channel.limit_bytes = LIMIT_BYTES
-        link.connect(greeting, channel)
+        hand_over(channel)
 
     def _number(self, info: MachineInfo) -> tuple[int | None, str]:
         """The number that the machine gets, which is taken from now on; or None, and why it cannot be used."""

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError
 from core_rl.launch.hosts.agent_hosts import AgentHosts
-from core_rl.launch.hosts.authentication import KEY_VARIABLE, new_key
+from core_rl.launch.hosts.key import KEY_VARIABLE
 from core_rl.launch.hosts.local import LOOPBACK
 from core_rl.launch.process import signals_for_driver
 

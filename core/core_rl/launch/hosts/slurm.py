@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
+from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError
 from core_rl.launch.hosts import lifeline
 from core_rl.launch.hosts.agent_hosts import AgentHosts
-from core_rl.launch.hosts.authentication import KEY_VARIABLE, new_key
+from core_rl.launch.hosts.key import KEY_VARIABLE
 
 __all__ = ["SlurmHosts"]
 

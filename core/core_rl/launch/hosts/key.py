@@ -6,10 +6,9 @@ import os
 import stat
 from pathlib import Path
 
-from core_rl.distributed.authentication import WrongKey, admit, new_key, present_key
 from core_rl.errors import ConfigError
 
-__all__ = ["KEY_VARIABLE", "WrongKey", "admit", "given_key", "new_key", "present_key", "take_key"]
+__all__ = ["KEY_VARIABLE", "given_key", "take_key"]
 
 KEY_VARIABLE = "CORE_RL_CLUSTER_KEY"
 """The environment variable with the key as hexadecimal digits."""
