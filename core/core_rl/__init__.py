@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from core_rl.launch.group import EngineGroup as EngineGroup
     from core_rl.launch.hosts.attach import AttachHosts as AttachHosts
     from core_rl.launch.hosts.local import LocalHosts as LocalHosts
+    from core_rl.launch.hosts.ray import RayHosts as RayHosts
     from core_rl.launch.hosts.slurm import SlurmHosts as SlurmHosts
 
 _LAZY = {
@@ -73,6 +74,7 @@ _LAZY = {
     "core_rl.launch.group": ("EngineGroup",),
     "core_rl.launch.hosts.attach": ("AttachHosts",),
     "core_rl.launch.hosts.local": ("LocalHosts",),
+    "core_rl.launch.hosts.ray": ("RayHosts",),
     "core_rl.launch.hosts.slurm": ("SlurmHosts",),
 }
 _HOMES = {name: module for module, names in _LAZY.items() for name in names}

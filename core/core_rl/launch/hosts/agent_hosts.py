@@ -87,6 +87,10 @@ class AgentHosts(ABC):
     def _key(self) -> bytes:
         """The key that agents have to know."""
 
+    def _own_address(self) -> str:
+        """The address of the driver towards the machines; raises `ConfigError` or `ClusterError`."""
+        return own_address("address (cluster.address in a recipe)")
+
     @abstractmethod
     def _launch(self, driver: str, key: bytes) -> None:
         """Start the agents, which connect to ``driver`` (``HOST:PORT``); raises `ClusterError` or `ConfigError`."""
@@ -108,11 +112,11 @@ class AgentHosts(ABC):
                 return
             self._require_files()
             key = self._key()
-            address = self._address or own_address("address (cluster.address in a recipe)")
-            self._reception = Reception(address, self._port, key, self.machines, self.lease_s)
-            # For hosts that are forgotten, and before `multiprocessing` waits for its processes.
-            util.Finalize(self, Reception.close, args=(self._reception,), exitpriority=50)
             try:
+                address = self._address or self._own_address()
+                self._reception = Reception(address, self._port, key, self.machines, self.lease_s)
+                # For hosts that are forgotten, and before `multiprocessing` waits for its processes.
+                util.Finalize(self, Reception.close, args=(self._reception,), exitpriority=50)
                 self._launch(self._reception.endpoint, key)
                 self._wait_for_agents(self._reception)
             except BaseException:
@@ -194,6 +198,11 @@ class AgentHosts(ABC):
                 f"{self.machines} machines with {self.ranks_per_machine} ranks each need {needed} open files in the "
                 f"driver, and its hard limit is {files}; raise it (ulimit -Hn {needed}, as root)"
             )
+
+    def expect(self, machines: int) -> None:
+        """No more than ``machines`` machines will come, which is at least ``fewest``."""
+        assert self._reception is not None
+        self._reception.expect(machines)
 
     def _wait_for_agents(self, reception: Reception) -> None:
         deadline = time.monotonic() + self.wait_s

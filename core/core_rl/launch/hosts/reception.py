@@ -75,6 +75,12 @@ class Reception:
                 raise ClusterError(f"not all machines can be used{self.account()}")
             return len(self.links) == self._machines
 
+    def expect(self, machines: int) -> None:
+        """Wait for no more than ``machines`` machines."""
+        with self._changed:
+            self._machines = machines
+            self._changed.notify_all()
+
     def account(self) -> str:
         """A phrase about the machines that came, and those that were refused."""
         there = ", ".join(str(link.info) for _, link in sorted(self.links.items()))
