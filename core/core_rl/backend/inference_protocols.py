@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,10 +16,12 @@ from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 
 __all__ = [
     "INFERENCE_PROTOCOLS",
+    "MachineProcess",
     "SupportsLaunchServer",
     "SupportsPause",
     "SupportsReleaseMemory",
     "SupportsScore",
+    "SupportsServersOnMachines",
     "SupportsStreaming",
     "SupportsTopLogprobs",
     "SupportsWeightUpdate",
@@ -85,6 +87,38 @@ class SupportsLaunchServer(Protocol):
     # Any: a protocol that is generic in the config could not be checked with isinstance.
     def launch_server(self, context: InferenceContext[Any], count: int) -> tuple[str, ...]:
         """Start ``count`` servers before `build`, wait until they are ready, and return their addresses."""
+
+
+class MachineProcess(Protocol):
+    """A process on a machine of a cluster, for one server; what it starts ends with it. Any thread may call it."""
+
+    machine: int
+    """The number of the machine."""
+    devices: tuple[int, ...]
+    """The accelerators of the server there."""
+
+    @property
+    def address(self) -> str:
+        """The address under which other machines reach this one. Raises `GroupError` for one that is lost."""
+
+    def start(self) -> None:
+        """Have a process, a new one where the one before is gone. Raises `GroupError`."""
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """``fn(*args)`` in the process; ``fn`` is a function of a module. Raises its error, and `GroupError`."""
+
+    def close(self) -> None:
+        """End the process and what it has started. Further calls do nothing."""
+
+
+@runtime_checkable
+class SupportsServersOnMachines(Protocol):
+    """Starts servers on the machines of a cluster; needs no capability but ``launch_server``."""
+
+    def launch_servers_on(
+        self, context: InferenceContext[Any], processes: Sequence[MachineProcess]
+    ) -> tuple[str, ...]:
+        """As `SupportsLaunchServer.launch_server`, with a server in each of ``processes``, which `teardown` closes."""
 
 
 @runtime_checkable

@@ -110,15 +110,26 @@ class InferenceEngine:
                 self._gate.open()
                 self._backend.teardown()
 
-    def launch_server(self, count: int | None = None) -> tuple[str, ...]:
+    def launch_server(
+        self, count: int | None = None, processes: Sequence[protocols.MachineProcess] | None = None
+    ) -> tuple[str, ...]:
         """Start ``count`` servers (by default ``layout.dp``) before `initialize`, which takes the addresses.
 
         They belong to this engine, also where another one is initialized with their addresses, and end with `destroy`.
+        With ``processes``, of `core_rl.launch.server_processes.server_processes`, there is a server in each of them,
+        on the machines of a cluster; `UnsupportedCapability` where the backend cannot place servers.
         """
         guards.require_state(self._state, "new", "launch_server()")
         self._require_capability(self.spec, Capability.LAUNCH_SERVER, "launch_server()")
         context = self._fetched_context()
         self._launched = True
+        if processes is not None:
+            if not isinstance(self._backend, protocols.SupportsServersOnMachines):
+                raise UnsupportedCapability(
+                    f"launch_server(): the backend of {self.spec.name!r} does not implement SupportsServersOnMachines; "
+                    "start its servers by hand, and give initialize() their addresses"
+                )
+            return self._backend.launch_servers_on(context, processes)
         backend = cast("protocols.SupportsLaunchServer", self._backend)
         return backend.launch_server(context, self.config.layout.dp if count is None else count)
 

@@ -7,6 +7,7 @@ The other ranks are threads of an engine in this process (`WeightGroup.join`), o
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.accelerators import CudaEnvironment, require_nccl
 
-__all__ = ["GroupAddress", "ReceiverRanks", "RendezvousServer", "WeightGroup"]
+__all__ = ["GroupAddress", "ReceiverRanks", "RendezvousServer", "WeightGroup", "address_towards"]
 
 Backend = Literal["gloo", "nccl"]
 
@@ -39,7 +40,7 @@ class ReceiverRanks:
     count: int
     """Ranks other than the sender's."""
     host: str = "127.0.0.1"
-    """The address of the sender's machine, as those ranks reach it."""
+    """The address of one of them: the sender listens where its machine sends from to get there."""
     on_cpu: bool = False
     """Whether they receive on the CPU, so that the group is one of gloo whatever the sender's device."""
     cuda: tuple[CudaEnvironment, ...] = ()
@@ -57,20 +58,33 @@ class GroupAddress:
     backend: Backend
 
 
+def address_towards(host: str) -> str:
+    """The address of this machine that ``host`` sees; the same as that of ``host`` for this machine itself.
+
+    Raises ``OSError`` for a host that is not known, or to which no route leads.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # nothing is sent
+        found: str = probe.getsockname()[0]
+        return found
+
+
 class RendezvousServer:
     """The listening socket of rank 0, whose address is known before the other ranks join."""
 
     def __init__(self, receivers: ReceiverRanks, device: torch.device) -> None:
-        """Raises `WeightsError` for a host that is not an address of this machine, and for ranks that NCCL refuses."""
+        """Raises `WeightsError` for a host to which nothing leads, and for ranks that NCCL refuses."""
         self._device = torch.device("cpu") if receivers.on_cpu else device
         if self._device.type == "cuda":
             require_nccl(receivers.cuda, device)
         try:
-            self._listener = listen_on(receivers.host)
+            host = address_towards(receivers.host)
+            self._listener = listen_on(host)
         except OSError as error:
-            raise WeightsError(f"rank 0 cannot listen on {receivers.host}: {error}") from error
+            raise WeightsError(f"rank 0 cannot listen for ranks on {receivers.host}: {error}") from error
         self.address = GroupAddress(
-            host=receivers.host,
+            host=host,
             port=self._listener.getsockname()[1],
             world_size=1 + receivers.count,
             name=f"weights-{uuid4().hex[:12]}",

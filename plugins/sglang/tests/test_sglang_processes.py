@@ -128,7 +128,7 @@ def test_a_server_writes_the_libraries_and_gpus_of_its_environment(
     python = script(tmp_path, f'read key; read file; cp {file} "$file"; exec sleep 600')
     config = build(model, dp=2, python=python).config
     assert isinstance(config, SglangConfig)
-    process = ServerProcess(config.of_server(1), ServedModel.of(config.model), 1)
+    process = ServerProcess(config.of_server(1), ServedModel.of(config.model), 1, None)
     try:
         wait_for(lambda: process.cuda() is not None)
         found = process.cuda()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from functools import cached_property, partial
 
@@ -11,6 +11,7 @@ import aiohttp
 from torch import Tensor
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
+from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
@@ -23,7 +24,8 @@ from core_rl_sglang.config import SglangConfig, SglangOptions
 from core_rl_sglang.file_limit import requests_at_one_time
 from core_rl_sglang.fleet import Fleet
 from core_rl_sglang.model import ServedModel
-from core_rl_sglang.process import ServerProcess, free_ports
+from core_rl_sglang.placed import PlacedServer
+from core_rl_sglang.process import RunningServer, ServerProcess, free_ports
 from core_rl_sglang.receiving import WeightReceiver
 from core_rl_sglang.scores import Scorer
 from core_rl_sglang.server import Server
@@ -51,10 +53,26 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         launched = []
         configs = [config.of_server(number) for number in range(count)]
         for own, port in zip(configs, free_ports(options, count), strict=True):
-            start = partial(ServerProcess, own, model, port)
+            start = partial(ServerProcess, own, model, port, options.key)
             launched.append(self._server(f"{options.host}:{port}", options, start))
             self._cleanup.callback(launched[-1].stop)
         self.servers += tuple(launched)
+        return self._when_up(launched, options)
+
+    def launch_servers_on(
+        self, context: InferenceContext[SglangConfig], processes: Sequence[MachineProcess]
+    ) -> tuple[str, ...]:
+        options, launched = context.config.options, []
+        for number, process in enumerate(processes):
+            self._cleanup.callback(process.close)
+            placed = PlacedServer(context.config, number, process)
+            launched.append(self._server(placed.address, options, placed.start))
+            self._cleanup.callback(launched[-1].stop)
+        self.servers += tuple(launched)
+        return self._when_up(launched, options)
+
+    def _when_up(self, launched: Sequence[Server], options: SglangOptions) -> tuple[str, ...]:
+        """The addresses of ``launched``, as soon as all of them respond."""
         for server in launched:
             self._loop.wait(server.wait_until_up(options.start_timeout_s))
         return tuple(server.address for server in launched)
@@ -91,7 +109,7 @@ class SGLangBackend(InferenceBackend[SglangConfig]):
         return session
 
     def _server(
-        self, address: str, options: SglangOptions, start: Callable[[], ServerProcess] | None = None
+        self, address: str, options: SglangOptions, start: Callable[[], RunningServer] | None = None
     ) -> Server:
         return Server(Api(address, self._session, options.key), options.update_timeout_s, start)
 

@@ -148,14 +148,28 @@ class SglangConfig(InferenceEngineConfig):
         Raises `ConfigError` where SGLang cannot name them: it takes those at equal distances.
         """
         ranks = self.layout.tp
-        own = (self.devices or tuple(range((number + 1) * ranks)))[number * ranks : (number + 1) * ranks]
+        devices = self.devices or tuple(range((number + 1) * ranks))
+        return self.with_devices(number, devices[number * ranks : (number + 1) * ranks])
+
+    def with_devices(self, number: int, own: tuple[int, ...]) -> SglangConfig:
+        """The config of server ``number``, whose ranks are on the devices ``own``; raises as `of_server` does."""
         steps = {second - first for first, second in pairwise(own)}
-        if len(own) < ranks or len(steps) > 1 or min(steps, default=1) < 1:
+        if len(own) < self.layout.tp or len(steps) > 1 or min(steps, default=1) < 1:
             raise ConfigError(
-                f"devices = {list(self.devices)}: server {number} gets {list(own)} for {ranks} ranks; SGLang takes "
-                "devices that rise in equal steps, such as [2, 3]"
+                f"devices = {list(self.devices)}: server {number} gets {list(own)} for {self.layout.tp} ranks; SGLang "
+                "takes devices that rise in equal steps, such as [2, 3]"
             )
         return self.model_copy(update={"devices": own})
+
+    def on_machine(self, number: int, own: tuple[int, ...], host: str) -> SglangConfig:
+        """As `with_devices`, for a server on the machine that others reach at ``host``. Needs ``options.api_key``."""
+        if self.options.api_key is None:
+            raise ConfigError(
+                f"a server on {host} without options.api_key: whoever reaches a server can run code on it, since it "
+                "unpickles the tensors of weight updates; set options.api_key to '${env:NAME}'"
+            )
+        options = self.options.model_copy(update={"host": host})
+        return self.with_devices(number, own).model_copy(update={"options": options})
 
     @property
     def server_python(self) -> str:

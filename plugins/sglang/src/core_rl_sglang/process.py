@@ -11,7 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from core_rl.config.secret import HIDDEN
 from core_rl.distributed.devices import device_type
@@ -21,7 +21,7 @@ from core_rl.weight_sync.accelerators import CudaEnvironment
 from core_rl_sglang.config import PYTHON_VARIABLE, SglangConfig, SglangOptions
 from core_rl_sglang.model import ServedModel
 
-__all__ = ["ServerProcess", "free_ports"]
+__all__ = ["RunningServer", "ServerProcess", "bound", "free_ports"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
@@ -85,25 +85,57 @@ def free_ports(options: SglangOptions, count: int) -> tuple[int, ...]:
         raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
     free = []
     for port in options.ports or [0] * count:  # 0 is any that is free at this moment
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((options.host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"options.ports: port {port} of {options.host} cannot be listened on ({error.strerror}); "
-                    "choose another, or leave 'ports' empty"
-                ) from error
+        with bound(options.host, port) as probe:
             free.append(int(probe.getsockname()[1]))
     return tuple(free)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket on ``port`` of ``host`` that does not listen; raises `ConfigError` for a port that is taken."""
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise ConfigError(
+            f"options.ports: port {port} of {host} cannot be listened on ({error.strerror}); choose another, or leave "
+            "'ports' empty"
+        ) from error
+    return probe
+
+
+class RunningServer(Protocol):
+    """A launched server, here or on another machine."""
+
+    def cuda(self) -> CudaEnvironment | None:
+        """The CUDA environment of its ranks; None without CUDA, and before it is up."""
+
+    @property
+    def pid(self) -> int:
+        """The process id on its machine."""
+
+    @property
+    def alive(self) -> bool:
+        """True until the process ends."""
+
+    def require_alive(self, address: str) -> None:
+        """Raise `RolloutError` with the end of the log if the server has ended, `ConfigError` if SGLang is missing."""
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines that the server wrote, for a message."""
+
+    def stop(self) -> None:
+        """End the server and its children; returns when all of them are gone."""
 
 
 class ServerProcess:
     """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
 
-    def __init__(self, config: SglangConfig, model: ServedModel, port: int) -> None:
+    def __init__(self, config: SglangConfig, model: ServedModel, port: int, key: str | None) -> None:
+        """``key`` is the one that clients need, or None."""
         options, device, python = config.options, device_type(config.device), config.server_python
-        self._key, self._python = options.key, python
+        self._key, self._python = key, python
         arguments = arguments_of(config, model, port, device)
         self._log = _log_file(options.log_path, port)
         self._devices = config.devices

@@ -16,7 +16,7 @@ from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.broadcasts import BroadcastWeights
 from core_rl_sglang.fleet import Fleet
 from core_rl_sglang.model import ServedModel
-from core_rl_sglang.weights import DiskWeights, TensorWeights
+from core_rl_sglang.weights import DiskWeights, TensorWeights, require_shared_memory_with
 
 __all__ = ["WeightReceiver"]
 
@@ -62,7 +62,10 @@ class WeightReceiver:
         weights = (BroadcastWeights if meta.method == "distributed" else TensorWeights)(meta.version)
 
         def ranks() -> ReceiverRanks | None:
-            return weights.receiver_ranks(self._loop.wait(self._fleet.ready_servers()))
+            servers = self._loop.wait(self._fleet.ready_servers())
+            if meta.method == "tensor":
+                require_shared_memory_with(servers)
+            return weights.receiver_ranks(servers)
 
         with receiving(meta, self._timeout_s, ranks) as received:
             if received.group is not None:

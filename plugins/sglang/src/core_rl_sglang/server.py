@@ -21,7 +21,7 @@ from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.adapters import ServedAdapter
 from core_rl_sglang.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl_sglang.payloads import flattened_bucket
-from core_rl_sglang.process import ServerProcess
+from core_rl_sglang.process import RunningServer
 from core_rl_sglang.responses import readable
 
 __all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server"]
@@ -39,10 +39,11 @@ class Server:
     """A server, which may be unreachable for a while. Belongs to the event loop of its ``api``."""
 
     def __init__(
-        self, api: Api, update_timeout_s: float, start: Callable[[], ServerProcess] | None = None
+        self, api: Api, update_timeout_s: float, start: Callable[[], RunningServer] | None = None
     ) -> None:
         self.api = api
         self.address = api.address
+        self.host = api.address.rpartition(":")[0].strip("[]")
         self._update_timeout_s = update_timeout_s
         self.start = start
         """Starts it again on the same port; None for a server that somebody else started."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
@@ -17,14 +16,15 @@ from core_rl.backend.tensors import check_source
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.comm import Comm
+from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.device_memory import DeviceMemory
-from core_rl.weight_sync.group import GroupAddress, ReceiverRanks
+from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, address_towards
 from core_rl.weight_sync.messages import Bucket
 from core_rl_sglang.adapters import ServedDirectory
 from core_rl_sglang.server import Server
 
-__all__ = ["DiskWeights", "TensorWeights", "Weights"]
+__all__ = ["DiskWeights", "TensorWeights", "Weights", "require_shared_memory_with"]
 
 
 class DiskWeights:
@@ -182,24 +182,34 @@ def first_ranks(servers: Sequence[Server], start: int) -> dict[Server, int]:
 
 
 def ranks_of(servers: Sequence[Server]) -> ReceiverRanks:
-    """The ranks of ``servers``, and this machine's address: the loopback only where all of them are on it."""
-    found = {_address_towards(server.address.rpartition(":")[0]) for server in servers}
-    host = min(found, key=lambda address: (address.startswith("127."), address))
+    """The ranks of ``servers``, and the address of one of them: a loopback only where all of them have such."""
+    own = {server.host for server in servers}
     environments = [server.cuda() for server in servers]
     return ReceiverRanks(
         count=sum(server.ranks for server in servers),
-        host=host,
+        host=min(own, key=lambda host: (address_towards(host).startswith("127."), host)),
         on_cpu=all(server.device == "cpu" for server in servers),
         cuda=tuple(found for found in environments if found is not None),
     )
 
 
-def _address_towards(host: str) -> str:
-    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # nothing is sent
-        found: str = probe.getsockname()[0]
-        return found
+def require_shared_memory_with(servers: Sequence[Server]) -> None:
+    """Raise `WeightsError` for servers on other machines, which cannot read buckets in shared memory."""
+    elsewhere = [server.address for server in servers if not _is_here(server.host)]
+    if elsewhere:
+        raise WeightsError(
+            f"sync by 'tensor' goes through the memory of one machine, and the SGLang servers {', '.join(elsewhere)} "
+            "are on others; sync by 'distributed' or 'disk'"
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Whether ``host`` is an address of this machine."""
+    try:
+        listen_on(host).close()
+    except OSError:
+        return False
+    return True
 
 
 Weights: TypeAlias = DiskWeights | TensorWeights

@@ -1,0 +1,148 @@
+"""Servers on other machines: `ServerProcess` in a process there, and `PlacedServer` as the driver sees it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from core_rl.backend.inference_protocols import MachineProcess
+from core_rl.distributed.devices import device_type
+from core_rl.errors import GroupError, RolloutError
+from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.model import ServedModel
+from core_rl_sglang.process import ServerProcess, bound
+
+__all__ = ["PlacedServer"]
+
+
+class PlacedServer:
+    """A server in ``process``, on its machine. Calls raise `RolloutError` where the machine or the process is gone."""
+
+    def __init__(self, config: SglangConfig, number: int, process: MachineProcess) -> None:
+        """Raises `ConfigError` for a machine on which server ``number`` cannot run, and `RolloutError`."""
+        self._process = process
+        with _reached():
+            process.start()
+            self._config = config.on_machine(number, process.devices, process.address)
+            ports = config.options.ports
+            self._port: int = process.call(reserve_port, process.address, ports[number] if ports else 0)
+        self.address = f"{self._config.options.host}:{self._port}"
+
+    def start(self) -> PlacedServer:
+        """Start the server, in a new process where that one is gone; returns this object."""
+        with _reached():
+            self._process.start()
+            self._process.call(start_server, self._config, self._port, self._config.options.key)
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The process id on its machine."""
+        with _reached():
+            return int(self._process.call(server_pid))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, and can be asked."""
+        try:
+            return bool(self._process.call(server_alive))
+        except GroupError:
+            return False
+
+    def cuda(self) -> CudaEnvironment | None:
+        """As `ServerProcess.cuda`."""
+        with _reached():
+            found: CudaEnvironment | None = self._process.call(server_cuda)
+        return found
+
+    def require_alive(self, address: str) -> None:
+        """As `ServerProcess.require_alive`."""
+        with _reached():
+            self._process.call(require_server, address)
+
+    def log_tail(self, lines: int = 25) -> str:
+        """As `ServerProcess.log_tail`; empty where its machine is gone."""
+        try:
+            return str(self._process.call(server_log, lines))
+        except GroupError:
+            return ""
+
+    def stop(self) -> None:
+        """As `ServerProcess.stop`; on a machine that is gone, or out of reach, the server ends by itself."""
+        try:
+            self._process.call(stop_server)
+        except GroupError:
+            self._process.close()
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except GroupError as error:
+        raise RolloutError(f"the machine of an SGLang server cannot be reached: {error}") from error
+
+
+# ------------------------------------------------------------- on the machine
+
+
+@dataclass
+class _Here:
+    """The server of this process."""
+
+    server: ServerProcess | None = None
+    port: socket.socket | None = None
+    """Bound to the server's port, and never listening: nobody else gets the port, and the server may listen on it."""
+
+    def require(self) -> ServerProcess:
+        if self.server is None:
+            raise RolloutError("the server of this process was not started")
+        return self.server
+
+
+_here = _Here()
+
+
+def reserve_port(host: str, port: int) -> int:
+    """Keep ``port``, or with 0 a free one, for the server of this process; raises `ConfigError` where it is taken."""
+    _here.port = bound(host, port)
+    found: int = _here.port.getsockname()[1]
+    return found
+
+
+def start_server(config: SglangConfig, port: int, key: str | None) -> None:
+    """Start the server of this process; raises `ConfigError`, also for a model that this machine lacks."""
+    if _here.port is None:  # in a process that replaces another one
+        reserve_port(config.options.host, port)
+    ranks = config.layout.tp if device_type(config.device) == "cpu" else 0
+    _here.server = ServerProcess(config, ServedModel.of(config.model, ranks), port, key)
+
+
+def stop_server() -> None:
+    """End the server, if there is one; its port stays reserved."""
+    server, _here.server = _here.server, None
+    if server is not None:
+        server.stop()
+
+
+def server_pid() -> int:
+    return _here.require().pid
+
+
+def server_alive() -> bool:
+    return _here.server is not None and _here.server.alive
+
+
+def server_cuda() -> CudaEnvironment | None:
+    return _here.require().cuda()
+
+
+def require_server(address: str) -> None:
+    _here.require().require_alive(address)
+
+
+def server_log(lines: int) -> str:
+    return "" if _here.server is None else _here.server.log_tail(lines)

@@ -1,0 +1,158 @@
+"""Servers on the machines of a cluster. Agents on this machine, and a script for SGLang, stand for them here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sglang_support import API_KEY, backend_of, build, complete, request, stubs, tiny_model, wait_for
+
+from core_rl.errors import ConfigError, RolloutError, WeightsError
+from core_rl.launch.hosts.rehearsal import RehearsalHosts
+from core_rl.launch.server_processes import server_processes
+from core_rl_sglang.placed import reserve_port
+from core_rl_sglang.process import bound
+from core_rl_sglang.weights import require_shared_memory_with
+
+pytestmark = pytest.mark.slow
+
+SERVER = """
+import http.server, json, os, sys, threading
+values = dict(zip(sys.argv[2::1], sys.argv[3::1]))
+key, _ = sys.stdin.buffer.raw.readline(), sys.stdin.buffer.raw.readline()
+def end():
+    sys.stdin.buffer.raw.read()
+    os._exit(0)
+threading.Thread(target=end, daemon=True).start()
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *args): pass
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != "Bearer " + key.decode().strip():
+            return self.answer(401, {})
+        meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]] * 2,
+                "weight_versions": [{"version": "0", "start": 0, "end": 2}]}
+        self.answer(200, {
+            "/model_info": {"model_path": values["--model-path"], "weight_version": "default"},
+            "/server_info": {"tp_size": 1, "device": "cpu"},
+            "/generate": {"output_ids": [7, 7], "meta_info": meta},
+        }.get(self.path, {"success": True}))
+    do_POST = do_GET
+    def answer(self, status, found):
+        data = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+http.server.ThreadingHTTPServer((values["--host"], int(values["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[RehearsalHosts]:
+    with RehearsalHosts(2, 1, environment=["CORE_RL_TEST_SGLANG_KEY"]) as made:
+        yield made
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """What a launched server is."""
+    file, code = tmp_path / "server.sh", tmp_path / "server.py"
+    code.write_text(SERVER)
+    file.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_servers_run_on_their_machines_and_end_with_the_engine(
+    hosts: RehearsalHosts, python: str, tmp_path: Path
+) -> None:
+    engine = build(tiny_model(tmp_path), dp=2, api_key=API_KEY, python=python)
+    try:
+        addresses = engine.launch_server(processes=server_processes(hosts, 2))
+        engine.initialize(addresses)
+        servers = [server.process for server in backend_of(engine).servers]
+        pids = [server.pid for server in servers if server is not None]
+        ranks = [parent(pid) for pid in pids]
+        forkservers = [parent(rank) for rank in ranks]
+        assert [parent(process) for process in forkservers] == [agent.pid for agent in hosts.agents]
+        responses = complete(engine, *[request(1, number, max_new_tokens=2) for number in range(4)])
+        assert [response.output_ids for response in responses] == [(7, 7)] * 4
+        # Where the process of a server is gone, another one starts it at the same address.
+        os.kill(ranks[0], signal.SIGKILL)
+        wait_for(lambda: gone(pids[0]))
+        responses = complete(engine, *[request(2, number, max_new_tokens=2) for number in range(4)])
+        assert [response.output_ids for response in responses] == [(7, 7)] * 4
+        first, second = [server.process for server in backend_of(engine).servers]
+        assert first is not None
+        assert second is not None
+        wait_for(lambda: first.alive, 30)
+        left = [first.pid, second.pid]
+        assert first.pid != pids[0]
+        assert second.pid == pids[1]
+    finally:
+        engine.destroy()
+    wait_for(lambda: all(map(gone, left)))
+
+
+def test_a_server_that_ends_at_its_start_is_reported_with_its_log(
+    hosts: RehearsalHosts, tmp_path: Path
+) -> None:
+    file = tmp_path / "server.sh"
+    file.write_text("#!/bin/sh\necho no such device; exit 3\n")
+    file.chmod(0o755)
+    engine = build(tiny_model(tmp_path), api_key=API_KEY, python=str(file))
+    with pytest.raises(RolloutError, match=r"127.0.0.1:\d+ ended with exit code 3[\s\S]*no such device"):
+        engine.launch_server(processes=server_processes(hosts, 1, machines=[1]))
+    engine.destroy()
+
+
+def test_servers_on_machines_need_a_key(hosts: RehearsalHosts, tmp_path: Path) -> None:
+    engine = build(tiny_model(tmp_path))
+    with pytest.raises(ConfigError, match=r"set options.api_key to '\$\{env:NAME\}'"):
+        engine.launch_server(processes=server_processes(hosts, 1))
+    engine.destroy()
+
+
+def test_the_devices_of_a_server_are_on_one_machine(hosts: RehearsalHosts) -> None:
+    with pytest.raises(ConfigError, match=r"servers \[0\] of 2 ranks would lie on two machines each"):
+        server_processes(hosts, 1, 2)
+    with pytest.raises(ConfigError, match="a layout of 3 ranks"):
+        server_processes(hosts, 3)
+
+
+def test_a_reserved_port_is_nobody_elses() -> None:
+    port = reserve_port("127.0.0.1", 0)
+    with pytest.raises(OSError, match="in use"):
+        socket.socket().bind(("127.0.0.1", port))
+    with bound("127.0.0.1", port) as server:
+        server.listen()
+
+
+def test_shared_memory_does_not_reach_other_machines(tmp_path: Path) -> None:
+    with stubs(tmp_path) as (stub,):
+        engine = build(stub.model, addresses=(stub.address,))
+        engine.initialize()
+        servers = backend_of(engine).servers
+        require_shared_memory_with(servers)
+        servers[0].host = "192.0.2.1"
+        with pytest.raises(WeightsError, match=r"'tensor' goes through the memory of one machine"):
+            require_shared_memory_with(servers)
+        engine.destroy()
