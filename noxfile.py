@@ -302,6 +302,7 @@ def _nightly_part(session: nox.Session, part: str, seed: int) -> None:
         case "sglang":
             _sglang(session, f"--seed={seed}")
         case "cluster":
+            session.install("-c", str(CONSTRAINTS), "ray")
             _cluster(session)
         case engine:
             _conformance(session, ["reference-rollout" if engine == "rollout" else engine], f"--seed={seed}")

@@ -12,20 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from pretend_machines import DRIVER_ADDRESS, Machine, pretend_machines
+from ray_nodes import of_ray, ray_nodes
 from slurm_daemons import slurm_daemons
 
 from core_rl.launch.hosts.attach import AttachHosts
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.hosts.local import LocalHosts
+from core_rl.launch.hosts.ray import RayHosts
 from core_rl.launch.hosts.slurm import SlurmHosts
 
-__all__ = ["KINDS", "LEASE_S", "Cluster", "agent_command", "cluster_of", "make_hosts"]
+__all__ = ["KINDS", "LEASE_S", "RAY", "Cluster", "agent_command", "cluster_of", "make_hosts"]
 
 PORT = 29400
 KEY_VARIABLE = "CORE_RL_CLUSTER_KEY"
 LEASE_S = 10.0
 WAIT_S = 120.0
+RAY = pytest.param("ray", marks=pytest.mark.nightly)
 StartAgents = Callable[[int], None]
 
 
@@ -70,7 +74,8 @@ class Cluster:
         found: dict[int, str] = {}
         for machine, present in zip(self.machines, self._present, strict=True):
             if numbers is None or machine.number in numbers:
-                found |= {pid: line for pid, line in machine.processes().items() if pid not in present}
+                there = machine.processes().items()
+                found |= {pid: line for pid, line in there if pid not in present and not of_ray(line)}
         return found
 
 
@@ -126,6 +131,12 @@ def _slurm(machines: Sequence[Machine], folder: Path) -> Iterator[tuple[Mapping[
         yield environ, lambda count: None
 
 
+@contextmanager
+def _ray(machines: Sequence[Machine], folder: Path) -> Iterator[tuple[Mapping[str, str], StartAgents]]:
+    with ray_nodes(machines) as environ:
+        yield environ, lambda count: None
+
+
 def _local_hosts(machines: int, ranks_per_machine: int, lease_s: float) -> Hosts:
     return LocalHosts()
 
@@ -141,8 +152,13 @@ def _slurm_hosts(machines: int, ranks_per_machine: int, lease_s: float) -> Hosts
     return SlurmHosts(machines, ranks_per_machine, address=DRIVER_ADDRESS, wait_s=WAIT_S, lease_s=lease_s)
 
 
+def _ray_hosts(machines: int, ranks_per_machine: int, lease_s: float) -> Hosts:
+    return RayHosts(machines, ranks_per_machine, wait_s=WAIT_S, lease_s=lease_s)
+
+
 KINDS = {
     "local": _Kind(_local, _local_hosts),
     "attach": _Kind(_attach, _attach_hosts),
     "slurm": _Kind(_slurm, _slurm_hosts),
+    "ray": _Kind(_ray, _ray_hosts),
 }

@@ -13,7 +13,7 @@ import cluster_functions as functions
 import group_support as support
 import pytest
 import torch
-from cluster_hosts import Cluster, cluster_of
+from cluster_hosts import RAY, Cluster, cluster_of
 from engine_support import TINY, batch, weighted_nll
 from pretend_machines import within
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,7 +32,7 @@ MODEL = {"config": {**TINY, "num_key_value_heads": 2}}
 Results = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["local", "attach", "slurm"])
+@pytest.fixture(scope="module", params=["local", "attach", "slurm", RAY])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster_of(request.param, 2, tmp_path_factory.mktemp(request.param)) as made:
         yield made
