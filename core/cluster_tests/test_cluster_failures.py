@@ -15,7 +15,7 @@ from pathlib import Path
 import cluster_functions as functions
 import group_support as support
 import pytest
-from cluster_hosts import RAY, Cluster, cluster_of
+from cluster_hosts import Cluster, cluster_of
 from pretend_machines import Machine, within
 
 from core_rl.errors import ClusterError, RankDied
@@ -27,7 +27,7 @@ DRIVER = Path(__file__).with_name("cluster_driver.py")
 MARK = "CORE_RL_TEST_DRIVER"
 
 
-@pytest.fixture(params=["attach", "slurm", RAY])
+@pytest.fixture(params=["attach", "slurm"])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     with cluster_of(request.param, 3, tmp_path) as made:
         yield made

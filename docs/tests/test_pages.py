@@ -39,7 +39,7 @@ NOT_RUN = {
     "takes minutes": 3,
     "needs a run": 2,
     "two machines": 1,
-    "needs a cluster": 4,
+    "needs a cluster": 5,
 }
 PUBLIC_PACKAGES = ["core_rl_trainer", "core_rl_trainer.algorithms"]
 # Every public name of these modules has an entry as well.
