@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from core_rl.distributed.authentication import WrongKey, admit, present_key
 from core_rl.distributed.channel import FRAME_HEADER, Channel, MessageTooLarge
 from core_rl.errors import ClusterError, ConfigError
 from core_rl.launch.hosts import hello, network
@@ -22,14 +23,7 @@ from core_rl.launch.hosts.agent import run_agent
 from core_rl.launch.hosts.attach import AttachHosts
 from core_rl.launch.hosts.control import CONTROL_LIMIT_BYTES, ControlChannel
 from core_rl.launch.hosts.hello import MachineInfo, Versions
-from core_rl.launch.hosts.key import (
-    KEY_VARIABLE,
-    WrongKey,
-    admit,
-    given_key,
-    present_key,
-    take_key,
-)
+from core_rl.launch.hosts.key import KEY_VARIABLE, given_key, take_key
 from core_rl.launch.hosts.network import connect, interface_of, own_address, parse_endpoint
 from core_rl.launch.hosts.reception import Reception
 from core_rl.launch.hosts.surroundings import environment_of_ranks, shared_environment

@@ -32,6 +32,7 @@ UPSTREAM = {
     "_foreach_mul_": "torch: one kernel for many tensors, as torch's own clip_grad_norm_ uses it",
     "_foreach_norm": "torch: the norms of many tensors in one kernel, as torch's own clip_grad_norm_ uses it",
     "_exit": "Python: ends a process whose other threads may hold locks that an orderly end would wait for",
+    "_forkserver": "Python: the fork server of this process, which an agent ends at once with itself",
     "_fsdp_param_group": "torch: gradients that FSDP has not reduced when a pass raises",
     "_get_cuda_rng_state": "megatron: read on CPUs, where Megatron has only CUDA's",
     "_get_fsdp_state": "torch: the state of a module, to undo a pass that raised",

@@ -32,14 +32,18 @@ def agent(
     """Start ranks on this machine for a driver elsewhere, and end with it."""
     from core_rl.launch.hosts.agent import run_agent
     from core_rl.launch.hosts.key import take_key
+    from core_rl.launch.process import end_fork_server
 
     key = take_key(key_file)
     if with_parent:
         threading.Thread(target=_end_with_input, name="core-rl parent", daemon=True).start()
     number = _machine() if machine is None else machine
-    run_agent(driver, key, number, wait)
-    while stay:
+    try:
         run_agent(driver, key, number, wait)
+        while stay:
+            run_agent(driver, key, number, wait)
+    finally:
+        end_fork_server()
 
 
 def _machine() -> int | None:

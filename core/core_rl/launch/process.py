@@ -22,6 +22,7 @@ from core_rl.launch.worker import DRIVER_SIGNALS, DUMP_SIGNAL, rank_main
 
 __all__ = [
     "RankProcess",
+    "end_fork_server",
     "end_if_rank_imports_script",
     "signals_for_driver",
     "start_fork_server",
@@ -48,6 +49,14 @@ def start_fork_server() -> None:
         resource_tracker.ensure_running()
     with signals_for_driver():
         forkserver.ensure_running()
+
+
+def end_fork_server() -> None:
+    """Kill the fork server, if there is one. It ends with this process by itself, after its imports."""
+    pid: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def end_if_rank_imports_script() -> None:

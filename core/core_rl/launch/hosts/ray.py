@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError, MissingPackage
 from core_rl.launch.hosts import ray_actor
 from core_rl.launch.hosts.agent_hosts import AgentHosts
-from core_rl.launch.hosts.authentication import KEY_VARIABLE, new_key
+from core_rl.launch.hosts.key import KEY_VARIABLE
 from core_rl.launch.hosts.ray_resources import amounts, shortage
 from core_rl.launch.hosts.rehearsal import AGENT
 
