@@ -22,7 +22,8 @@ from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.loop.restarts import check_layouts
-from core_rl_trainer.loop.roles import open_roles, plan_roles
+from core_rl_trainer.loop.role_plan import plan_roles
+from core_rl_trainer.loop.roles import open_roles
 from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.loop.user_code import load_user_code, open_user_code

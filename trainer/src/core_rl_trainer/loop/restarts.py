@@ -20,7 +20,7 @@ from core_rl.errors import (
     raise_all,
 )
 from core_rl_trainer.loop.parts import own_format
-from core_rl_trainer.loop.roles import TrainPlan
+from core_rl_trainer.loop.role_plan import TrainPlan
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
 

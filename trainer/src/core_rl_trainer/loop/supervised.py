@@ -33,7 +33,7 @@ from core_rl_trainer.loop.parts import part_writers, restore_parts
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.loop.reference_cache import ReferenceCache
 from core_rl_trainer.loop.restarts import check_layouts
-from core_rl_trainer.loop.roles import TrainPlan, plan_trained
+from core_rl_trainer.loop.role_plan import TrainPlan, plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.placement import place_ranks, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe

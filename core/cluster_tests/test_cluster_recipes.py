@@ -1,0 +1,87 @@
+"""A recipe on several machines trains what it trains on one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_support as support
+from cluster_hosts import RAY, Cluster, cluster_of
+from pretend_machines import DRIVER_ADDRESS, within
+from rich.console import Console
+
+from core_rl.errors import ConfigError
+from core_rl_trainer import train
+
+pytestmark = pytest.mark.nightly
+
+FSDP = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 4}}}}
+MACHINES = {"machines": 2, "ranks_per_machine": 2, "wait_s": 120.0, "lease_s": 10.0}
+SERVER_PYTHON = "CORE_RL_SGLANG_PYTHON"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return support.make_start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(params=["slurm", RAY])
+def cluster(request: pytest.FixtureRequest, start: Path, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster_of(request.param, 3, tmp_path, shared=[start]) as made:
+        yield made
+
+
+def section(cluster: Cluster, **changes: Any) -> dict[str, Any]:
+    address = {} if cluster.kind == "ray" else {"address": DRIVER_ADDRESS}
+    return {"type": cluster.kind, **MACHINES, **address, **changes}
+
+
+def curve(values: dict[str, Any]) -> list[Any]:
+    train(values, console=Console(quiet=True))
+    return support.curve(Path(values["output_dir"]))
+
+
+@pytest.mark.parametrize("sync", ["disk", "distributed"])
+def test_two_by_two_ranks_give_the_curve_of_one_machine(
+    cluster: Cluster, start: Path, tmp_path: Path, sync: str
+) -> None:
+    rollout = {"prompts_per_step": 6, "group_size": 3, "max_new_tokens": 4, "sync": sync}
+    changes = FSDP | {"rollout": rollout, "steps": 3}
+    expected = curve(support.recipe_values(start, tmp_path / "one", **changes))
+    changes["cluster"] = section(cluster)
+    assert curve(support.recipe_values(start, tmp_path / "many", **changes)) == expected
+    assert within(lambda: not cluster.left(), 5), cluster.left()
+
+
+@pytest.mark.parametrize("sync", ["disk", "distributed"])
+def test_a_server_on_a_third_machine(
+    cluster: Cluster, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
+) -> None:
+    """The actor on two machines, and a real server of SGLang on another one: every step hands over its weights."""
+    if not os.environ.get(SERVER_PYTHON):
+        pytest.skip(f"{SERVER_PYTHON} names no Python with SGLang")
+    monkeypatch.setenv("SERVER_KEY", "a key of this test")
+    sglang = {"options": {"api_key": "${env:SERVER_KEY}"}}
+    rollout = {"engine": "sglang", "prompts_per_step": 4, "group_size": 2, "max_new_tokens": 4, "sync": sync}
+    changes = FSDP | {"rollout": rollout, "steps": 2, "algorithm": {"type_": "ppo_actor"}}
+    changes["engines"] = {**FSDP["engines"], "sglang": sglang}  # type: ignore[dict-item]
+    changes["placement"] = {"actor": {"machines": [0, 1]}, "rollout": {"machines": [2]}}
+    changes["cluster"] = section(cluster, machines=3)
+    rows = curve(support.recipe_values(start, tmp_path / "served", **changes))
+    # Both sides agree on log-probs, so the server has the trainer's weights.
+    gaps = [row["mismatch_max"] for row in rows if "mismatch_max" in row]
+    assert gaps
+    assert max(gaps) < 1e-4
+    assert within(lambda: not cluster.left(), 10), cluster.left()
+
+
+def test_what_machines_do_not_share_is_named(
+    cluster: Cluster, start: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    own = tmp_path_factory.mktemp("of this machine alone")
+    values = support.recipe_values(start, own / "output", **FSDP, cluster=section(cluster))
+    with pytest.raises(ConfigError, match="output_dir"):
+        train(values, console=Console(quiet=True))
