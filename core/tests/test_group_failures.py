@@ -231,7 +231,7 @@ def test_a_stopped_rank_that_takes_no_arguments(group: EngineGroup) -> None:
     os.kill(pids[1], signal.SIGSTOP)
     message = rf"rank 1 did not take the arguments of echo in time\. .*{LIMIT}"
     with impatient(group), pytest.raises(RankTimeout, match=message):
-        group.run(support.echo, bytes(5_000_000))
+        group.run_each(support.echo, [(bytes(5_000_000),), (bytes(5_000_001),)])
     assert_ended(group, pids, "RankTimeout")
 
 
