@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from core_rl.errors import ConfigError, GroupError
+from core_rl.launch import remote
 from core_rl.launch.hosts.base import Hosts, Slot
 from core_rl.launch.pool import RankPool
 
@@ -70,7 +72,7 @@ class ServerProcess:
             if self._pool is None:
                 raise GroupError("the process of this server was not started; call start() first")
             name = f"{fn.__name__} of a server"
-            return self._pool.call(0, name, _call, [(fn, args)], CALL_S)[0]
+            return self._pool.call(0, name, partial(remote.call_alone, fn), [args], CALL_S)[0]
 
     def close(self) -> None:
         """End the process and what it has started. Further calls do nothing."""
@@ -78,7 +80,3 @@ class ServerProcess:
             pool, self._pool = self._pool, None
             if pool is not None:
                 pool.close()
-
-
-def _call(_state: object, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return fn(*args)

@@ -9,7 +9,10 @@ from pathlib import Path
 from core_rl.launch.hosts.agent_hosts import AgentHosts
 from core_rl.launch.hosts.key import given_key
 
-__all__ = ["AttachHosts"]
+__all__ = ["ATTACH_PORT", "AttachHosts"]
+
+ATTACH_PORT = 29700
+"""Where the driver listens unless it is told otherwise; torchrun's own default is 29400."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ class AttachHosts(AgentHosts):
         machines: int,
         ranks_per_machine: int = 1,
         *,
-        port: int = 29700,
+        port: int = ATTACH_PORT,
         key_file: str | Path | None = None,
         address: str | None = None,
         wait_s: float = 300.0,

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
+from core_rl.launch.hosts.attach import ATTACH_PORT
 
 __all__ = ["ClusterSection", "ClusterType", "SchedulingSection"]
 
@@ -20,7 +21,6 @@ Duration = Annotated[Line, BeforeValidator(lambda value: str(value) if type(valu
 """A time as ``sbatch`` reads it; a bare number is one of minutes."""
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
-ATTACH_PORT = 29400
 OF_AGENTS = frozenset(
     {"machines", "ranks_per_machine", "address", "port", "wait_s", "lease_s", "environment"}
 )
@@ -84,7 +84,7 @@ class ClusterSection(Config):
     address: Line | None = None
     """The address of this machine under which the others reach it; null finds it."""
     port: int = Field(default=0, ge=0, le=65535)
-    """The port that agents and ranks connect to; 0 takes a free one, and 29400 for ``attach``."""
+    """The port that agents and ranks connect to; 0 takes a free one, and 29700 for ``attach``."""
     wait_s: float = Field(default=300.0, gt=0.0)
     """The longest wait for all machines, in seconds."""
     lease_s: float = Field(default=30.0, gt=0.0)
