@@ -114,8 +114,8 @@ def test_an_address_of_no_interface_is_named(machines: list[Machine]) -> None:
     ("degrees", "settings", "message"),
     [
         ({"dp": 5}, {}, r"a layout of 5 ranks, and machines \[0, 1\] have places for 4, 2 each"),
-        ({"dp": 2}, {"machines": [1, 2]}, r"machines = \[1, 2\]: there are 2"),
-        ({"dp": 2}, {"machines": [1, 1]}, r"machines = \[1, 1\]: there are 2"),
+        ({"dp": 2}, {"machines": [1, 2]}, r"machines = \[1, 2\]: there are \[0, 1\]"),
+        ({"dp": 2}, {"machines": [1, 1]}, r"machines = \[1, 1\]: there are \[0, 1\]"),
         ({"dp": 3}, {"devices": [0]}, r"a layout of 3 ranks, .* places for 2, 1 each"),
         ({"dp": 2}, {"devices": [0, 0]}, r"devices = \[0, 0\]; name different ones"),
     ],

@@ -128,18 +128,10 @@ class AgentHosts(ABC):
             self._close()
 
     def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
-        there = sorted(self._opened().links)
-        chosen = list(there if machines is None else machines)
         own = list(range(self.ranks_per_machine) if devices is None else devices)
-        if set(chosen) - set(there) or len(set(chosen)) != len(chosen):
-            raise ConfigError(f"machines = {chosen}: there are {there}; name different ones of these")
-        if len(set(own)) != len(own):
-            raise ConfigError(f"devices = {own}; name different ones, those of each machine")
-        if len(chosen) * len(own) < count:
-            raise ConfigError(
-                f"a layout of {count} ranks, and machines {chosen} have places for {len(chosen) * len(own)}, "
-                f"{len(own)} each; use a smaller layout, more machines, or more ranks on each machine"
-            )
+        if self._reception is None:  # what cannot be is refused before anything starts
+            self._checked(count, machines, own, list(range(self.machines)))
+        chosen = self._checked(count, machines, own, sorted(self._opened().links))
         return [
             Slot(machine=number, device=device, cores=self._link(number).info.cores)
             for number, device in self._places(chosen, own)[:count]
@@ -172,6 +164,22 @@ class AgentHosts(ABC):
         return [link.info for _, link in links if link.lost is None]
 
     # --------------------------------------------------------------- plumbing
+
+    def _checked(
+        self, count: int, machines: Sequence[int] | None, devices: list[int], there: list[int]
+    ) -> list[int]:
+        """The machines for ``count`` ranks, of those that are ``there``; raises `ConfigError`."""
+        chosen = there if machines is None else list(machines)
+        if set(chosen) - set(there) or len(set(chosen)) != len(chosen):
+            raise ConfigError(f"machines = {chosen}: there are {there}; name different ones of these")
+        if len(set(devices)) != len(devices):
+            raise ConfigError(f"devices = {devices}; name different ones, those of each machine")
+        if len(chosen) * len(devices) < count:
+            raise ConfigError(
+                f"a layout of {count} ranks, and machines {chosen} have places for {len(chosen) * len(devices)}, "
+                f"{len(devices)} each; use a smaller layout, more machines, or more ranks on each machine"
+            )
+        return chosen
 
     def _places(self, machines: Sequence[int], devices: Sequence[int]) -> list[tuple[int, int]]:
         """Machine and device of each rank that there is room for, in the order of their numbers."""
