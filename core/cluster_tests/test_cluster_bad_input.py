@@ -147,6 +147,7 @@ def test_strangers_on_the_port_change_nothing(machines: list[Machine]) -> None:
 def test_an_agent_that_is_asked_to_end_does_and_is_named(machines: list[Machine]) -> None:
     agent = start(machines[0])
     with attach(machines=1) as hosts:
+        assert within(lambda: any("forkserver" in line for line in machines[0].processes().values()), 20)
         (pid,) = (pid for pid, line in machines[0].processes().items() if " agent " in line)
         os.kill(pid, signal.SIGTERM)
         assert within(lambda: not hosts.found, 5)

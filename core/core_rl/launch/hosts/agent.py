@@ -79,9 +79,9 @@ def run_agent(driver: str, key: bytes, machine: int | None, wait_s: float) -> No
     channel, answer = _found(_Driver(host=host, port=port, key=key), machine, wait_s)
     found = _Driver(host=host, port=port, key=key, lease_s=answer["lease_s"])
     control = ControlChannel(channel.detach(), found.lease_s)
-    adopt(answer["surroundings"])
-    start_fork_server()
     with _signals_reported(control):
+        adopt(answer["surroundings"])
+        start_fork_server()
         Agent(found, control, answer["machine"], answer["address"]).serve()
 
 
