@@ -53,7 +53,7 @@ def test_two_by_two_ranks_give_the_curve_of_one_machine(
     expected = curve(support.recipe_values(start, tmp_path / "one", **changes))
     changes["cluster"] = section(cluster)
     assert curve(support.recipe_values(start, tmp_path / "many", **changes)) == expected
-    assert within(lambda: not cluster.left(), 5), cluster.left()
+    assert within(lambda: not cluster.left()), cluster.left()
 
 
 @pytest.mark.parametrize("sync", ["disk", "distributed"])
@@ -75,7 +75,7 @@ def test_a_server_on_a_third_machine(
     gaps = [row["mismatch_max"] for row in rows if "mismatch_max" in row]
     assert gaps
     assert max(gaps) < 1e-4
-    assert within(lambda: not cluster.left(), 10), cluster.left()
+    assert within(lambda: not cluster.left()), cluster.left()
 
 
 def test_what_machines_do_not_share_is_named(

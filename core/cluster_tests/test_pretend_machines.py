@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def test_a_cut_cable_separates_a_machine_until_it_is_mended(machines: list[Machi
         machines[1].cut()
         assert [reaches(machine, server) for machine in machines] == [True, False, True]
         machines[1].mend()
-        assert within(lambda: reaches(machines[1], server), 10)
+        assert within(lambda: reaches(machines[1], server))
 
 
 def test_a_power_failure_ends_processes_and_sends_no_last_packet(machines: list[Machine]) -> None:
@@ -94,15 +93,15 @@ def test_a_power_failure_ends_processes_and_sends_no_last_packet(machines: list[
 
 def test_a_command_ends_with_what_run_returned(machines: list[Machine]) -> None:
     process = machines[0].run(["sleep", "300"])
-    assert within(lambda: list(machines[0].processes().values()) == ["sleep 300"], 5)
+    assert within(lambda: list(machines[0].processes().values()) == ["sleep 300"])
     process.kill()
     process.communicate()
-    assert within(lambda: machines[0].processes() == {}, 5)
+    assert within(lambda: machines[0].processes() == {})
 
 
 def test_orphans_are_reaped(machines: list[Machine]) -> None:
     machines[0].output(["bash", "-c", "(sleep 0.1 &) ; exit 0"])
-    assert within(lambda: machines[0].processes() == {}, 5)
+    assert within(lambda: machines[0].processes() == {})
 
 
 @pytest.mark.parametrize("failure", [False, True])
@@ -117,7 +116,7 @@ def test_nothing_is_left(failure: bool) -> None:
                 raise KeyError("a test failed")
     except KeyError:
         assert failure
-    assert within(lambda: traces() == before, 5), traces()
+    assert within(lambda: traces() == before), traces()
 
 
 def test_nothing_is_left_of_a_maker_that_was_killed() -> None:
@@ -135,11 +134,4 @@ def test_nothing_is_left_of_a_maker_that_was_killed() -> None:
     assert traces()["processes"] != before["processes"]
     maker.send_signal(signal.SIGKILL)
     maker.communicate()
-    assert within(lambda: traces() == before, 5), traces()
-
-
-def test_three_machines_are_up_within_seconds() -> None:
-    started = time.monotonic()
-    with pretend_machines(3):
-        taken = time.monotonic() - started
-    assert taken < 5  # 0.3 s on idle cores
+    assert within(lambda: traces() == before), traces()

@@ -102,7 +102,7 @@ def test_a_signal_for_the_job_reaches_the_driver_once(allocation: None, slurm: S
     try:
         with hosts(2) as made:
             slurm.command("scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"])
-            assert within(lambda: bool(seen), 5)
+            assert within(lambda: bool(seen))
             time.sleep(0.5)
             assert seen == [signal.SIGUSR1]
             assert len(made.found) == 2
