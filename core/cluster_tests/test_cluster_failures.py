@@ -93,7 +93,7 @@ def of_driver(token: str) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("moment", ["in a call", "starting"])
+@pytest.mark.parametrize("moment", ["in a call", pytest.param("starting", marks=pytest.mark.nightly)])
 def test_nothing_is_left_of_a_killed_driver(cluster: Cluster, moment: str) -> None:
     cluster.start_agents(2)
     token = str(os.getpid())

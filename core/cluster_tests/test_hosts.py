@@ -31,7 +31,9 @@ MODEL = {"config": {**TINY, "num_key_value_heads": 2}}
 Results = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["local", "attach", "slurm", RAY])
+@pytest.fixture(
+    scope="module", params=[pytest.param("local", marks=pytest.mark.nightly), "attach", "slurm", RAY]
+)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster_of(request.param, 2, tmp_path_factory.mktemp(request.param)) as made:
         yield made
@@ -140,7 +142,7 @@ def test_an_error_keeps_its_type_and_names_its_rank(cluster: Cluster, shared: En
     assert len(shared.run(support.whoami)) == 4
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGABRT"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGABRT", marks=pytest.mark.nightly)])
 def test_a_rank_that_dies_is_named_with_its_machine(cluster: Cluster, hosts: Hosts, how: str) -> None:
     with support.echo_group(support.SPEC, support.config(dp=4), timeout_s=120, hosts=hosts) as group:
         with pytest.raises(RankDied, match=rf"rank 3{place(cluster, 3)} was killed by {how}") as caught:
