@@ -149,7 +149,7 @@ def test_an_agent_that_is_asked_to_end_does_and_is_named(machines: list[Machine]
         os.kill(pid, signal.SIGTERM)
         assert within(lambda: not hosts.found)
         with pytest.raises(ClusterError, match=r"machine 0 \(node0, .*which got SIGTERM"):
-            hosts.address(0)
+            hosts.address_of(0)
         assert within(lambda: not machines[0].processes())
     printed([agent])
 

@@ -14,11 +14,12 @@ import pytest
 
 from core_rl.errors import BatchError, ClusterError, ConfigError, GroupError, RankDied, RankTimeout
 from core_rl.launch.group import EngineGroup
+from core_rl.launch.hosts.agent_hosts import AGENT
 from core_rl.launch.hosts.attach import AttachHosts
 from core_rl.launch.hosts.base import Slot
 from core_rl.launch.hosts.key import KEY_VARIABLE
 from core_rl.launch.hosts.local import LocalHosts
-from core_rl.launch.hosts.rehearsal import AGENT, RehearsalHosts
+from core_rl.launch.hosts.rehearsal import RehearsalHosts
 
 LONG_LEASE_S = 300.0
 """Nothing that a test sees at once waits for it."""
@@ -167,7 +168,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_agents_that_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core_rl.launch.hosts.rehearsal.AGENT", (sys.executable, "-c", "raise SystemExit(7)"))
+    monkeypatch.setattr("core_rl.launch.hosts.rehearsal.AGENT", ("-c", "raise SystemExit(7)"))
     with pytest.raises(ClusterError, match="the agent of machine 0 ended with exit code 7"):
         RehearsalHosts(machines=1).open()
 
@@ -195,7 +196,7 @@ def test_an_agent_that_stays_serves_one_driver_after_the_other(monkeypatch: pyte
     agents: list[subprocess.Popen[bytes]] = []
 
     def launch(driver: str, _key: bytes) -> None:
-        agents.append(subprocess.Popen([*AGENT, "--driver", driver, "--stay"]))
+        agents.append(subprocess.Popen([sys.executable, *AGENT, "--driver", driver, "--stay"]))
 
     monkeypatch.setattr(first, "_launch", launch)
     try:

@@ -117,7 +117,7 @@ class RankSet:
 
     def meeting(self, engine_id: int, machine: int, timeout_s: float) -> Meeting:
         """Where the ranks of the present world meet, or those of a new one: on the first rank's ``machine``."""
-        host = self._hosts.address(machine)
+        host = self._hosts.address_of(machine)
         if self._store_port is None:
             name = "opening the store of the ranks"
             (self._store_port,) = self.pool.call(engine_id, name, remote.open_store, [(host,)], timeout_s)

@@ -56,7 +56,7 @@ class ServerProcess:
     @property
     def address(self) -> str:
         """The address under which other machines reach this one. Raises `GroupError` for one that is lost."""
-        return self._hosts.address(self.machine)
+        return self._hosts.address_of(self.machine)
 
     def start(self) -> None:
         """Have a process, a new one where the one before is gone. Raises `GroupError`."""

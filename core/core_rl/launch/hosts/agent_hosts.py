@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing import util
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,7 @@ from core_rl.launch.hosts.reception import Reception
 from core_rl.launch.hosts.surroundings import shared_environment
 from core_rl.machine import most_open_files
 
-__all__ = ["AgentHosts"]
+__all__ = ["AGENT", "AgentHosts"]
 
 CONNECT_S = 120.0
 """The longest wait for connections of ranks that were asked for; the agent may still import torch."""
@@ -30,44 +31,42 @@ SPARE_FILES = 128
 """Of everything else in the driver."""
 LOOK_S = 0.2
 """Between two looks at what was launched."""
+AGENT = ("-m", "core_rl.cli", "agent")
+"""What a Python is given to run an agent."""
 
 
+@dataclass(eq=False, repr=False)
 class AgentHosts(ABC):
     """``machines`` machines, on each of which an agent starts up to ``ranks_per_machine`` ranks of each group.
 
     The agents connect to the driver at ``address``, by default the one that its host name means, and ``port``, by
     default a free one; all have to come within ``wait_s`` seconds, or at least ``fewest``, which then are all that
-    there are. A machine from which nothing comes for ``lease_s``
-    seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's
-    variables that mean the same everywhere, and those that ``environment`` names.
+    there are. A machine from which nothing comes for ``lease_s`` seconds is lost, and ends its ranks by itself. Ranks
+    get the environment of their machine, a few of the driver's variables that mean the same everywhere, and those
+    that ``environment`` names.
 
     The machines are started at first use, or by entering the context, and let go by `close`, or when the driver ends.
     """
 
-    def __init__(
-        self,
-        machines: int,
-        ranks_per_machine: int = 1,
-        *,
-        address: str | None = None,
-        port: int = 0,
-        wait_s: float = 300.0,
-        lease_s: float = 30.0,
-        fewest: int | None = None,
-        environment: Sequence[str] = (),
-    ) -> None:
-        for name, value in {"machines": machines, "ranks_per_machine": ranks_per_machine}.items():
-            if value < 1:
+    machines: int
+    ranks_per_machine: int = 1
+    _: KW_ONLY
+    address: str | None = None
+    port: int = 0
+    wait_s: float = 300.0
+    lease_s: float = 30.0
+    fewest: int | None = None
+    environment: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("machines", "ranks_per_machine"):
+            if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} = {value}; it must be positive")
-        if fewest is not None and not 1 <= fewest <= machines:
-            raise ConfigError(f"fewest = {fewest}; it must lie between 1 and machines, {machines}")
-        for name, seconds in {"wait_s": wait_s, "lease_s": lease_s}.items():
-            if not seconds > 0:
+        if self.fewest is not None and not 1 <= self.fewest <= self.machines:
+            raise ConfigError(f"fewest = {self.fewest}; it must lie between 1 and machines, {self.machines}")
+        for name in ("wait_s", "lease_s"):
+            if not (seconds := getattr(self, name)) > 0:
                 raise ConfigError(f"{name} = {seconds}; it must be positive")
-        self.machines, self.ranks_per_machine = machines, ranks_per_machine
-        self.wait_s, self.lease_s = wait_s, lease_s
-        self.fewest = machines if fewest is None else fewest
-        self._address, self._port, self._environment = address, port, tuple(environment)
         self._reception: Reception | None = None
         self._rank_ids = itertools.count()
         self._starting = threading.Lock()
@@ -113,8 +112,8 @@ class AgentHosts(ABC):
             self._require_files()
             key = self._key()
             try:
-                address = self._address or self._own_address()
-                self._reception = Reception(address, self._port, key, self.machines, self.lease_s)
+                address = self.address or self._own_address()
+                self._reception = Reception(address, self.port, key, self.machines, self.lease_s)
                 # For hosts that are forgotten, and before `multiprocessing` waits for its processes.
                 util.Finalize(self, Reception.close, args=(self._reception,), exitpriority=50)
                 self._launch(self._reception.endpoint, key)
@@ -138,7 +137,7 @@ class AgentHosts(ABC):
         ]
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
-        environ = shared_environment(self._environment)
+        environ = shared_environment(self.environment)
         reception = self._opened()
         started: list[AgentRank] = []
         try:
@@ -154,7 +153,7 @@ class AgentHosts(ABC):
             raise
         return list(started)
 
-    def address(self, machine: int) -> str:
+    def address_of(self, machine: int) -> str:
         return self._link(machine).info.address
 
     @property
@@ -162,6 +161,16 @@ class AgentHosts(ABC):
         """The machines that are there, in the order of their numbers."""
         links = sorted(self._opened().links.items())
         return [link.info for _, link in links if link.lost is None]
+
+    @property
+    def driver_address(self) -> str:
+        """The address of this machine towards the others."""
+        return self._opened().address
+
+    @property
+    def least(self) -> int:
+        """The number of machines that will do."""
+        return self.machines if self.fewest is None else self.fewest
 
     # --------------------------------------------------------------- plumbing
 
@@ -218,7 +227,7 @@ class AgentHosts(ABC):
             self._check_launched()
             if time.monotonic() < deadline:
                 continue
-            if len(reception.links) >= self.fewest:
+            if len(reception.links) >= self.least:
                 return
             raise ClusterError(
                 f"{len(reception.links)} of {self.machines} machines came to {reception.endpoint} within "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from core_rl.launch.hosts.agent_hosts import AgentHosts
@@ -17,6 +17,7 @@ ATTACH_PORT = 29700
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class AttachHosts(AgentHosts):
     """Machines with agents that were started by hand, by ssh, ``torchrun`` or Kubernetes: `core-rl agent` on each.
 
@@ -24,33 +25,12 @@ class AttachHosts(AgentHosts):
     ``CORE_RL_CLUSTER_KEY``. The rest is as `AgentHosts` says; ``port`` is fixed, since the agents have to know it.
     """
 
-    def __init__(
-        self,
-        machines: int,
-        ranks_per_machine: int = 1,
-        *,
-        port: int = ATTACH_PORT,
-        key_file: str | Path | None = None,
-        address: str | None = None,
-        wait_s: float = 300.0,
-        lease_s: float = 30.0,
-        fewest: int | None = None,
-        environment: Sequence[str] = (),
-    ) -> None:
-        super().__init__(
-            machines,
-            ranks_per_machine,
-            address=address,
-            port=port,
-            wait_s=wait_s,
-            lease_s=lease_s,
-            fewest=fewest,
-            environment=environment,
-        )
-        self._key_file = None if key_file is None else Path(key_file)
+    _: KW_ONLY
+    port: int = ATTACH_PORT
+    key_file: str | Path | None = None
 
     def _key(self) -> bytes:
-        return given_key(self._key_file)
+        return given_key(None if self.key_file is None else Path(self.key_file))
 
     def _launch(self, driver: str, key: bytes) -> None:
         logger.info(

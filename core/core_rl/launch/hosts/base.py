@@ -100,7 +100,7 @@ class Hosts(Protocol):
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
         """Start ranks of these numbers, each of which then says hello. Raises `GroupError`."""
 
-    def address(self, machine: int) -> str:
+    def address_of(self, machine: int) -> str:
         """The address under which the ranks of all machines reach this one."""
 
     def close(self) -> None:

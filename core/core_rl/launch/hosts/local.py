@@ -69,7 +69,7 @@ class LocalHosts:
             raise
         return started
 
-    def address(self, machine: int) -> str:
+    def address_of(self, machine: int) -> str:
         return LOOPBACK
 
     def close(self) -> None:

@@ -9,17 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError, MissingPackage
 from core_rl.launch.hosts import ray_actor
-from core_rl.launch.hosts.agent_hosts import AgentHosts
+from core_rl.launch.hosts.agent_hosts import AGENT, AgentHosts
 from core_rl.launch.hosts.key import KEY_VARIABLE
 from core_rl.launch.hosts.ray_resources import amounts, shortage
-from core_rl.launch.hosts.rehearsal import AGENT
 
 __all__ = ["RayHosts"]
 
@@ -40,6 +40,7 @@ NO_CLUSTER = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class RayHosts(AgentHosts):
     """``machines`` nodes of a Ray cluster, with up to ``ranks_per_machine`` ranks on each.
 
@@ -56,38 +57,18 @@ class RayHosts(AgentHosts):
     resources within ``wait_s`` seconds.
     """
 
-    def __init__(
-        self,
-        machines: int,
-        ranks_per_machine: int,
-        *,
-        ray_address: str = "auto",
-        resources: Mapping[str, float] | None = None,
-        address: str | None = None,
-        port: int = 0,
-        wait_s: float = 300.0,
-        lease_s: float = 30.0,
-        fewest: int | None = None,
-        environment: Sequence[str] = (),
-    ) -> None:
-        super().__init__(
-            machines,
-            ranks_per_machine,
-            address=address,
-            port=port,
-            wait_s=wait_s,
-            lease_s=lease_s,
-            fewest=fewest,
-            environment=environment,
-        )
-        if ray_address.startswith("ray://"):
+    _: KW_ONLY
+    ray_address: str = "auto"
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ray_address.startswith("ray://"):
             raise ConfigError(
-                f"ray_address = {ray_address!r} is one of Ray Client; run this program on a node of the cluster, or by "
-                "`ray job submit`, and leave ray_address out"
+                f"ray_address = {self.ray_address!r} is one of Ray Client; run this program on a node of the cluster, "
+                "or by `ray job submit`, and leave ray_address out"
             )
         self._ray = _import_ray()
-        self._ray_address = ray_address
-        self._resources = dict(resources or {})
         self._connected = False
         self._group: Any = None
         self._actors: list[Any] = []
@@ -109,7 +90,7 @@ class RayHosts(AgentHosts):
         for machine, number in enumerate(self._bundles()):
             actor = self._actor(number, bundle)
             self._actors.append(actor)
-            arguments = [*AGENT[1:], "--driver", driver, "--machine", str(machine), "--with-parent"]
+            arguments = [*AGENT, "--driver", driver, "--machine", str(machine), "--with-parent"]
             self._running[actor.run.remote(arguments, {KEY_VARIABLE: key.hex()})] = machine
 
     def _check_launched(self) -> None:
@@ -135,31 +116,31 @@ class RayHosts(AgentHosts):
         """Connect to the cluster unless the program has."""
         if self._ray.is_initialized():
             return
-        _require_healthy(self._ray_address, min(PROBE_S, self.wait_s))
+        _require_healthy(self.ray_address, min(PROBE_S, self.wait_s))
         errors = (ConnectionError, ValueError, RuntimeError, OSError, self._ray.exceptions.RayError)
         try:
             with _same_sigterm():
-                self._ray.init(address=self._ray_address, log_to_driver=True)
+                self._ray.init(address=self.ray_address, log_to_driver=True)
         except errors as error:
-            raise ClusterError(f"no Ray cluster at {self._ray_address!r}: {error}; {NO_CLUSTER}") from error
+            raise ClusterError(f"no Ray cluster at {self.ray_address!r}: {error}; {NO_CLUSTER}") from error
         self._connected = True
 
     def _bundle(self) -> dict[str, float]:
         """The resources of one machine."""
         gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
-        wanted = {"CPU": self.ranks_per_machine, "GPU": gpus, **self._resources}
+        wanted = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
         return {name: amount for name, amount in wanted.items() if amount}
 
     def _reserve(self, bundle: Mapping[str, float]) -> int:
         """Make the group, of fewer machines where no more are there in time; returns their number."""
-        for count in range(self.machines, self.fewest - 1, -1):
+        for count in range(self.machines, self.least - 1, -1):
             bundles = [dict(bundle)] * count
             self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
             if self._is_ready(bundle, self.wait_s if count == self.machines else FEWER_S):
                 return count
             self._remove_group()
         nodes, free = self._ray.nodes(), self._ray.available_resources()
-        raise ClusterError(shortage(nodes, free, self.fewest, bundle, self.wait_s))
+        raise ClusterError(shortage(nodes, free, self.least, bundle, self.wait_s))
 
     def _is_ready(self, bundle: Mapping[str, float], limit_s: float) -> bool:
         """Whether the group has its resources in time; one that does not fit would wait for ever."""

@@ -42,6 +42,7 @@ class Reception:
         """Raises `ConfigError` for an address or port that cannot be had."""
         self.links: dict[int, AgentLink] = {}
         """The agents by the numbers of their machines."""
+        self.address = address
         self._key, self._machines, self._lease_s = key, machines, lease_s
         self._coming: set[int] = set()
         """Numbers of machines in their handshake."""

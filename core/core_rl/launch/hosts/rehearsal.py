@@ -6,20 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError
-from core_rl.launch.hosts.agent_hosts import AgentHosts
+from core_rl.launch.hosts.agent_hosts import AGENT, AgentHosts
 from core_rl.launch.hosts.key import KEY_VARIABLE
 from core_rl.launch.hosts.local import LOOPBACK
 from core_rl.launch.process import signals_for_driver
 
-__all__ = ["AGENT", "RehearsalHosts"]
-
-AGENT = (sys.executable, "-m", "core_rl.cli", "agent")
-"""The command of an agent, with this Python."""
+__all__ = ["RehearsalHosts"]
 
 
+@dataclass(eq=False, repr=False)
 class RehearsalHosts(AgentHosts):
     """Several machines in one: what goes wrong with agents and connections shows before there is a cluster.
 
@@ -27,23 +26,12 @@ class RehearsalHosts(AgentHosts):
     machine; the rest is as `AgentHosts` says.
     """
 
-    def __init__(
-        self,
-        machines: int = 2,
-        ranks_per_machine: int = 1,
-        *,
-        wait_s: float = 300.0,
-        lease_s: float = 30.0,
-        environment: Sequence[str] = (),
-    ) -> None:
-        super().__init__(
-            machines,
-            ranks_per_machine,
-            address=LOOPBACK,
-            wait_s=wait_s,
-            lease_s=lease_s,
-            environment=environment,
-        )
+    machines: int = 2
+    _: KW_ONLY
+    address: str | None = LOOPBACK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._agents: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -57,7 +45,7 @@ class RehearsalHosts(AgentHosts):
     def _launch(self, driver: str, key: bytes) -> None:
         environ = {**os.environ, KEY_VARIABLE: key.hex()}
         for number in range(self.machines):
-            command = [*AGENT, "--driver", driver, "--machine", str(number), "--with-parent"]
+            command = [sys.executable, *AGENT, "--driver", driver, "--machine", str(number), "--with-parent"]
             with signals_for_driver():
                 agent = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE)
             self._agents.append(agent)

@@ -10,12 +10,13 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import IO
 
 from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError
 from core_rl.launch.hosts import lifeline
-from core_rl.launch.hosts.agent_hosts import AgentHosts
+from core_rl.launch.hosts.agent_hosts import AGENT, AgentHosts
 from core_rl.launch.hosts.key import KEY_VARIABLE
 
 __all__ = ["SlurmHosts"]
@@ -34,6 +35,7 @@ END_S = 10.0
 """Seconds for the step to end, once its agents were let go."""
 
 
+@dataclass(eq=False, repr=False)
 class SlurmHosts(AgentHosts):
     """The first ``machines`` nodes of the Slurm allocation that the driver runs in, by ``salloc`` or ``sbatch``.
 
@@ -45,44 +47,26 @@ class SlurmHosts(AgentHosts):
     Raises `ConfigError` outside of an allocation, without ``srun``, and for too few nodes.
     """
 
-    def __init__(  # noqa: PLR0913  (options by name)
-        self,
-        machines: int,
-        ranks_per_machine: int = 1,
-        *,
-        nodelist: str | None = None,
-        exclude: str | None = None,
-        container_image: str | None = None,
-        python: str | None = None,
-        overlap: bool = True,
-        srun_arguments: Sequence[str] = (),
-        address: str | None = None,
-        port: int = 0,
-        wait_s: float = 300.0,
-        lease_s: float = 30.0,
-        environment: Sequence[str] = (),
-    ) -> None:
-        super().__init__(
-            machines,
-            ranks_per_machine,
-            address=address,
-            port=port,
-            wait_s=wait_s,
-            lease_s=lease_s,
-            environment=environment,
-        )
+    _: KW_ONLY
+    nodelist: str | None = None
+    exclude: str | None = None
+    container_image: str | None = None
+    python: str | None = None
+    overlap: bool = True
+    srun_arguments: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._job = _job_id()
-        self._nodes = _chosen_nodes(self._job, machines, nodelist, exclude)
-        image = [] if container_image is None else [f"--container-image={container_image}"]
-        self._options = [*(["--overlap"] if overlap else []), *image, *srun_arguments]
-        self._python = python or ("python3" if container_image else sys.executable)
+        self._nodes = _chosen_nodes(self._job, self.machines, self.nodelist, self.exclude)
         self._step: _Step | None = None
 
     def _key(self) -> bytes:
         return new_key()
 
     def _launch(self, driver: str, key: bytes) -> None:
-        agent = [self._python, "-m", "core_rl.cli", "agent", f"--driver={driver}", f"--wait={self.wait_s:g}"]
+        python = self.python or ("python3" if self.container_image else sys.executable)
+        agent = [python, *AGENT, f"--driver={driver}", f"--wait={self.wait_s:g}"]
         count = len(self._nodes)
         shape = [
             f"--nodes={count}",
@@ -92,8 +76,13 @@ class SlurmHosts(AgentHosts):
         ]
         # All that the job has on a node, also where the batch script has shared it out among tasks.
         share = ["--mem=0", "--cpu-bind=none", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=1"]
-        command = ["srun", f"--jobid={self._job}", *shape, *share, *self._options, *agent]
+        command = ["srun", f"--jobid={self._job}", *shape, *share, *self._options(), *agent]
         self._step = _Step(command, _environment(os.environ, key))
+
+    def _options(self) -> list[str]:
+        """What the caller chose for ``srun``."""
+        image = [] if self.container_image is None else [f"--container-image={self.container_image}"]
+        return [*(["--overlap"] if self.overlap else []), *image, *self.srun_arguments]
 
     def _check_launched(self) -> None:
         if self._step is not None and (failure := self._step.failure()) is not None:

@@ -14,7 +14,6 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.hosts.agent_hosts import AgentHosts
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.hosts.local import LocalHosts
-from core_rl.launch.hosts.network import own_address
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer.loop.prepared import PreparedRun
 from core_rl_trainer.recipe.cluster import ClusterSection
@@ -22,6 +21,7 @@ from core_rl_trainer.recipe.cluster import ClusterSection
 __all__ = ["check_machines", "cluster_hosts", "driver_address", "open_cluster", "require_shared"]
 
 AGENT_HOSTS = {
+    "attach": "core_rl.launch.hosts.attach:AttachHosts",
     "ray": "core_rl.launch.hosts.ray:RayHosts",
     "slurm": "core_rl.launch.hosts.slurm:SlurmHosts",
 }
@@ -37,41 +37,28 @@ def open_cluster(section: ClusterSection) -> Iterator[Hosts]:
         yield hosts
 
 
-def driver_address(section: ClusterSection) -> str | None:
+def driver_address(hosts: Hosts) -> str | None:
     """The address of this machine towards those of the cluster; None where there are no others."""
-    return None if section.is_local else section.address or own_address("cluster.address")
+    return hosts.driver_address if isinstance(hosts, AgentHosts) else None
 
 
 def cluster_hosts(section: ClusterSection) -> Hosts:
     """The hosts that ``section`` describes; nothing is started. Raises `ConfigError`."""
     if section.is_local:
         return LocalHosts()
-    assert section.ranks_per_machine is not None
-    if section.type == "attach":
-        from core_rl.launch.hosts.attach import AttachHosts
-
-        return AttachHosts(
-            section.machines,
-            section.ranks_per_machine,
-            port=section.agent_port,
-            key_file=section.key_file,
-            address=section.address,
-            wait_s=section.wait_s,
-            lease_s=section.lease_s,
-            environment=section.environment,
-        )
-    kind = _agent_hosts(section.type)
     scheduling = section.scheduling
-    own = {} if scheduling.container_image is None else {"container_image": scheduling.container_image}
-    return kind(
+    image = {} if scheduling.container_image is None else {"container_image": scheduling.container_image}
+    attached = {"key_file": section.key_file} if section.type == "attach" else {}
+    return _agent_hosts(section.type)(
         section.machines,
         section.ranks_per_machine,
         address=section.address,
-        port=section.port,
+        port=section.agent_port,
         wait_s=section.wait_s,
         lease_s=section.lease_s,
         environment=(*section.environment, *scheduling.env),
-        **own,
+        **image,
+        **attached,
     )
 
 

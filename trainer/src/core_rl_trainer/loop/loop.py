@@ -21,7 +21,6 @@ from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
-from core_rl_trainer.loop.cluster import driver_address
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.parts import part_writers, restore_parts
 from core_rl_trainer.loop.roles import Roles
@@ -61,7 +60,7 @@ class TrainingLoop:
         self._sync = recipe.rollout.sync
         self._weights = weights if recipe.rollout.sync == "disk" else weights.with_suffix(".rendezvous")
         self._model_path = recipe.model.path
-        self._address = driver_address(recipe.cluster)
+        self._address = roles.driver_address
         self._scoring = Scoring(
             roles=roles,
             actor=algorithm,

@@ -87,7 +87,7 @@ class Restarts:
         step = checkpoint.step if checkpoint is not None else 0
         start = f"the checkpoint of step {step}" if checkpoint is not None else "the beginning"
         reason = loss.message.partition("\n")[0]
-        text = f"restart {self._done} of {recipe.cluster.restarts}, from {start}, on {_machines(recipe)}: {reason}"
+        text = f"restart {self._done} of {recipe.cluster.restarts}, from {start}, on {recipe.cluster.number}: {reason}"
         logger.info("%s", text)
         self._console.print(text, highlight=False, soft_wrap=True)
         self._directory.add_restart(
@@ -143,12 +143,6 @@ def _unreadable(recipe: Recipe, trained: Mapping[str, TrainPlan]) -> Iterator[tu
                 f"the engine {spec.name!r} does not declare 'resharding' and reads no checkpoint of another layout; "
                 "set save_portable_every to save_every, or a divisor of it",
             )
-
-
-def _machines(recipe: Recipe) -> str:
-    if recipe.cluster.is_local:
-        return "this machine"
-    return "1 machine" if recipe.cluster.machines == 1 else f"{recipe.cluster.machines} machines"
 
 
 def _loss(error: BaseException) -> GroupError | None:

@@ -62,7 +62,7 @@ class Plan:
     @property
     def serves_on_machines(self) -> bool:
         """Whether servers are placed on machines of the cluster, instead of the one where the driver is."""
-        return not self.cluster.is_local and self.placement.machines("rollout") is not None
+        return self.placement.serves_on_machines(self.cluster)
 
     def sender(self) -> RankSlot:
         """Where the rank of the actor is that sends weights."""
@@ -216,7 +216,7 @@ def _rollout(recipe: Recipe, *, shares_devices: bool = False) -> tuple[EngineSpe
 
 def _own_devices(recipe: Recipe) -> tuple[int, ...]:
     """Devices of servers that run where the driver does; those on machines of a cluster get theirs there."""
-    on_machines = not recipe.cluster.is_local and recipe.placement.machines("rollout") is not None
+    on_machines = recipe.placement.serves_on_machines(recipe.cluster)
     return () if on_machines else recipe.placement.devices("rollout") or ()
 
 

@@ -12,6 +12,7 @@ from core_rl.engine.loading import load_engine
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.server_processes import server_processes
+from core_rl_trainer.loop.cluster import driver_address
 from core_rl_trainer.loop.role_plan import Plan
 
 __all__ = ["Roles", "open_roles"]
@@ -30,6 +31,8 @@ class Roles:
     """The groups that are in host memory while they do not work."""
     alternates: bool
     """Whether the rollout engine has its memory only while nobody trains."""
+    driver_address: str | None = None
+    """The address of this machine towards those of the cluster; None where there are no others."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -101,6 +104,7 @@ def open_roles(plan: Plan, finetune: FinetuneSpec, hosts: Hosts) -> Iterator[Rol
             rollout=rollout,
             offloaded=tuple(group for name, group in groups.items() if plan.offloads(name)),
             alternates=plan.alternates,
+            driver_address=driver_address(hosts),
         )
 
 

@@ -108,21 +108,27 @@ class ClusterSection(Config):
 
     @property
     def agent_port(self) -> int:
-        """The port that agents of the type ``attach`` are given."""
-        return self.port or ATTACH_PORT
+        """The port that agents connect to; 0 takes a free one."""
+        return self.port or (ATTACH_PORT if self.type == "attach" else 0)
 
     @property
     def is_local(self) -> bool:
         """Whether all ranks run on this machine, without agents."""
         return self.type == "local"
 
+    @property
+    def number(self) -> str:
+        """A phrase about the number of machines."""
+        if self.is_local:
+            return "this machine"
+        return "1 machine" if self.machines == 1 else f"{self.machines} machines"
+
     def __str__(self) -> str:
         again = "" if not self.restarts else f", {self.restarts} restart{'s' if self.restarts > 1 else ''}"
         if self.is_local:
-            return f"this machine{again}"
-        number = "1 machine" if self.machines == 1 else f"{self.machines} machines"
+            return f"{self.number}{again}"
         layouts = "".join(f", {layout} on {count}" for count, layout in sorted(self.layouts.items()))
-        return f"{self.type}, {number} with at most {self.ranks_per_machine} ranks of a role each{again}{layouts}"
+        return f"{self.type}, {self.number} with at most {self.ranks_per_machine} ranks of a role each{again}{layouts}"
 
     def _unused(self) -> Iterator[str]:
         for name, field in type(self).model_fields.items():

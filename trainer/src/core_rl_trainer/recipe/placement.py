@@ -89,6 +89,10 @@ class PlacementSection(Config):
         chosen = self.of(role)
         return None if chosen is None else chosen.machines
 
+    def serves_on_machines(self, cluster: ClusterSection) -> bool:
+        """Whether rollout servers are placed on machines of ``cluster``, instead of the one where the driver is."""
+        return not cluster.is_local and self.machines("rollout") is not None
+
     def within(self, count: int) -> PlacementSection:
         """The same on the first ``count`` machines, where a role has one of them."""
         fewer: dict[str, RolePlacement] = {}
