@@ -44,6 +44,7 @@ UPSTREAM = {
     "_new_shared": "torch: shared memory of a size, without a tensor to copy",
     "_no_split_modules": "transformers: the blocks that wrappers shard",
     "_non_persistent_buffers_set": "torch: buffers that no file has",
+    "_reduce_scatter_comm": "torch: the memory of gradients on one rank, after a pass that raised",
     "_set_cuda_rng_state": "megatron: set on CPUs, where Megatron has only CUDA's",
     "_timeout": "torch: the timeout of a gloo group that is made from parts",
     "_weight_conversions": "transformers: renamings of the files, which save_pretrained() undoes",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
@@ -123,6 +124,51 @@ def test_a_model_that_raises_on_a_lone_rank(
         found = gradients(group)
         assert all(torch.equal(found[name], value) for name, value in expected.items()), where
     assert group.train_batch(support.make_batch(0), LOSS, BUDGET)["update_successful"] == 1
+
+
+def break_reduction(engine: TrainEngine) -> None:
+    """A backward pass in which memory for gradients is there, and they do not come."""
+    copy_in = "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in"
+    with mock.patch(copy_in, side_effect=Broken), pytest.raises(Broken):
+        engine.forward_backward(support.make_batch(1), LOSS, BUDGET)
+
+
+def test_gradients_that_do_not_come_on_a_lone_rank(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(1))
+    expected = gradients(group)
+    group.run(break_reduction)
+    group.optimizer_zero_grad()
+    found = gradients(group)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Copies(TorchDispatchMode):
+    """Counts the numbers that are copied from float32 to float32, in tensors of at least ``least``."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.least = least
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0] is not args[1]:
+            both = args[0].dtype == args[1].dtype == torch.float32
+            self.count += args[0].numel() if both and args[0].numel() >= self.least else 0
+        return func(*args, **(kwargs or {}))
+
+
+def gradient_copies(engine: TrainEngine) -> int:
+    backend = engine.backend
+    assert isinstance(backend, FSDPBackend)
+    matrices = [weight.numel() for weight in backend.model.parameters() if weight.ndim > 1]
+    with Copies(min(matrices)) as copies:
+        engine.forward_backward(support.make_batch(0), LOSS, MicroBatchSpec(max_tokens=1000))
+    return int(copies.count)
+
+
+def test_a_lone_rank_copies_no_gradients(group: EngineGroup) -> None:
+    group.initialize(config=support.fsdp_config(1, dtype="bfloat16"))
+    assert group.run(gradient_copies) == [0]
 
 
 def break_first_pass(engine: TrainEngine) -> None:

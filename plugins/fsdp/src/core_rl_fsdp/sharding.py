@@ -17,6 +17,7 @@ from core_rl.errors import ConfigError
 from core_rl.toolkit.packed import PackedModel
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.expert_parallel import shard_experts
+from core_rl_fsdp.lone_rank import InPlaceReduceScatter
 
 __all__ = ["fsdp_modules", "reset_pass", "shard_modules"]
 
@@ -63,9 +64,10 @@ def shard_modules(
         # The core has already divided the loss by the global weight, so ranks add up. FSDP
         # would average, and gloo has no pre-multiplied sum.
         module.set_force_sum_reduction_for_comms(True)
-        # On one rank FSDP would compute ``gradient / 1.0`` into memory of its own, and copy that.
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
+        else:  # where FSDP would compute ``gradient / 1.0`` into memory of its own, and copy that
+            module.set_custom_reduce_scatter(InPlaceReduceScatter())
     return root
 
 
@@ -117,7 +119,11 @@ def reset_pass(root: FSDPModule) -> None:
     root.reset_iter_state()
     for module in fsdp_modules(cast("nn.Module", root)):
         group = module._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
+        if group is None:
+            continue
+        if isinstance(group._reduce_scatter_comm, InPlaceReduceScatter):
+            group._reduce_scatter_comm.reset()
+        for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             unsharded: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
