@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from core_rl_trainer.algorithms.policy_loss import PolicyLoss
 
 RANKS = (8, 64, 512, 1024)
 TOKENS = (1_000_000, 16_000_000)
+FEW_TOKENS = 1_000_000
 PER_MACHINE = 8
 NETWORKS = {"25 Gbit/s": 25e9 / 8, "100 Gbit/s": 100e9 / 8}
 LIMIT = 0.03
@@ -157,7 +159,7 @@ class Clock:
 
     def measure(self, call: Callable[[], object]) -> Cost:
         """The cost of ``call``, which sends once and collects once."""
-        self.cost, self.first_send = Cost(), 0.0
+        self.cost, self.first_send, self.last_send = Cost(), 0.0, 0.0
         start = time.process_time()
         call()
         end = time.process_time()
@@ -178,9 +180,9 @@ class CountingChannel(Channel):
         self._clock.first_send = self._clock.first_send or time.process_time()
         super().send_parts(parts, deadline)
         self._clock.cost.sent += sum(memoryview(part).nbytes for part in parts)
-        self._clock.last_send = time.process_time()
 
     def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
+        self._clock.last_send = self._clock.last_send or time.process_time()
         parts = super().receive_parts(deadline)
         self._clock.cost.received += sum(memoryview(part).nbytes for part in parts)
         return parts
@@ -251,7 +253,7 @@ class FakeHosts:
             for (number, slot), (near, _) in zip(ranks, pairs, strict=True)
         ]
 
-    def address(self, _: int) -> str:
+    def address_of(self, _: int) -> str:
         """Nobody asks there."""
         return "127.0.0.1"
 
@@ -280,6 +282,7 @@ def fake_group(ranks: int, tp: int) -> Iterator[tuple[EngineGroup, Clock]]:
 # ------------------------------------------------------------------------------------------ a step
 
 
+@lru_cache(maxsize=1)
 def make_batch(tokens: int) -> SequenceBatch:
     """The fields of a GRPO batch with a reference when it is trained on: skewed lengths, in groups of 8."""
     random = torch.Generator().manual_seed(0)
@@ -499,7 +502,9 @@ def main() -> None:
     # What costs most comes last, and the page has what there is: a run that is cut short leaves a page.
     chosen = list(product(arguments.tokens, arguments.ranks, MODELS, DESIGNS))
     for tokens, ranks, model, design in track(chosen, description="measuring"):
-        cases.append(measure(model, ranks, tokens, design, arguments.repeats))
+        # A step with many tokens takes long enough to be measured once.
+        repeats = max(1, min(arguments.repeats, FEW_TOKENS * arguments.repeats // tokens))
+        cases.append(measure(model, ranks, tokens, design, repeats))
         text = report(cases, arguments.flops)
         if arguments.page:
             write_page(arguments.page, text)
