@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from core_rl.data.adapters import (
     to_padded,
     to_padded_dict,
 )
-from core_rl.data.batch import SequenceBatch
+from core_rl.data.batch import LONG_SEQUENCE, SequenceBatch
 from core_rl.data.outputs import masked_mean, masked_sum, segment_sum
 from core_rl.errors import BatchError
 
@@ -157,6 +158,19 @@ def test_select_and_concat_are_inverse(lengths: list[int], random: Any) -> None:
     assert same(shuffled.select(back), batch)
     parts = [shuffled.select([i]) for i in back]
     assert same(SequenceBatch.concat(parts), batch)
+
+
+@given(LENGTHS, st.randoms(use_true_random=False))
+def test_sequences_are_selected_alike_whatever_counts_as_long(lengths: list[int], random: Any) -> None:
+    batch = make_batch(lengths)
+    order = [random.randrange(len(lengths)) for _ in lengths]
+    found = []
+    for long in (1, LONG_SEQUENCE):
+        with patch("core_rl.data.batch.LONG_SEQUENCE", long):
+            assert batch.is_long == (long == 1)
+            found.append(batch.select(order))
+    assert same(*found)
+    assert torch.equal(found[0].input_ids, batch.input_ids[batch.token_index(order)])
 
 
 @given(LENGTHS, st.integers(1, 4), st.randoms(use_true_random=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.backend.steps import MicroBatches
-from core_rl.data.batch import SequenceBatch
+from core_rl.data.batch import LONG_SEQUENCE, SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.outputs import ModelOutput
 from core_rl.data.partition import best_fit, shard, shard_plan, unshard_output
@@ -59,16 +60,17 @@ def test_units_are_never_separated(items: list[tuple[int, int]], parts: int) -> 
         assert sum(map(len, homes)) == len(set(units))
 
 
-@given(LENGTHS, st.integers(1, 5))
+@given(LENGTHS, st.integers(1, 5), st.sampled_from([1, LONG_SEQUENCE]))
 @settings(deadline=None)
-def test_outputs_of_shards_come_back_in_order(lengths: list[int], parts: int) -> None:
+def test_outputs_of_shards_come_back_in_order(lengths: list[int], parts: int, long: int) -> None:
     batch = ragged(lengths)
     pieces = shard(batch, parts)
     outputs = [
         ModelOutput(logprobs=p.input_ids.float(), scores=p.input_ids[p.cu_seqlens[:-1].long()].float())
         for p in pieces
     ]
-    merged = unshard_output(outputs, batch, shard_plan(batch, parts))
+    with patch("core_rl.data.batch.LONG_SEQUENCE", long):
+        merged = unshard_output(outputs, batch, shard_plan(batch, parts))
     assert torch.equal(merged["logprobs"], batch.input_ids.float())
     assert torch.equal(merged["scores"], torch.arange(len(lengths), dtype=torch.float32))
 

@@ -14,6 +14,7 @@ from core_rl.errors import EngineContractError, LossError, raise_all
 
 __all__ = [
     "ROUTING_DTYPE",
+    "SEQUENCE_OUTPUTS",
     "ModelOutput",
     "OutputName",
     "masked_fill",
@@ -113,7 +114,7 @@ class ModelOutput:
         values = {}
         for name, value in self.items():
             index = sequence_index if name in SEQUENCE_OUTPUTS else token_index
-            values[name] = torch.empty_like(value).index_copy(0, index.to(value.device), value)
+            values[name] = torch.empty_like(value).index_copy_(0, index.to(value.device), value)
         return ModelOutput(**values)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
+from core_rl.data.outputs import SEQUENCE_OUTPUTS, ModelOutput
 
 __all__ = [
     "balanced",
@@ -60,9 +60,22 @@ def unshard_output(
     pairs = [(output, part) for output, part in zip(outputs, plan, strict=True) if part]
     if not pairs:
         return outputs[0] if outputs else ModelOutput()
+    if batch.is_long:
+        return _by_pieces(pairs, batch)
     order = [index for _, part in pairs for index in part]
     joined = ModelOutput.concat([output for output, _ in pairs])
     return joined.reorder(batch.token_index(order), torch.tensor(order, dtype=torch.long))
+
+
+def _by_pieces(pairs: Sequence[tuple[ModelOutput, Sequence[int]]], batch: SequenceBatch) -> ModelOutput:
+    """As `unshard_output`, sequence by sequence."""
+    lengths, plan = batch.lengths, [part for _, part in pairs]
+    values = {}
+    for name in dict(pairs[0][0].items()):
+        sizes = [[1 if name in SEQUENCE_OUTPUTS else lengths[index] for index in part] for part in plan]
+        rows = [output[name].split(part) for (output, _), part in zip(pairs, sizes, strict=True)]
+        values[name] = torch.cat(unshard_rows(rows, plan))
+    return ModelOutput(**values)
 
 
 def unshard_rows(rows: Sequence[Sequence[Tensor]], plan: Sequence[Sequence[int]]) -> list[Tensor]:
