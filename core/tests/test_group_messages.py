@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.distributed.channel import FRAME_HEADER as HEADER
-from core_rl.distributed.channel import Channel
+from core_rl.distributed.channel import JOINED_BYTES, Buffer, Channel
 
 Ends = tuple[socket.socket, socket.socket]
 
@@ -45,6 +45,26 @@ def test_parts_of_messages_arrive_in_order(messages: list[list[bytes]]) -> None:
         channel = Channel(right)
         found = [channel.receive_parts(time.monotonic() + 60) for _ in messages]
     assert [[bytes(part) for part in parts] for parts in found] == messages
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(100, 1), (JOINED_BYTES, 3)])
+def test_small_messages_are_sent_in_one_piece(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, size: int, pieces: int
+) -> None:
+    sent: list[int] = []
+    send = Channel.send_bytes
+
+    def count(channel: Channel, data: Buffer, deadline: float | None) -> None:
+        sent.append(len(data))
+        send(channel, data, deadline)
+
+    monkeypatch.setattr(Channel, "send_bytes", count)
+    parts = [b"stream", bytes(size)]
+    sender = threading.Thread(target=Channel(ends[0]).send_parts, args=(parts,))
+    sender.start()
+    assert [bytes(part) for part in Channel(ends[1]).receive_parts(time.monotonic() + 60)] == parts
+    sender.join()
+    assert len(sent) == pieces and sum(sent) == 3 * HEADER.size + len(b"stream") + size
 
 
 def test_a_large_message_passes_a_small_buffer(ends: Ends) -> None:

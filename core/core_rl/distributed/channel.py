@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["FRAME_HEADER", "LIMIT_BYTES", "Buffer", "Channel", "MessageTooLarge"]
+__all__ = ["FRAME_HEADER", "JOINED_BYTES", "LIMIT_BYTES", "Buffer", "Channel", "MessageTooLarge"]
 
 FRAME_HEADER = struct.Struct("!Q")
 """The length of a message, before its bytes."""
@@ -17,6 +17,12 @@ LIMIT_BYTES = 2**40
 """The largest buffer of a message, unless a channel is told otherwise: a length above it is no length."""
 LIMIT_PARTS = 2**20
 """The most buffers of a message."""
+
+
+ALIGNED_BYTES = 2**12
+"""Smaller buffers are no tensor's."""
+JOINED_BYTES = 2**18
+"""Messages up to this size are sent in one piece: a copy costs less than a system call for each buffer."""
 
 
 class MessageTooLarge(OSError):
@@ -47,23 +53,28 @@ class Channel:
 
         Raises `MessageTooLarge` for one above the limit.
         """
-        data = bytearray(self._size(deadline, self.limit_bytes))
+        (size,) = self._sizes(1, deadline, self.limit_bytes)
+        data = bytearray(size)
         self.receive_into(memoryview(data), deadline)
         return data
 
     def send_parts(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
-        """Send several buffers as one message, without joining them; as `send`."""
+        """Send several buffers as one message, large ones without a copy; as `send`."""
         views = [memoryview(part) for part in parts]
-        sizes = b"".join(FRAME_HEADER.pack(view.nbytes) for view in views)
-        self.send_bytes(FRAME_HEADER.pack(len(views)) + sizes, deadline)
+        sizes = [view.nbytes for view in views]
+        header = struct.pack(f"!{1 + len(sizes)}Q", len(sizes), *sizes)
+        if sum(sizes) <= JOINED_BYTES:
+            self.send_bytes(b"".join([header, *views]), deadline)
+            return
+        self.send_bytes(header, deadline)
         for view in views:
             self.send_bytes(view, deadline)
 
     def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
         """The buffers of `send_parts`, each in memory of its own, aligned as a tensor's; as `receive`."""
+        (count,) = self._sizes(1, deadline, LIMIT_PARTS)
         parts: list[Buffer] = []
-        count = self._size(deadline, LIMIT_PARTS)
-        for size in [self._size(deadline, self.limit_bytes) for _ in range(count)]:
+        for size in self._sizes(count, deadline, self.limit_bytes):
             memory = _memory(size)
             self.receive_into(memory, deadline)
             parts.append(memory)
@@ -77,13 +88,13 @@ class Channel:
         """Close this end; the other one reads the end of the stream."""
         self._socket.close()
 
-    def _size(self, deadline: float | None, limit: int) -> int:
-        header = bytearray(FRAME_HEADER.size)
+    def _sizes(self, count: int, deadline: float | None, limit: int) -> tuple[int, ...]:
+        header = bytearray(count * FRAME_HEADER.size)
         self.receive_into(memoryview(header), deadline)
-        size: int = FRAME_HEADER.unpack(header)[0]
-        if size > limit:
-            raise MessageTooLarge(f"a message of {size} is announced, above the limit of {limit}")
-        return size
+        sizes: tuple[int, ...] = struct.unpack(f"!{count}Q", header)
+        if max(sizes, default=0) > limit:
+            raise MessageTooLarge(f"a message of {max(sizes)} is announced, above the limit of {limit}")
+        return sizes
 
     def send_bytes(self, data: Buffer, deadline: float | None) -> None:
         """Send ``data`` to somebody who knows its length; as `send`."""
@@ -105,7 +116,9 @@ class Channel:
 
 
 def _memory(size: int) -> memoryview:
-    """Memory that is aligned as kernels like it, and not filled with zeros first."""
+    """Memory that is aligned as kernels like it, and not filled with zeros first, where there is enough of it."""
+    if size < ALIGNED_BYTES:
+        return memoryview(bytearray(size))
     import torch
 
     return torch.empty(size, dtype=torch.uint8).numpy().data
