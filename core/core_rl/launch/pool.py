@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import util
-from multiprocessing.connection import wait
 from typing import Any
 
 from core_rl.distributed.channel import Buffer
@@ -16,6 +15,7 @@ from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
 from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.kept import can_keep
 from core_rl.launch.messages import Failure, pack_call, pack_reference, unpack_reply
+from core_rl.launch.watch import Watch
 
 __all__ = ["RankPool"]
 
@@ -173,8 +173,8 @@ class RankPool:
         waiting = {rank.rank: rank for rank in ranks}
         replies: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
-        graced = False
-        while waiting and (ready := _ready(waiting.values(), deadline)):
+        watch, graced = Watch(ranks), False
+        while waiting and (ready := watch.ready(deadline)):
             for rank, has_answer in ready:
                 if not has_answer:
                     raise _death(rank, name, replies)
@@ -185,6 +185,7 @@ class RankPool:
                 except (EOFError, OSError):
                     raise _death(rank, name, replies) from None
                 del waiting[rank.rank]
+                watch.drop(rank)
             if not graced and _failures(replies):
                 graced = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -203,15 +204,6 @@ def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, kept: ExitStac
         return payload  # no memory for it; or the machine is lost, which sending it to each rank will show
     kept.callback(message.close)
     return pack_reference(message.reference)
-
-
-def _ready(ranks: Iterable[Rank], deadline: float) -> list[tuple[Rank, bool]]:
-    """The ranks that answered (True) or ended without an answer (False); empty at the deadline."""
-    ranks = list(ranks)
-    ends = [end for rank in ranks for end in (rank.channel.fileno(), rank.sentinel)]
-    found = set(wait(ends, max(0.0, deadline - time.monotonic())))
-    answered = [(rank, rank.channel.fileno() in found) for rank in ranks]
-    return [(rank, answer) for rank, answer in answered if answer or rank.sentinel in found]
 
 
 def _failures(replies: Mapping[int, Any]) -> dict[int, Failure]:

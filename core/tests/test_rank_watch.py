@@ -1,0 +1,43 @@
+"""Waiting for ranks that answer, or end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from core_rl.distributed.channel import Channel
+from core_rl.launch.watch import Watch
+
+
+def test_answers_and_ends_are_told_apart_and_dropped_ranks_not_told() -> None:
+    ranks: list[Any] = []
+    far, ends = [], []
+    for number in range(4):
+        near, other = socket.socketpair()
+        sentinel, end = os.pipe()
+        ranks.append(SimpleNamespace(rank=number, channel=Channel(near), sentinel=sentinel))
+        far.append(other)
+        ends.append(end)
+    watch = Watch(ranks)
+    started = time.monotonic()
+    assert watch.ready(started + 0.2) == []
+    assert time.monotonic() - started >= 0.2
+    far[1].send(b"answer")
+    os.close(ends[2])  # it ended
+    far[3].send(b"answer")
+    os.close(ends[3])  # it ended after its answer
+    told = [(ranks[1], True), (ranks[2], False), (ranks[3], True)]
+    assert watch.ready(time.monotonic() + 60) == told
+    assert watch.ready(time.monotonic() - 1) == told  # after the deadline too
+    watch.drop(ranks[1])
+    watch.drop(ranks[3])
+    assert watch.ready(time.monotonic() + 60) == [(ranks[2], False)]
+    for rank, other in zip(ranks, far, strict=True):
+        rank.channel.close()
+        other.close()
+        os.close(rank.sentinel)
+    for end in ends[:2]:
+        os.close(end)
