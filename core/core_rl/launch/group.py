@@ -24,6 +24,7 @@ from core_rl.engine.passes import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, GroupError, LossError
 from core_rl.launch import remote
+from core_rl.launch.parts import cut
 from core_rl.launch.ranks import EngineRanks, ResultT
 
 __all__ = ["EngineGroup"]
@@ -156,10 +157,11 @@ class EngineGroup(EngineRanks):
         plan = shard_plan(batch, self.data_parallel_size)
         sent = batch.only(FORWARD_FIELDS) if post_hook is None else batch
         calls = []
-        for indices, part in zip(plan, sent.split(plan), strict=True):
+        for indices, part in zip(plan, cut(sent, plan), strict=True):
             lengths = None if output_seqlens is None else [output_seqlens[index] for index in indices]
-            calls.append((part, mb_spec, outputs, temperature, lengths, post_hook))
-        results = self._call_parts("forward", remote.forward, calls, plan)
+            calls.append((part, lengths))
+        fn = partial(remote.forward, mb_spec, outputs, temperature, post_hook)
+        results = self._call_parts("forward", fn, calls, plan)
         if post_hook is None:
             return unshard_output(results, batch, plan)
         return (aggregate_fn or torch.cat)(unshard_rows(results, plan))
@@ -199,8 +201,10 @@ class EngineGroup(EngineRanks):
     ) -> dict[str, float]:
         """The engine's ``method(part, *args)`` on every rank with its part of ``batch``; the metrics."""
         name, plan = method.__name__, shard_plan(batch, self.data_parallel_size)
-        calls = [(part, *args) for part in batch.split(plan)]
-        metrics: dict[str, float] = self._call_parts(name, partial(remote.call_method, name), calls, plan)[0]
+        calls = [(part,) for part in cut(batch, plan)]
+        metrics: dict[str, float] = self._call_parts(
+            name, partial(remote.call_method, name, args), calls, plan
+        )[0]
         return metrics
 
     def _call_parts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,15 @@ from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl.launch.kept import Reference
 
-__all__ = ["Failure", "pack_call", "pack_reference", "pack_reply", "unpack_call", "unpack_reply"]
+__all__ = [
+    "Failure",
+    "pack_arguments",
+    "pack_call",
+    "pack_reference",
+    "pack_reply",
+    "unpack_call",
+    "unpack_reply",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +59,19 @@ class Failure:
         return original
 
 
-def pack_call(name: str, engine_id: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Buffer]:
-    """The call ``name`` of engine ``engine_id`` as `packed`; raises `GroupError` if a part of it cannot be pickled."""
+def pack_call(name: str, engine_id: int, fn: Callable[..., Any]) -> list[Buffer]:
+    """What all ranks get of the call ``name``; raises `GroupError` if a part of it cannot be pickled."""
+    return _sendable(name, (engine_id, fn))
+
+
+def pack_arguments(name: str, args: tuple[Any, ...]) -> list[Buffer]:
+    """What a rank gets after `pack_call`; raises as that."""
+    return _sendable(name, args)
+
+
+def _sendable(name: str, value: object) -> list[Buffer]:
     try:
-        return _packed((engine_id, fn, args))
+        return _packed(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise GroupError(
             f"{name} or its arguments cannot be sent to the ranks: {error}. Use functions and "
@@ -69,9 +86,14 @@ def pack_reference(reference: Reference) -> list[Buffer]:
 
 def unpack_call(parts: Sequence[Buffer]) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
     """The engine id, the function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
+    rest = iter(parts)
     try:
-        message = _unpacked(parts)
-        engine_id, fn, args = _unpacked(message.open()) if isinstance(message, Reference) else message
+        message = _unpacked(rest)
+        if isinstance(message, Reference):
+            rest = iter(message.open())
+            message = _unpacked(rest)
+        engine_id, fn = message
+        args = _unpacked(rest)
     except GroupError:
         raise
     except Exception as error:
@@ -110,7 +132,7 @@ def _packed(value: object) -> list[Buffer]:
     return packed(value)
 
 
-def _unpacked(parts: Sequence[Buffer]) -> Any:
+def _unpacked(parts: Iterable[Buffer]) -> Any:
     from core_rl.launch.out_of_band import unpacked
 
     return unpacked(parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core_rl.distributed.channel import Buffer
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["bytes_of", "packed", "tensor_of", "unpacked"]
 
 SMALLEST_BYTES = 4096
 """Smaller buffers go into the stream."""
@@ -42,10 +42,13 @@ def packed(value: object) -> list[Buffer]:
     return [stream.getbuffer(), *buffers]
 
 
-def unpacked(parts: Sequence[Buffer]) -> Any:
-    """The object of `packed`. Its tensors lie in the memory of ``parts``, which is theirs."""
-    stream, *buffers = parts
-    return pickle.loads(stream, buffers=buffers)  # noqa: S301 - from a process of the same run
+def unpacked(parts: Iterable[Buffer]) -> Any:
+    """The object of `packed`. Its tensors lie in the memory of ``parts``, which is theirs.
+
+    Of an iterator it takes what belongs to this object, so that several may follow each other.
+    """
+    buffers = iter(parts)
+    return pickle.loads(next(buffers), buffers=buffers)  # noqa: S301 - from a process of the same run
 
 
 class _Pickler(pickle.Pickler):
@@ -54,8 +57,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
-        flat = value.contiguous().reshape(-1).view(torch.uint8)
-        return _tensor, (pickle.PickleBuffer(flat.numpy().data), value.dtype, tuple(value.shape))
+        return tensor_of, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -70,7 +72,14 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a plain tensor on the CPU, or of a copy that is contiguous."""
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def tensor_of(data: Buffer, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor whose `bytes_of` are ``data``, in the same memory."""
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(shape)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -14,7 +14,7 @@ from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
 from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.kept import can_keep
-from core_rl.launch.messages import Failure, pack_call, pack_reference, unpack_reply
+from core_rl.launch.messages import Failure, pack_arguments, pack_call, pack_reference, unpack_reply
 from core_rl.launch.watch import Watch
 
 __all__ = ["RankPool"]
@@ -90,7 +90,8 @@ class RankPool:
         """
         # Ranks that are given the same tuple share its bytes.
         different = {id(args): args for args in per_rank}
-        payloads = {key: pack_call(name, engine_id, fn, args) for key, args in different.items()}
+        shared = pack_call(name, engine_id, fn)
+        payloads = {key: [*shared, *pack_arguments(name, args)] for key, args in different.items()}
         with self._exchange(name, engine_id), ExitStack() as kept:
             ranks = self._ranks[: len(per_rank)]
             deadline = time.monotonic() + timeout_s

@@ -100,19 +100,19 @@ def call_engine(fn: Callable[..., Any], state: RankState, *args: Any) -> Any:
 # ------------------------------------------------------ functions of an engine
 
 
-def call_method(name: str, engine: TrainEngine, *args: Any) -> Any:
-    """``engine.name(*args)``."""
-    return getattr(engine, name)(*args)
+def call_method(name: str, args: Sequence[object], engine: TrainEngine, batch: SequenceBatch) -> Any:
+    """``engine.name(batch, *args)``."""
+    return getattr(engine, name)(batch, *args)
 
 
 def forward(
-    engine: TrainEngine,
-    batch: SequenceBatch,
     mb_spec: MicroBatchSpec,
     outputs: tuple[OutputName, ...],
     temperature: float,
-    output_seqlens: Sequence[int] | None,
     post_hook: PostHook | None,
+    engine: TrainEngine,
+    batch: SequenceBatch,
+    output_seqlens: Sequence[int] | None,
 ) -> ModelOutput | list[Tensor] | None:
     """The engine's ``forward``, or with ``post_hook`` the rows of each sequence; None except on output ranks."""
     keep_rows = None if post_hook is None else list[Tensor]
