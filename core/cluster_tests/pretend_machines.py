@@ -17,18 +17,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from core_rl.launch.process import end_fork_server
+
 __all__ = ["DRIVER_ADDRESS", "SOON_S", "Machine", "pretend_machines", "tied", "within"]
 
 NETWORK = "10.77.0"
 DRIVER_ADDRESS = f"{NETWORK}.1"
+"""The address of the process that makes the machines."""
 SOON_S = 60.0
 """Far more than what is to come soon takes: a busy machine fails no test."""
-"""The address of the process that makes the machines."""
 CLONE_NEWNET = 0x40000000
 TOOLS = ("bash", "hostname", "ip", "mount", "nsenter", "setpriv", "unshare")
 UNSHARE = ("unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child")
@@ -53,6 +56,9 @@ mount --move /mnt /tmp
 chmod 1777 /tmp
 printf %s "$2" >/tmp/.hosts
 mount --bind /tmp/.hosts /etc/hosts
+# Nobody here answers questions about names. torch asks for that of each address that it connects to, and would wait.
+: >/tmp/.resolv
+[ ! -e /etc/resolv.conf ] || mount --bind /tmp/.resolv /etc/resolv.conf
 while :; do
     sleep infinity &
     [ -z "$pid" ] || echo "$pid"
@@ -208,6 +214,7 @@ def _end(init: subprocess.Popen[str]) -> None:
 def _own_network() -> Iterator[None]:
     """A network for this thread and what it starts, with a switch that the machines are plugged into."""
     before = os.open("/proc/self/ns/net", os.O_RDONLY)
+    _stop_fork_server()
     try:
         _system_call("unshare", CLONE_NEWNET)
         _ip(
@@ -217,11 +224,18 @@ def _own_network() -> Iterator[None]:
             "link set switch up",
         )
         yield
-        # Some process may stay in this network: the fork server, say.
-        _ip("link del switch")
+        _ip("link del switch")  # some process may stay in this network
     finally:
+        _stop_fork_server()
         _system_call("setns", before, CLONE_NEWNET)
         os.close(before)
+
+
+def _stop_fork_server() -> None:
+    """Have a new fork server for this process's next ranks: they are in the network in which it was started."""
+    end_fork_server()
+    stop: Callable[[], None] = getattr(forkserver._forkserver, "_stop")  # noqa: B009 - typeshed lacks it
+    stop()
 
 
 def _ip(*commands: str, where: Sequence[str] = ()) -> None:

@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from pretend_machines import DRIVER_ADDRESS, Machine, pretend_machines, within
+
+from core_rl.launch.process import start_fork_server
 
 PING = ["ping", "-c1", "-W1", "-q"]
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)"
@@ -62,6 +65,24 @@ def test_hostnames_mean_what_they_mean_on_debian(machines: list[Machine]) -> Non
     command = ["getent", "ahostsv4"]
     assert machines[0].output([*command, "node0"]).startswith("127.0.1.1 ")
     assert machines[0].output([*command, "node1"]).startswith(machines[1].address)
+
+
+def test_nobody_waits_for_the_name_of_an_address(machines: list[Machine]) -> None:
+    """torch asks for that of each address it connects to; the box's own name server cannot be reached."""
+    assert machines[0].output(["cat", "/etc/resolv.conf"]) == ""
+
+
+def test_ranks_of_the_driver_are_in_its_network() -> None:
+    def network_of_fork_server() -> Path:
+        start_fork_server()
+        pid: int = getattr(forkserver._forkserver, "_forkserver_pid")  # noqa: B009 - typeshed lacks it
+        return Path(f"/proc/{pid}/ns/net").readlink()
+
+    own = Path("/proc/thread-self/ns/net")
+    for _ in range(2):
+        with pretend_machines(1):
+            assert network_of_fork_server() == own.readlink()
+    assert network_of_fork_server() == own.readlink()
 
 
 def test_a_cut_cable_separates_a_machine_until_it_is_mended(machines: list[Machine]) -> None:
