@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -72,3 +73,12 @@ def test_an_agent_gets_its_key_by_the_environment_and_its_end_is_described(
     end = AgentActor().run(["-c", code, "an argument"], {"KEY": "a secret"})
     assert end == "ended with exit code 3; the end of its output:\na secret an argument\n"
     assert capfd.readouterr().out == "a secret an argument\n"  # which Ray shows at the driver
+
+
+def test_the_process_around_an_agent_ends_without_a_driver() -> None:
+    script = (
+        "import time; from core_rl.launch.hosts import ray_actor; ray_actor.LINGER_S = 0.1\n"
+        "assert ray_actor.AgentActor().serve(['-c', ''], {}).startswith('ended with exit code 0')\n"
+        "time.sleep(600)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -91,7 +91,7 @@ class RayHosts(AgentHosts):
             actor = self._actor(number, bundle)
             self._actors.append(actor)
             arguments = [*AGENT, "--driver", driver, "--machine", str(machine), "--with-parent"]
-            self._running[actor.run.remote(arguments, {KEY_VARIABLE: key.hex()})] = machine
+            self._running[actor.serve.remote(arguments, {KEY_VARIABLE: key.hex()})] = machine
 
     def _check_launched(self) -> None:
         if not self._running:

@@ -8,17 +8,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 __all__ = ["AgentActor"]
 
+LINGER_S = 10.0
+"""Seconds for the driver to hear how the agent has ended."""
 TAIL_LINES = 25
 """Lines of the agent's output that an error repeats."""
 
 
 class AgentActor:
     """The parent of one agent, which ends with it: the agent's standard input is a pipe of this process."""
+
+    def serve(self, arguments: Sequence[str], secrets: Mapping[str, str]) -> str:
+        """As `run`; then this process ends by itself. The driver, which ends it sooner, may be cut off."""
+        phrase = self.run(arguments, secrets)
+        end = threading.Timer(LINGER_S, os._exit, (0,))
+        end.daemon = True
+        end.start()
+        return phrase
 
     def run(self, arguments: Sequence[str], secrets: Mapping[str, str]) -> str:
         """Run Python with ``arguments`` until it ends; returns a phrase about its end, with the end of its output.
