@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from pretend_machines import Machine, pretend_machines, within
-from slurm_daemons import Slurm, slurm_daemons
-
-
-@pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
-    with pretend_machines(2, [tmp_path_factory.getbasetemp()]) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def slurm(machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_daemons(machines, tmp_path_factory.mktemp("slurm")) as running:
-        yield running
+from pretend_machines import within
+from slurm_daemons import Slurm
 
 
 def test_a_step_runs_on_each_machine(slurm: Slurm) -> None:

@@ -15,26 +15,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from pretend_machines import DRIVER_ADDRESS, Machine, pretend_machines, within
-from slurm_daemons import Slurm, slurm_daemons
+from pretend_machines import DRIVER_ADDRESS, within
+from slurm_daemons import Slurm
 
 from core_rl.errors import ClusterError, ConfigError
 from core_rl.launch.hosts import slurm as slurm_module
 from core_rl.launch.hosts.slurm import SlurmHosts
 
 BATCH = Path(__file__).with_name("cluster_batch.py")
-
-
-@pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
-    with pretend_machines(3, [tmp_path_factory.getbasetemp()]) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def slurm(machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_daemons(machines, tmp_path_factory.mktemp("slurm")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +70,7 @@ def test_nodes_that_are_not_there_are_refused_before_anything_starts(
         hosts(count, **settings)
 
 
-def test_a_step_that_fails_shows_what_srun_printed(allocation: None, machines: list[Machine]) -> None:
+def test_a_step_that_fails_shows_what_srun_printed(allocation: None) -> None:
     with pytest.raises(ClusterError, match=r"(?s)srun ended with exit code \d+ .*/no/such/python"):
         hosts(2, python="/no/such/python").open()
 
