@@ -71,7 +71,9 @@ class Slurm:
     def allocation(self, nodes: int) -> Iterator[dict[str, str]]:
         """The variables that ``salloc`` sets in an allocation of ``nodes`` nodes, which ends with the context."""
         env = {**os.environ, **self.environ}
-        command = tied(["salloc", "--quiet", f"--nodes={nodes}", sys.executable, "-c", HOLD])
+        # Without --no-kill a node that fails ends the job.
+        shape = ["--quiet", "--no-kill", f"--nodes={nodes}"]
+        command = tied(["salloc", *shape, sys.executable, "-c", HOLD])
         pipe = subprocess.PIPE
         with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as salloc:
             assert salloc.stdin is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import training_support as support
 from cluster_hosts import RAY, Cluster, cluster_of
+from cluster_losses import ours
 from pretend_machines import DRIVER_ADDRESS, within
 from rich.console import Console
 
 from core_rl.errors import ConfigError
 from core_rl_trainer import train
+from core_rl_trainer.callbacks import Event, StepEnd
 
 pytestmark = pytest.mark.nightly
 
@@ -76,6 +79,27 @@ def test_a_server_on_a_third_machine(
     assert gaps
     assert max(gaps) < 1e-4
     assert within(lambda: not cluster.left()), cluster.left()
+
+
+def test_a_restart_on_the_machine_that_is_left(cluster: Cluster, start: Path, tmp_path: Path) -> None:
+    """The first of two machines is gone for good; the scheduler has to give the other one."""
+    layout = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
+    unbroken = curve(support.supervised_values(start, tmp_path / "one", "sft", **layout))
+    lost, console = tmp_path / "many", Console(file=io.StringIO(), width=200)
+
+    def power_off(event: Event) -> None:
+        if isinstance(event, StepEnd) and event.step == 3:
+            cluster.machines[0].kill()
+            cluster.machines[2].kill()  # which could take its place
+
+    changes = section(cluster, ranks_per_machine=1, wait_s=45.0, restarts=1, layouts={1: {"dp": 1}})
+    values = support.supervised_values(start, lost, "sft", **layout, cluster=changes)
+    train(values, callbacks=[power_off], console=console)
+    assert isinstance(console.file, io.StringIO)
+    assert "from the checkpoint of step 2, on 1 machine: " in console.file.getvalue()
+    losses = [[row["loss"] for row in rows[1:]] for rows in (support.curve(lost), unbroken)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert within(lambda: not ours(cluster.left([1]))), cluster.left()
 
 
 def test_what_machines_do_not_share_is_named(

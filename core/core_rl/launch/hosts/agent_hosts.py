@@ -221,6 +221,11 @@ class AgentHosts(ABC):
         assert self._reception is not None
         self._reception.expect(machines)
 
+    def let_go(self) -> None:
+        """Let the agents go that came, to wait for others."""
+        assert self._reception is not None
+        self._reception.let_go()
+
     def _wait_for_agents(self, reception: Reception) -> None:
         deadline = time.monotonic() + self.wait_s
         while not reception.is_complete(LOOK_S):

@@ -96,6 +96,15 @@ class Reception:
         for link in list(self.links.values()):
             link.close()
 
+    def let_go(self) -> None:
+        """Let the agents go that are there, and wait for all machines again."""
+        with self._changed:
+            gone = list(self.links.values())
+            self.links.clear()
+            self._refused.clear()
+        for link in gone:
+            link.close()
+
     # ------------------------------------------------------------ connections
 
     def _all_came(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,18 +24,26 @@ from core_rl.launch.hosts.key import KEY_VARIABLE
 
 __all__ = ["SlurmHosts"]
 
+logger = logging.getLogger(__name__)
+
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTER_NAME", "SLURM_JWT", "SLURM_WORKING_CLUSTER")
 """Variables by which Slurm's commands find their cluster. Others shape a step after the batch script's own: a
 ``--gpus-per-task`` of it would give an agent the devices of one task."""
 SHAPING = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Slurm sets those of each machine."""
+NODES_OF_JOB = re.compile(r" NodeList=(?P<nodes>\S+)")
+STATE_OF_NODE = re.compile(r"^NodeName=(?P<name>\S+) .*? State=(?P<state>\S+)", re.MULTILINE)
+UNREACHED = re.compile(r"failed on node (\S+): Communication")
+"""What srun prints of a node that does not answer."""
 COMMAND_S = 30.0
 """The longest answer of Slurm's controller."""
 LAST_LINES = 20
 """Of srun's output, for a message."""
 END_S = 10.0
 """Seconds for the step to end, once its agents were let go."""
+LOOK_S = 1.0
+"""Between two looks at nodes that do not respond."""
 
 
 @dataclass(eq=False, repr=False)
@@ -58,26 +69,52 @@ class SlurmHosts(AgentHosts):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._job = _job_id()
-        self._nodes = _chosen_nodes(self._job, self.machines, self.nodelist, self.exclude)
+        self._usable = _usable_nodes(self._job, self.machines, self.nodelist, self.exclude)
+        self._unreached: set[str] = set()
+        """Nodes on which a step could not be started; Slurm may not know for minutes that they have failed."""
         self._step: _Step | None = None
+        self._launched: tuple[str, bytes] = ("", b"")
 
     def _key(self) -> bytes:
         return new_key()
 
     def _launch(self, driver: str, key: bytes) -> None:
+        self._launched = driver, key
         python = self.python or ("python3" if self.container_image else sys.executable)
         agent = [python, *AGENT, f"--driver={driver}", f"--wait={self.wait_s:g}"]
-        count = len(self._nodes)
+        nodes = self._nodes_there()
         shape = [
-            f"--nodes={count}",
-            f"--ntasks={count}",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
             "--ntasks-per-node=1",
-            f"--nodelist={','.join(self._nodes)}",
+            f"--nodelist={','.join(nodes)}",
         ]
         # All that the job has on a node, also where the batch script has shared it out among tasks.
         share = ["--mem=0", "--cpu-bind=none", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=1"]
         command = ["srun", f"--jobid={self._job}", *shape, *share, *self._options(), *agent]
         self._step = _Step(command, _environment(os.environ, key))
+
+    def _nodes_there(self) -> list[str]:
+        """The first nodes that the job still has and that respond, for which it waits ``wait_s`` seconds.
+
+        A job that was allocated with ``--no-kill`` goes on without nodes that have failed. Raises `ClusterError`.
+        """
+        deadline = time.monotonic() + self.wait_s
+        while True:
+            states = _states(self._job)
+            may_come = [name for name in self._usable if name in states and name not in self._unreached]
+            there = [name for name in may_come if _responds(states[name])]
+            if len(there) >= self.machines or len(may_come) < self.least or time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_S)
+        if len(there) < self.least:
+            raise ClusterError(
+                f"{len(there)} of {self.machines} machines are there: "
+                + ", ".join(f"{name} {states.get(name, 'is lost to the job')}" for name in self._usable)
+                + f"; see scontrol show job {self._job}"
+            )
+        self.expect(min(len(there), self.machines))
+        return there[: self.machines]
 
     def _options(self) -> list[str]:
         """What the caller chose for ``srun``."""
@@ -85,8 +122,17 @@ class SlurmHosts(AgentHosts):
         return [*(["--overlap"] if self.overlap else []), *image, *self.srun_arguments]
 
     def _check_launched(self) -> None:
-        if self._step is not None and (failure := self._step.failure()) is not None:
+        if self._step is None or (failure := self._step.failure()) is None:
+            return
+        unreached = set(UNREACHED.findall(failure)) - self._unreached
+        self._unreached |= unreached
+        others = [name for name in self._usable if name not in self._unreached]
+        if not unreached or len(others) < self.least:
             raise ClusterError(f"{failure}; see also scontrol show job {self._job}")
+        logger.warning("Slurm cannot start a step on %s; others are tried", ", ".join(sorted(unreached)))
+        self._end_launched()
+        self.let_go()
+        self._launch(*self._launched)
 
     def _end_launched(self) -> None:
         step, self._step = self._step, None
@@ -154,8 +200,8 @@ def _job_id() -> str:
     return job
 
 
-def _chosen_nodes(job: str, machines: int, nodelist: str | None, exclude: str | None) -> list[str]:
-    """The nodes for ``machines`` machines, in the order of the allocation; raises `ConfigError`."""
+def _usable_nodes(job: str, machines: int, nodelist: str | None, exclude: str | None) -> list[str]:
+    """The nodes of the allocation for at least ``machines`` machines, in its order; raises `ConfigError`."""
     names = os.environ.get("SLURM_JOB_NODELIST", "")
     there = _host_names(names, "SLURM_JOB_NODELIST")
     wanted = there if nodelist is None else _host_names(nodelist, "nodelist")
@@ -171,19 +217,39 @@ def _chosen_nodes(job: str, machines: int, nodelist: str | None, exclude: str | 
             f"machines = {machines}, and job {job} has {len(there)} nodes ({names}){chosen}; allocate more "
             f"(--nodes={machines}), or use fewer machines"
         )
-    return usable[:machines]
+    return usable
+
+
+def _states(job: str) -> dict[str, str]:
+    """Slurm's states of the nodes that ``job`` has now; raises `ClusterError`."""
+    shown = _scontrol("show", "--oneliner", "job", job)
+    if shown.returncode != 0 or (found := NODES_OF_JOB.search(shown.stdout)) is None:
+        raise ClusterError(f"Slurm's job {job} is not there any more: {shown.stderr.strip()}")
+    nodes = _scontrol("show", "--oneliner", "node", found["nodes"])
+    return {match["name"]: match["state"] for match in STATE_OF_NODE.finditer(nodes.stdout)}
+
+
+def _responds(state: str) -> bool:
+    """Whether a step can be started on a node in ``state``: ``*`` is what Slurm adds when it hears nothing."""
+    return "*" not in state and not state.startswith(("DOWN", "FAIL"))
 
 
 def _host_names(nodes: str, field: str) -> list[str]:
     """The single names in Slurm's notation, such as ``node[0-3,7]``; raises `ConfigError`."""
-    try:
-        command = ["scontrol", "show", "hostnames", nodes]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"scontrol did not answer within {COMMAND_S:g} s; is Slurm up here?") from error
+    done = _scontrol("show", "hostnames", nodes)
     if done.returncode != 0 or not done.stdout.split():
         raise ConfigError(f"{field} = {nodes!r} names no nodes: {done.stderr.strip()}")
     return done.stdout.split()
+
+
+def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+    """What ``scontrol`` printed; raises `ConfigError` where it does not answer."""
+    try:
+        return subprocess.run(
+            ["scontrol", *words], capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"scontrol did not answer within {COMMAND_S:g} s; is Slurm up here?") from error
 
 
 def _environment(of_driver: Mapping[str, str], key: bytes) -> dict[str, str]:
