@@ -12,8 +12,9 @@ import pytest
 from checkpoint_support import DAMAGE, in_child, killed_at, load_text, on_ranks, save_text
 from fsspec.implementations.local import LocalFileSystem
 
-from core_rl.checkpoint.directory import opened, place_of, publish
+from core_rl.checkpoint.directory import opened, publish
 from core_rl.checkpoint.manifest import parse_manifest
+from core_rl.checkpoint.remote import RemotePlace
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
@@ -31,7 +32,7 @@ def test_what_was_saved_is_read_back_and_replaced(url: str) -> None:
         load_text(url)
     save_text(url, **FILES)
     assert load_text(url) == FILES
-    assert parse_manifest(place_of(url).manifest_bytes() or b"", url).state == {"files": sorted(FILES)}
+    assert parse_manifest(RemotePlace(url).manifest_bytes() or b"", url).state == {"files": sorted(FILES)}
     save_text(url, weights="new", other="o")
     assert load_text(url) == {"weights": "new", "other": "o"}
     files, root = fsspec.core.url_to_fs(url)

@@ -4,6 +4,9 @@ All collectives come first: the ranks agree on a temporary directory, and each t
 thread on every rank writes that rank's files and leaves a marker next to them. The thread of rank 0
 waits for all markers, seals the directory and renames it into place. No thread talks to another rank.
 
+For a URL each machine has a directory of its own. The threads upload their files, the first rank of each machine then
+leaves a marker in the store, and rank 0 waits for those of all machines before it uploads the manifest.
+
 `late_writes` stands for a slow disk: a check sees that a snapshot is one, without waiting for time to pass.
 """
 
@@ -13,16 +16,19 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.directory import place_of, staged_on_leader
-from core_rl.checkpoint.manifest import FileRecord, file_names, records_of, seal
+from core_rl.checkpoint.directory import stage
+from core_rl.checkpoint.local import LocalPlace
+from core_rl.checkpoint.manifest import FileRecord, Manifest, records_of
+from core_rl.checkpoint.remote import is_url
 from core_rl.checkpoint.shards import files_of
+from core_rl.checkpoint.upload import begin_upload, finish_files
 from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
@@ -83,22 +89,24 @@ def publish_later(
     """
     subject = f"cannot save {path!r}, and what was there before is untouched"
     with ExitStack() as stack:
-        staged = staged_on_leader(path, state, world, stack, subject)
-        later = on_all(world, lambda: prepare(staged), subject, CheckpointError)
-        rank, size, resources = world.rank, world.size, stack.pop_all()
+        staged = stage(path, state, world, stack, subject)
+        later = on_all(world, lambda: prepare(staged.path), subject, CheckpointError)
+        store = begin_upload(path, staged, world, subject, timeout_s) if is_url(path) else None
+        resources = stack.pop_all()
 
         def complete() -> None:
             with resources:
                 try:
-                    _write_part(staged, rank, later.write, hashes=later.finish is None)
+                    _write_part(staged.path, staged.rank, later.write, hashes=later.finish is None)
                 finally:
                     # Also after a failure: no other rank writes into the directory any more when it is removed.
-                    if rank == 0 and (records := _await_parts(staged, size, timeout_s)) is not None:
-                        if later.finish is not None:
-                            later.finish(staged)
-                        rest = [name for name in file_names(staged) if name not in records]
-                        seal(staged, kind, state, records | records_of(staged, rest, threads=1))
-                        place_of(path).commit(staged)
+                    if staged.leads:
+                        records = _await_parts(staged.path, staged.ranks, timeout_s)
+                        if store is not None:
+                            store.complete(later.finish, records, kind, state)
+                        elif records is not None:
+                            records = finish_files(staged.path, later.finish, records)
+                            LocalPlace(path).commit(staged.path, Manifest.of(kind, state, records))
 
         return BackgroundSave(path, complete)
 
@@ -153,12 +161,15 @@ def _write_part(staged: Path, rank: int, write: Write, *, hashes: bool) -> None:
         raise
 
 
-def _await_parts(staged: Path, world_size: int, timeout_s: float) -> dict[str, FileRecord] | None:
-    """Return when all ranks have written, with their records, or None if one has failed; the markers are gone then."""
+def _await_parts(staged: Path, ranks: Sequence[int], timeout_s: float) -> dict[str, FileRecord] | None:
+    """Return when all ``ranks`` have written, with their records, or None if one has failed.
+
+    The markers are gone then.
+    """
     deadline = time.monotonic() + timeout_s
-    while len(markers := [*staged.glob(".rank-*.done"), *staged.glob(".rank-*.failed")]) < world_size:
+    while len(markers := [*staged.glob(".rank-*.done"), *staged.glob(".rank-*.failed")]) < len(ranks):
         if time.monotonic() > deadline:
-            waiting = set(range(world_size)) - {int(marker.stem.removeprefix(".rank-")) for marker in markers}
+            waiting = set(ranks) - {int(marker.stem.removeprefix(".rank-")) for marker in markers}
             raise CheckpointError(f"rank(s) {sorted(waiting)} did not finish writing within {timeout_s:g} s")
         time.sleep(POLL_S)
     records: dict[str, FileRecord] = {}

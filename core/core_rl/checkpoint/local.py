@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from core_rl.checkpoint.manifest import MANIFEST, check_ours, flush
+from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, seal
 from core_rl.errors import CheckpointError
 
 __all__ = ["LocalPlace", "is_temporary", "remove_stale"]
@@ -55,8 +55,9 @@ class LocalPlace:
             os.close(descriptor)
             shutil.rmtree(staged, ignore_errors=True)
 
-    def commit(self, staged: Path) -> None:
-        """Put the complete directory ``staged`` in place."""
+    def commit(self, staged: Path, manifest: Manifest) -> None:
+        """Put the directory ``staged`` in place, with the ``manifest`` of its files."""
+        seal(staged, manifest)
         if self._occupied():
             self.path.rename(self.old)
             try:

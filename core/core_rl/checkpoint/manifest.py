@@ -60,6 +60,11 @@ class Manifest:
     core_rl: str = __version__
     """The version that wrote it."""
 
+    @classmethod
+    def of(cls, kind: str, state: Mapping[str, Any], records: Mapping[str, FileRecord]) -> Manifest:
+        """The manifest of a directory with these ``records`` of all of its files."""
+        return cls(kind=kind, state=state, files={name: records[name] for name in sorted(records)})
+
     def to_bytes(self) -> bytes:
         """The JSON document with its own digest."""
         body = {"format": FORMAT, **asdict(self)}
@@ -120,9 +125,8 @@ def records_of(
         return dict(zip(names, pool.map(_record, files), strict=True))
 
 
-def seal(directory: Path, kind: str, state: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
-    """Write the manifest of ``directory``, with the ``records`` of all of its files, and flush it all to the disk."""
-    manifest = Manifest(kind=kind, state=state, files={name: records[name] for name in sorted(records)})
+def seal(directory: Path, manifest: Manifest) -> None:
+    """Write the ``manifest`` of ``directory``, and flush it and its files to the disk."""
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
     files = [directory / name for name in manifest.files]
     folders = {parent for file in files for parent in file.parents if parent.is_relative_to(directory)}

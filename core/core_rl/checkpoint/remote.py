@@ -7,15 +7,14 @@ the manifest itself is missing. ``.incomplete`` marks a place that an unfinished
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from fsspec.core import url_to_fs
 
-from core_rl.checkpoint.manifest import MANIFEST, check_ours, parse_manifest
-from core_rl.errors import CheckpointError
+from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, parse_manifest
+from core_rl.errors import CheckpointError, MissingPackage
 
 __all__ = ["RemotePlace", "is_url"]
 
@@ -35,78 +34,101 @@ class RemotePlace:
         self.url = url
         try:
             self._fs, root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
+        except ImportError as error:  # which names the package of the protocol
+            raise MissingPackage(f"cannot open {url!r}: {error}") from error
+        except ValueError as error:
             raise CheckpointError(f"cannot open {url!r}: {error}") from error
-        self._root: str = root.rstrip("/")
+        self.root: str = root.rstrip("/")
+        """The place in the store, as `download` takes it."""
         self._fs.invalidate_cache()
 
-    @contextmanager
-    def staging(self) -> Iterator[Path]:
-        """A local directory to write into, which `commit` uploads.
+    def check_replaceable(self) -> None:
+        """Raise `CheckpointError` if something that is not a checkpoint is at the place."""
+        occupied = self._fs.exists(self.root) and self._fs.find(self.root)
+        if occupied and not self._fs.exists(self._at(INCOMPLETE)):
+            check_ours(self.manifest_bytes(), self.url)
 
-        Raises `CheckpointError` if something that is not a checkpoint is at the place.
-        """
-        self._check_replaceable()
-        with tempfile.TemporaryDirectory(prefix="core-rl-save-") as directory:
-            yield Path(directory)
-
-    def commit(self, staged: Path) -> None:
-        """Upload the complete directory ``staged``."""
-        before = self._set_previous_aside()
-        self._fs.makedirs(self._root, exist_ok=True)
+    def begin(self) -> None:
+        """Set the checkpoint that is there aside, where readers find it until `commit`; before the first `upload`."""
+        self._set_previous_aside()
+        self._fs.makedirs(self.root, exist_ok=True)
         self._fs.pipe_file(self._at(INCOMPLETE), b"")
-        files = {file.relative_to(staged).as_posix() for file in staged.rglob("*") if file.is_file()}
-        for name in [*sorted(files - {MANIFEST}), MANIFEST]:
-            self._fs.makedirs(str(PurePosixPath(self._at(name)).parent), exist_ok=True)
-            self._fs.put_file(str(staged / name), self._at(name))
-        for leftover in before - files | {INCOMPLETE}:
-            self._remove(self._at(leftover))
-        self._remove(self._at(PREVIOUS), recursive=True)
 
-    @contextmanager
-    def reading(self) -> Iterator[Path]:
-        """A local copy of the checkpoint; empty if there is nothing."""
-        with tempfile.TemporaryDirectory(prefix="core-rl-load-") as name:
-            directory = Path(name)
-            root = self._current()
-            for file in self._files(root) or self._everything(root):
-                (directory / file).parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileNotFoundError):  # the verification that follows names what is missing
-                    self._fs.get_file(f"{root}/{file}", str(directory / file))
-            yield directory
+    def upload(self, directory: Path, names: Iterable[str]) -> None:
+        """Upload the files ``names`` of ``directory``; any process may."""
+        for name in names:
+            self._fs.makedirs(str(PurePosixPath(self._at(name)).parent), exist_ok=True)
+            self._fs.put_file(str(directory / name), self._at(name))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write the small file ``name``."""
+        self._fs.pipe_file(self._at(name), content)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Upload the manifest of the files that are there, and remove all others."""
+        self.write(MANIFEST, manifest.to_bytes())
+        self._remove(self._at(PREVIOUS), recursive=True)
+        for leftover in sorted(self._everything(self.root) - self._files(self.root)):
+            self._remove(self._at(leftover))
+
+    def files(self) -> tuple[str, list[str]]:
+        """The directory of the checkpoint in the store, and its files, nested ones included, in order."""
+        root = self._current()
+        return root, sorted(self._files(root) or self._everything(root))
+
+    def download(self, root: str, names: Iterable[str], directory: Path) -> None:
+        """Copy the files ``names`` of `files` to ``directory``."""
+        for name in names:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # the verification that follows names what is missing
+                self._fs.get_file(f"{root}/{name}", str(directory / name))
+
+    def read(self, name: str) -> bytes | None:
+        """The content of the small file ``name`` of the checkpoint; None where it is missing."""
+        file = f"{self._current()}/{name}"
+        return bytes(self._fs.cat_file(file)) if self._fs.exists(file) else None
+
+    def read_here(self, name: str) -> bytes:
+        """The content of the small file ``name`` at the place itself, complete or not."""
+        return bytes(self._fs.cat_file(self._at(name)))
 
     def manifest_bytes(self) -> bytes | None:
         """The manifest's text, or None where there is none."""
-        file = f"{self._current()}/{MANIFEST}"
-        return bytes(self._fs.cat_file(file)) if self._fs.exists(file) else None
+        return self.read(MANIFEST)
+
+    def names(self) -> list[str]:
+        """The entries at the place itself, without those inside of directories."""
+        self._fs.invalidate_cache()  # other processes write here
+        entries = self._fs.ls(self.root, detail=False) if self._fs.exists(self.root) else []
+        return [PurePosixPath(entry).name for entry in entries]
+
+    def remove(self) -> None:
+        """Remove the checkpoint; dying halfway leaves files without a manifest."""
+        for name in (f"{PREVIOUS}/{MANIFEST}", MANIFEST):
+            self._remove(self._at(name))
+        self._remove(self.root, recursive=True)
 
     def _at(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        return f"{self.root}/{name}"
 
     def _current(self) -> str:
         set_aside = not self._fs.exists(self._at(MANIFEST)) and self._fs.exists(
             self._at(f"{PREVIOUS}/{MANIFEST}")
         )
-        return self._at(PREVIOUS) if set_aside else self._root
+        return self._at(PREVIOUS) if set_aside else self.root
 
-    def _check_replaceable(self) -> None:
-        occupied = self._fs.exists(self._root) and self._fs.find(self._root)
-        if occupied and not self._fs.exists(self._at(INCOMPLETE)):
-            check_ours(self.manifest_bytes(), self.url)
-
-    def _set_previous_aside(self) -> set[str]:
-        """Copy what is complete to ``.previous/`` and take its manifest away; returns its files."""
+    def _set_previous_aside(self) -> None:
+        """Copy what is complete to ``.previous/`` and take its manifest away."""
         if not self._fs.exists(self._at(MANIFEST)):
-            return set()
+            return
         self._remove(self._at(PREVIOUS), recursive=True)
-        files = self._files(self._root)
+        files = self._files(self.root)
         for name in [*sorted(files - {MANIFEST}), MANIFEST]:
             target = self._at(f"{PREVIOUS}/{name}")
             self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
             with suppress(FileNotFoundError):  # a damaged checkpoint may be replaced too
                 self._fs.cp_file(self._at(name), target)
         self._remove(self._at(MANIFEST))
-        return files
 
     def _files(self, root: str, folder: str = "") -> set[str]:
         """All files of a complete checkpoint, nested ones included, relative to ``root``."""

@@ -152,7 +152,7 @@ class PendingCheckpoint:
     @property
     def is_written(self) -> bool:
         """Whether no part is being written any more; one that failed has written nothing."""
-        return not any(map(is_temporary, self._publication.staged.iterdir()))
+        return not any(map(is_temporary, self._publication.staged.path.iterdir()))
 
     def finish(self) -> Path:
         """Put the checkpoint in place, when all parts are complete; its path.
@@ -160,7 +160,7 @@ class PendingCheckpoint:
         Raises `CheckpointError` where it cannot be put there, or the background left a part out.
         """
         problems = [] if self.is_written else ["parts are still being written; wait for them first"]
-        parts = [entry for entry in sorted(self._publication.staged.iterdir()) if entry.is_dir()]
+        parts = [entry for entry in sorted(self._publication.staged.path.iterdir()) if entry.is_dir()]
         problems += [f"nothing was written of {part.name!r}" for part in parts if not any(part.iterdir())]
         if problems:
             self.abandon()

@@ -1,0 +1,88 @@
+"""Directories in which the ranks of a machine, or all ranks, write and read the files of a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from core_rl.distributed.agreement import agree, on_all
+from core_rl.distributed.comm import Comm
+from core_rl.errors import CheckpointError
+
+__all__ = ["Workspace", "check_visible", "shared_workspace", "workspace_of_each_machine"]
+
+FILES = "files"
+LEADER = "leader"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """A directory and the ranks that see it. Its path is the same on all machines."""
+
+    path: Path
+    rank: int
+    ranks: tuple[int, ...]
+    """The ranks that see the files in it, in order: all of them, or those of one machine."""
+    leaders: tuple[int, ...]
+    """The first rank of each such directory; rank 0 is one of them."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the ranks that see the directory."""
+        return self.rank == self.ranks[0]
+
+    def share(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of the files ``names`` that are this rank's work; of files with the number of a rank, its own."""
+        return names[self.ranks.index(self.rank) :: len(self.ranks)]
+
+
+def shared_workspace(path: Path, world: Comm) -> Workspace:
+    """The directory ``path``, which all ranks see."""
+    return Workspace(path=path, rank=world.rank, ranks=tuple(range(world.size)), leaders=(0,))
+
+
+def workspace_of_each_machine(world: Comm, stack: ExitStack, subject: str) -> Workspace:
+    """An empty directory for temporary files on each machine; collective.
+
+    It lives as long as its leader's ``stack``. Machines that share the directory of temporary files share this one too.
+    """
+    root = world.broadcast(Path(tempfile.gettempdir()) / f"core-rl-{uuid.uuid4().hex}")
+    on_all(world, lambda: _make(root, world.rank, stack), subject, CheckpointError)
+    leader_of = agree(world, lambda: int((root / LEADER).read_text()), subject, CheckpointError)
+    own = leader_of[world.rank]
+    return Workspace(
+        path=root / FILES,
+        rank=world.rank,
+        ranks=(own, *(rank for rank, leader in enumerate(leader_of) if leader == own != rank)),
+        leaders=tuple(sorted(set(leader_of))),
+    )
+
+
+def _make(root: Path, rank: int, stack: ExitStack) -> None:
+    """Make ``root``, unless another rank that sees it was first."""
+    try:
+        root.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{root.parent} does not exist here; set the environment variable TMPDIR to a directory that all machines "
+            "have"
+        ) from error
+    stack.callback(shutil.rmtree, root, ignore_errors=True)
+    (root / FILES).mkdir()
+    (root / LEADER).write_text(str(rank))
+
+
+def check_visible(directory: Path) -> None:
+    """Raise `CheckpointError` on a rank that does not see what rank 0 made."""
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} does not exist here; all ranks must see one file system. Name a directory that all machines "
+            "share, or an fsspec URL"
+        )
