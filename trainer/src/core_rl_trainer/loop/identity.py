@@ -26,6 +26,7 @@ CHANGEABLE = (
     "save_in_background",
     "eval_every",
     "keep",
+    "checkpoint_url",
     "stop_on*",
     "wandb*",
     "push_to_hub*",

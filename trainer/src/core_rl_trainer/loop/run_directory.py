@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from core_rl.checkpoint.copies import CheckpointCopies
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.logs.step_log import read_steps
@@ -119,9 +120,15 @@ class RunDirectory:
         """The rewards, or the losses, over the steps."""
         self.page = self.path / PAGE
         """The page that shows the run."""
+        url = recipe.checkpoint_url
+        self._copies = CheckpointCopies(url, recipe.keep) if url is not None else None
         if recipe.fresh:
             self._clear()
+            if self._copies is not None:
+                self._copies.clear()
         self.checkpoints = RunCheckpoints(self.path / "checkpoints", recipe.keep)
+        if self._copies is not None:
+            self._copies.download(self.checkpoints)
         self._source = source
         self.identity = self._claim(now or RunIdentity.of(recipe))
         """What a later resume of the run is compared with."""
@@ -134,6 +141,11 @@ class RunDirectory:
     def checkpoint(self) -> RunCheckpoint | None:
         """The checkpoint to go on from: the newest of this run, else that of the run which it starts from."""
         return self.checkpoints.latest() or self._source
+
+    def copy_checkpoint(self, step: int) -> None:
+        """Copy the checkpoint of ``step`` to ``checkpoint_url``, where it is missing or was saved again."""
+        if self._copies is not None:
+            self._copies.upload(step, self.checkpoints.at(step).path)
 
     def reference(self, name: str) -> Path:
         """The file of the reference's log-probs of the training data (``train``) or the evaluation data (``eval``)."""
@@ -196,6 +208,8 @@ class RunDirectory:
     def _claim(self, now: RunIdentity) -> RunIdentity:
         """The identity of the run that is here, or begins here; raises `ConfigError` where ``now`` is another one."""
         before, steps = self._found(), self.checkpoints.steps()
+        if before is None and (copied := self.checkpoints.latest()) is not None:  # from checkpoint_url
+            before = RunIdentity.from_dict(copied.state["run"])
         if before is not None:
             changed = before.refused_changes(now)
             if changed and not (steps or self._has_steps()):

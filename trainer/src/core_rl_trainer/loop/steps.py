@@ -162,6 +162,7 @@ class RunSteps:
 
     def _saved(self, best: BestModel, step: int, path: Path) -> None:
         best.prune()
+        self.directory.copy_checkpoint(step)
         self.callbacks.checkpoint_saved(step, path)
 
     def _result(self, step: int, best: BestModel) -> dict[str, Any]:

@@ -99,6 +99,9 @@ class Recipe(Config):
     is in place after the next step, or earlier; a run that is killed before goes on from the one before it."""
     keep: int = Field(default=2, ge=1)
     """Run checkpoints that are kept."""
+    checkpoint_url: str | None = Field(default=None, pattern=r"^[a-z0-9+.-]+://.+$")
+    """Copy each run checkpoint to this fsspec URL as well, such as ``s3://bucket/my-run``, where ``keep`` of them are
+    kept. A run whose ``output_dir`` is gone goes on from there. It may change when a run is resumed."""
     keep_best: KeepBest | None = None
     """Keep the model of the best evaluation as ``best_model``, next to the checkpoints, in Hugging Face format."""
     wandb: WandbSection | None = None
