@@ -7,21 +7,24 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from object_store import PROTOCOL, ObjectStore
 from torch._C._distributed_c10d import FileStore
 
+from core_rl.checkpoint import workspace
 from core_rl.checkpoint.background import Later, publish_later
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError
 
-MACHINES = (0, 1, 1)
+MACHINES = (0, 0, 1, 1)
 """The machine of each rank."""
 FILES = {f"rank{rank}": f"of rank {rank}" for rank in range(len(MACHINES))}
 
@@ -49,9 +52,10 @@ def on_machines(tmp_path: Path, function: Callable[..., Any], *args: Any) -> lis
     ]
     for process in processes:
         process.start()
-    outcomes: dict[int, Outcome] = dict(results.get() for _ in processes)
     for process in processes:
         process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(MACHINES)
+    outcomes: dict[int, Outcome] = dict(results.get() for _ in processes)
     assert [outcomes[rank].left for rank in sorted(outcomes)] == [[]] * len(MACHINES)
     return [outcomes[rank].found for rank in sorted(outcomes)]
 
@@ -129,6 +133,28 @@ def test_each_machine_uploads_its_files_and_downloads_all(
     assert names_in(tmp_path / "store" / "a") == ["manifest.json", *FILES]
 
 
+def save_where_last_ranks_are_first(world: Comm, url: str) -> None:
+    """The directory of each machine is made by its last rank, and led by its first."""
+    make = workspace._make
+
+    def make_late(root: Path, rank: int, stack: ExitStack) -> None:
+        if rank % 2 == 0:
+            world.barrier()
+        make(root, rank, stack)
+        if rank % 2 == 1:
+            world.barrier()
+
+    with mock.patch.object(workspace, "_make", make_late):
+        save_later(world, url)
+
+
+def test_the_first_rank_of_a_machine_leads_whichever_makes_the_directory(tmp_path: Path) -> None:
+    url = f"{PROTOCOL}://{tmp_path}/store/a"
+    assert on_machines(tmp_path, save_and_load, url, save_where_last_ranks_are_first) == [FILES] * len(
+        MACHINES
+    )
+
+
 def test_rank_0_joins_the_files_of_all_machines(tmp_path: Path) -> None:
     url = f"{PROTOCOL}://{tmp_path}/store/a"
     expected = {"joined": "; ".join(FILES.values())}
@@ -163,7 +189,7 @@ def replace_and_fail(
     raise AssertionError("the failed upload was not reported")
 
 
-@pytest.mark.parametrize(("write", "rank"), [(save, 2), (save, 0), (save_later, 1), (save_later, 0)])
+@pytest.mark.parametrize(("write", "rank"), [(save, 2), (save, 0), (save_later, 2), (save_later, 0)])
 def test_an_upload_that_fails_names_the_rank_and_keeps_the_old_one(
     tmp_path: Path, write: Callable[[Comm, str], None], rank: int
 ) -> None:
@@ -186,7 +212,7 @@ def test_an_upload_that_was_killed_is_not_a_checkpoint(tmp_path: Path) -> None:
 def test_a_machine_without_the_directory_of_temporary_files_is_named(tmp_path: Path) -> None:
     url = f"{PROTOCOL}://{tmp_path}/store/a"
     for answer in on_machines(tmp_path, save_without_scratch, url):
-        assert "rank 0: scratch" in answer.replace("/core-rl", "")
+        assert "ranks 0, 1: scratch" in answer.replace("/core-rl", "")
         assert "set the environment variable TMPDIR" in answer
 
 

@@ -17,7 +17,7 @@ from core_rl.errors import CheckpointError
 __all__ = ["Workspace", "check_visible", "shared_workspace", "workspace_of_each_machine"]
 
 FILES = "files"
-LEADER = "leader"
+MAKER = "maker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,20 @@ def workspace_of_each_machine(world: Comm, stack: ExitStack, subject: str) -> Wo
     It lives as long as its leader's ``stack``. Machines that share the directory of temporary files share this one too.
     """
     root = world.broadcast(Path(tempfile.gettempdir()) / f"core-rl-{uuid.uuid4().hex}")
-    on_all(world, lambda: _make(root, world.rank, stack), subject, CheckpointError)
-    leader_of = agree(world, lambda: int((root / LEADER).read_text()), subject, CheckpointError)
-    own = leader_of[world.rank]
-    return Workspace(
+    with ExitStack() as made:
+        on_all(world, lambda: _make(root, world.rank, made), subject, CheckpointError)
+        maker_of = agree(world, lambda: int((root / MAKER).read_text()), subject, CheckpointError)
+        made.pop_all()
+    own = maker_of[world.rank]
+    workspace = Workspace(
         path=root / FILES,
         rank=world.rank,
-        ranks=(own, *(rank for rank, leader in enumerate(leader_of) if leader == own != rank)),
-        leaders=tuple(sorted(set(leader_of))),
+        ranks=tuple(rank for rank, maker in enumerate(maker_of) if maker == own),
+        leaders=tuple(sorted({maker_of.index(maker) for maker in maker_of})),
     )
+    if workspace.leads:
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+    return workspace
 
 
 def _make(root: Path, rank: int, stack: ExitStack) -> None:
@@ -76,7 +81,7 @@ def _make(root: Path, rank: int, stack: ExitStack) -> None:
         ) from error
     stack.callback(shutil.rmtree, root, ignore_errors=True)
     (root / FILES).mkdir()
-    (root / LEADER).write_text(str(rank))
+    (root / MAKER).write_text(str(rank))
 
 
 def check_visible(directory: Path) -> None:
