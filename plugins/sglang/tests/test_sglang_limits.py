@@ -21,9 +21,9 @@ from core_rl import get_spec, load_config
 from core_rl.config.base import parse_config
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError
+from core_rl.servers.file_limit import TooManyFiles
 from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.file_limit import TooManyFiles
-from core_rl_sglang.model import ServedModel
+from core_rl_sglang.model import served_model
 from core_rl_sglang.process import arguments_of
 from core_rl_trainer.loop.role_plan import plan_roles
 from core_rl_trainer.recipe.recipe import load_recipe
@@ -121,7 +121,7 @@ def test_each_server_has_accelerators_of_its_own(
 ) -> None:
     path = tiny_model(tmp_path)
     found = config(path, **fields)
-    model = ServedModel.of(found.model, 0)
+    model = served_model(found.model, 0)
     arguments = arguments_of(found.of_server(number), model, 1234, "cuda")
     names = ("--base-gpu-id", "--gpu-id-step", "--mem-fraction-static")
     own = [pair for pair in pairwise(arguments) if pair[0] in names]

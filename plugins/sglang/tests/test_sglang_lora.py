@@ -23,8 +23,8 @@ from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import sent
-from core_rl_sglang.adapters import AdapterForm
-from core_rl_sglang.model import ServedModel
+from core_rl_sglang.adapters import SglangAdapterForm
+from core_rl_sglang.model import served_model
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 6, "rslora": True, "target_modules": ["k_proj", "down_proj"]}
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -36,8 +36,8 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
         yield made[0]
 
 
-def form_of(path: str, **changes: Any) -> AdapterForm:
-    form = ServedModel.of(ModelConfig(path=path, lora=LoraConfig(**{**LORA, **changes})), cpu_ranks=1).adapter
+def form_of(path: str, **changes: Any) -> SglangAdapterForm:
+    form = served_model(ModelConfig(path=path, lora=LoraConfig(**{**LORA, **changes})), cpu_ranks=1).adapter
     assert form is not None
     return form
 

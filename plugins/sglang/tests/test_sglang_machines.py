@@ -15,9 +15,9 @@ from sglang_support import API_KEY, backend_of, build, complete, request, stubs,
 from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.launch.hosts.rehearsal import RehearsalHosts
 from core_rl.launch.server_processes import server_processes
+from core_rl.servers.process import bound
+from core_rl.servers.weights import require_shared_memory_with
 from core_rl_sglang.placed import reserve_port
-from core_rl_sglang.process import bound
-from core_rl_sglang.weights import require_shared_memory_with
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from core_rl.errors import ConfigError, RolloutError
 from core_rl.weight_sync.accelerators import CudaEnvironment
 from core_rl_sglang import serve
 from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.model import ServedModel
-from core_rl_sglang.process import ServerProcess
+from core_rl_sglang.model import served_model
+from core_rl_sglang.process import start
 
 
 def script(directory: Path, text: str) -> str:
@@ -128,7 +128,7 @@ def test_a_server_writes_the_libraries_and_gpus_of_its_environment(
     python = script(tmp_path, f'read key; read file; cp {file} "$file"; exec sleep 600')
     config = build(model, dp=2, python=python).config
     assert isinstance(config, SglangConfig)
-    process = ServerProcess(config.of_server(1), ServedModel.of(config.model), 1, None)
+    process = start(config.of_server(1), served_model(config.model), 1, None)
     try:
         wait_for(lambda: process.cuda() is not None)
         found = process.cuda()

@@ -35,10 +35,10 @@ from core_rl.checkpoint.directory import publish
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.distributed.comm import Comm
 from core_rl.errors import RolloutError, WeightsError
+from core_rl.servers.server import Server
 from core_rl.weight_sync import group as weight_group
 from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_sglang.server import Server
 
 __all__ = ["gpu"]
 
@@ -389,3 +389,17 @@ def test_files_are_hashed_where_they_are_to_be_verified(
         assert not hashed
         receiver.update_weights(WeightUpdateMeta(version=2, path=str(path), verify=True)).result(20)
         assert any(name.endswith(".safetensors") for name in hashed)
+
+
+def test_memory_is_freed_and_comes_back_with_the_weights(tmp_path: Path) -> None:
+    new = tiny_model(tmp_path, seed=1)
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)
+        before = [len(stub.bodies) for stub in made]
+        engine.release_memory()
+        engine.resume_memory()
+        for stub, start in zip(made, before, strict=True):
+            calls = [path for path, _ in stub.bodies[start:]]
+            assert calls[:2] == ["/release_memory_occupation", "/resume_memory_occupation"]
+            assert "/update_weights_from_disk" in calls
+        assert complete(engine, request())[0].versions == (3,) * 4

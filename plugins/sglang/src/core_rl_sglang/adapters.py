@@ -1,16 +1,12 @@
-"""Adapters (LoRA) in SGLang's format, and the adapter that serves a request."""
+"""Adapters (LoRA) in SGLang's format."""
 
 from __future__ import annotations
 
-import glob
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +18,7 @@ from core_rl.config.engine import LoraConfig
 from core_rl.errors import ConfigError
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
 
-__all__ = ["AdapterForm", "ServedAdapter", "ServedDirectory"]
+__all__ = ["SglangAdapterForm"]
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang fuses. It ignores adapters that lack the first of them (0.5.23, ``lora.py``)."""
@@ -34,7 +30,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterForm:
+class SglangAdapterForm:
     """The adapters of one kind over one model: the trainer's factors, and SGLang's files."""
 
     lora: LoraConfig
@@ -53,7 +49,7 @@ class AdapterForm:
         config: PretrainedConfig,
         weights: Mapping[str, tuple[int, ...]],
         cpu_ranks: int,
-    ) -> AdapterForm:
+    ) -> SglangAdapterForm:
         """The form of ``lora`` over the model in ``path``, whose weights have these shapes.
 
         ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere. Raises `ConfigError` for target modules that
@@ -67,7 +63,7 @@ class AdapterForm:
                 f"{', '.join(sorted(TAKEN))}; name some of these in target_modules, or sync by 'tensor', which sends "
                 "weights with the adapter merged into them"
             )
-        return AdapterForm(
+        return SglangAdapterForm(
             lora=lora,
             base=str(path),
             shapes=shapes,
@@ -128,56 +124,3 @@ def _absent(
             if other not in layers:
                 yield other + A, (rank, into)
                 yield other + B, (weights[f"{other.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
-
-
-class ServedDirectory:
-    """A directory that servers read."""
-
-    def __init__(self, directory: Path, *, temporary: bool) -> None:
-        self.name = str(directory)
-        """Its name, or that of a link to it where SGLang (0.5.23) would take the name for a pattern."""
-        self._removed = [directory] if temporary else []
-        if glob.escape(self.name) != self.name:
-            link = Path(tempfile.mkdtemp(prefix="core-rl-sglang-")) / "weights"
-            link.symlink_to(directory)
-            self.name = str(link)
-            self._removed.append(link.parent)
-
-    def discard(self) -> None:
-        """Remove the link, and a temporary directory; no server will need them again."""
-        for directory in self._removed:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-class ServedAdapter:
-    """An adapter over the base weights of servers, or none: ``name`` is None then.
-
-    A request keeps the adapter that it began with. One that has been replaced draws tokens of its own versions as
-    long as such requests last, whatever version the server reports by then.
-    """
-
-    def __init__(self, version: int, directory: Path | None = None) -> None:
-        self.version = version
-        self.last_version: int | None = None
-        """The last version of its tokens, once it has been replaced."""
-        self.in_flight = 0
-        """Requests that use it."""
-        self._directory = None if directory is None else ServedDirectory(directory, temporary=True)
-        self.path = "" if self._directory is None else self._directory.name
-        """The directory that servers load it from."""
-        self.name = None if directory is None else f"core-rl-{uuid4().hex}"
-        """Its name on servers; no two adapters of any engines share one."""
-
-    @property
-    def fields(self) -> dict[str, str]:
-        """The fields of a request that uses it."""
-        return {} if self.name is None else {"lora_path": self.name}
-
-    def version_of(self, weight_version: int) -> int:
-        """The version of a token that was drawn when the server reported ``weight_version``."""
-        return weight_version if self.last_version is None else min(weight_version, self.last_version)
-
-    def discard(self) -> None:
-        """Remove its files; no server will need them again."""
-        if self._directory is not None:
-            self._directory.discard()

@@ -1,69 +1,23 @@
-"""Properties of the served model that need no server: its vocabulary, context, stop tokens and tensors."""
+"""The model that SGLang servers serve."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
-from pathlib import Path
+from dataclasses import replace
 
-from transformers import GenerationConfig, PretrainedConfig
-
-from core_rl.backend.inference_backend import ModelLimits
 from core_rl.config.engine import ModelConfig
-from core_rl.errors import ConfigError
-from core_rl.toolkit.build import read_config
-from core_rl.toolkit.meta_build import digest_of_directory
-from core_rl.toolkit.model_files import exported_shapes
-from core_rl_sglang.adapters import AdapterForm
+from core_rl.servers.model import ServedModel
+from core_rl_sglang.adapters import SglangAdapterForm
 
-__all__ = ["ServedModel"]
+__all__ = ["served_model"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """The model of a directory that servers read too."""
+def served_model(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
+    """The model in the directory of ``model``, and the form of its adapters; raises `ConfigError`.
 
-    path: Path
-    limits: ModelLimits
-    eos: frozenset[int]
-    """End-of-sequence tokens, those of the config and of the generation config: SGLang stops at both."""
-    shapes: dict[str, tuple[int, ...]]
-    """Names and shapes of the tensors of an export."""
-    config: PretrainedConfig
-    adapter: AdapterForm | None
-    """The form of adapters over it; None without ``model.lora``."""
-
-    @staticmethod
-    def of(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
-        """Read the directory of ``model``; raises `ConfigError` where there is none.
-
-        ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere.
-        """
-        if model.path is None:
-            raise ConfigError(
-                "the engine 'sglang' serves a model directory; set model.path instead of model.config"
-            )
-        config = read_config(model)
-        path = Path(model.path).expanduser().resolve()
-        shapes, lora = exported_shapes(model), model.lora
-        return ServedModel(
-            path=path,
-            limits=ModelLimits.of(config),
-            eos=_eos(config, path),
-            shapes=shapes,
-            config=config,
-            adapter=None if lora is None else AdapterForm.of(lora, path, config, shapes, cpu_ranks),
-        )
-
-    @cached_property
-    def digest(self) -> str:
-        """The digest of its weights, as a train engine computes it for the base of an adapter."""
-        return digest_of_directory(self.path, self.config)
-
-
-def _eos(config: PretrainedConfig, path: Path) -> frozenset[int]:
-    found = [getattr(config.get_text_config(), "eos_token_id", None)]
-    if (path / "generation_config.json").is_file():
-        found.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    return frozenset(chain.from_iterable([of] if isinstance(of, int) else of or () for of in found))
+    ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere.
+    """
+    served = ServedModel.of(model, "sglang")
+    if model.lora is None:
+        return served
+    form = SglangAdapterForm.of(model.lora, served.path, served.config, served.shapes, cpu_ranks)
+    return replace(served, adapter=form)

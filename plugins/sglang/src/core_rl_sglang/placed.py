@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.distributed.devices import device_type
 from core_rl.errors import GroupError, RolloutError
+from core_rl.servers.process import ServerProcess, bound
 from core_rl.weight_sync.accelerators import CudaEnvironment
 from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.model import ServedModel
-from core_rl_sglang.process import ServerProcess, bound
+from core_rl_sglang.model import served_model
+from core_rl_sglang.process import start
 
 __all__ = ["PlacedServer"]
 
@@ -58,10 +59,10 @@ class PlacedServer:
             found: CudaEnvironment | None = self._process.call(server_cuda)
         return found
 
-    def require_alive(self, address: str) -> None:
+    def require_alive(self, name: str) -> None:
         """As `ServerProcess.require_alive`."""
         with _reached():
-            self._process.call(require_server, address)
+            self._process.call(require_server, name)
 
     def log_tail(self, lines: int = 25) -> str:
         """As `ServerProcess.log_tail`; empty where its machine is gone."""
@@ -118,7 +119,7 @@ def start_server(config: SglangConfig, port: int, key: str | None) -> None:
     if _here.port is None:  # in a process that replaces another one
         reserve_port(config.options.host, port)
     ranks = config.layout.tp if device_type(config.device) == "cpu" else 0
-    _here.server = ServerProcess(config, ServedModel.of(config.model, ranks), port, key)
+    _here.server = start(config, served_model(config.model, ranks), port, key)
 
 
 def stop_server() -> None:
@@ -140,8 +141,8 @@ def server_cuda() -> CudaEnvironment | None:
     return _here.require().cuda()
 
 
-def require_server(address: str) -> None:
-    _here.require().require_alive(address)
+def require_server(name: str) -> None:
+    _here.require().require_alive(name)
 
 
 def server_log(lines: int) -> str:

@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams, StopReason
 from core_rl.errors import RolloutError
+from core_rl.servers.wire import Scores, StreamReader, Wire, readable, versions_of
 
-__all__ = ["StaleServer", "generation_body", "readable", "to_partial_response", "to_response"]
+__all__ = ["SglangWire", "generation_body", "to_partial_response", "to_response"]
 
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
 
 
-class StaleServer(RolloutError):
-    """The server responded with weights that this engine never gave it: it has been restarted."""
+class SglangWire(Wire):
+    """``POST /generate``."""
 
+    path = "/generate"
+    ids = "input_ids"
+    rid = "rid"
 
-@contextmanager
-def readable(response: Any, subject: str) -> Iterator[None]:
-    """Raise `RolloutError` with ``response`` where the context cannot read it; ``subject`` says from where it came."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise RolloutError(f"{subject} that cannot be read ({error!r}): {str(response)[:300]}") from error
+    def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
+        return generation_body(request, request.rid)
+
+    def adapter_fields(self, name: str | None) -> dict[str, str]:
+        return {} if name is None else {"lora_path": name}
+
+    def response(self, request: LLMRequest, found: Any, eos: Collection[int], server: str) -> LLMResponse:
+        return to_response(request, found, eos, server)
+
+    def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+        return {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": k,
+        }
+
+    def scores(self, found: Any, ids: Sequence[int], k: int, server: str) -> Scores:
+        with readable(found, f"{server} gave scores"):
+            meta = found["meta_info"]
+            # The first token of a sequence has no log-prob.
+            logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
+            positions = meta["input_top_logprobs"][1:] if k else []
+            best = [[(token, value) for value, token, _ in position] for position in positions]
+            return Scores.checked(logprobs, best, ids, k, server)
+
+    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
+        seen = 0
+
+        def read(event: Any) -> PartialResponse | LLMResponse:
+            nonlocal seen
+            part = to_partial_response(event, seen, server)
+            if part is None:
+                return to_response(request, event, eos, server)
+            seen += len(part.output_ids)
+            return part
+
+        return read
 
 
 def generation_body(request: LLMRequest, rid: str) -> dict[str, Any]:
@@ -64,23 +99,21 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
     return found
 
 
-def to_response(request: LLMRequest, response: Any, eos: Collection[int], address: str) -> LLMResponse:
-    """The response of the server at ``address`` to ``request``; ``eos`` are the model's end-of-sequence tokens.
+def to_response(request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
+    """The response of ``server`` to ``request``; ``eos`` are the model's end-of-sequence tokens.
 
     Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
     """
-    with readable(response, f"SGLang server {address} sent a response to request {request.rid}"):
+    with readable(response, f"{server} sent a response to request {request.rid}"):
         meta, ids = response["meta_info"], tuple(response["output_ids"])
         finish = meta["finish_reason"]
         aborted = finish["type"] == "abort"
         if aborted and finish.get("status_code"):
-            raise RolloutError(
-                f"SGLang server {address} refused request {request.rid}: {finish.get('message', finish)}"
-            )
+            raise RolloutError(f"{server} refused request {request.rid}: {finish.get('message', finish)}")
         if aborted and "weight_versions" not in meta:  # before it began
             ids, meta = (), {"output_token_logprobs": [], "weight_versions": []}
         pairs = meta["output_token_logprobs"]
-        versions = _versions(meta["weight_versions"], len(ids), address)
+        versions = versions_of(meta["weight_versions"], len(ids), server)
         if [token for _, token, _ in pairs] != list(ids):
             raise ValueError("its log-probs are of other tokens than its output_ids")
         sampling = request.sampling
@@ -98,12 +131,12 @@ def to_response(request: LLMRequest, response: Any, eos: Collection[int], addres
         )
 
 
-def to_partial_response(event: Any, seen: int, address: str) -> PartialResponse | None:
+def to_partial_response(event: Any, seen: int, server: str) -> PartialResponse | None:
     """The tokens of a streamed event after the first ``seen``; None for the last event, which is the whole response.
 
     Raises `RolloutError` for a malformed event.
     """
-    with readable(event, f"SGLang server {address} streamed something"):
+    with readable(event, f"{server} streamed something"):
         meta = event["meta_info"]
         if meta["finish_reason"] is not None:
             return None
@@ -111,17 +144,3 @@ def to_partial_response(event: Any, seen: int, address: str) -> PartialResponse 
         return PartialResponse(
             output_ids=tuple(token for _, token, _ in pairs), logprobs=tuple(float(p) for p, _, _ in pairs)
         )
-
-
-def _versions(spans: list[dict[str, Any]], count: int, address: str) -> tuple[int, ...]:
-    """The version of each output token, from the server's record of the updates on the way."""
-    found: list[int] = []
-    for span in spans:
-        if not str(span["version"]).isdecimal():
-            raise StaleServer(f"SGLang server {address} has weights of the version {span['version']!r}")
-        if span["start"] != len(found):
-            raise ValueError(f"its weight_versions leave out tokens: {spans}")
-        found += [int(span["version"])] * (span["end"] - span["start"])
-    if len(found) != count:
-        raise ValueError(f"its weight_versions are of {len(found)} tokens, and there are {count}")
-    return tuple(found)

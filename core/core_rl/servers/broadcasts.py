@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
+from core_rl.servers.api import Refused, ServerTimeout
+from core_rl.servers.pool import failures
+from core_rl.servers.server import Server
+from core_rl.servers.weights import TensorWeights, first_ranks, ranks_of
 from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, RendezvousServer, WeightGroup
 from core_rl.weight_sync.messages import Bucket
-from core_rl_sglang.api import Refused, ServerTimeout
-from core_rl_sglang.pool import failures
-from core_rl_sglang.server import Server
-from core_rl_sglang.weights import TensorWeights, first_ranks, ranks_of
 
 __all__ = ["BroadcastWeights"]
 
@@ -45,7 +45,7 @@ class BroadcastWeights(TensorWeights):
         rank_of = first_ranks(self._receivers, 1)
         failed = await failures(lambda server: server.join(group, rank_of[server]), self._receivers)
         for server, error in failed.items():
-            logger.warning("SGLang server %s did not join: %s", server.address, error)
+            logger.warning("%s did not join: %s", server.name, error)
         self._members = set(self._receivers) - failed.keys()
 
     async def leave(self) -> None:
@@ -72,7 +72,7 @@ class BroadcastWeights(TensorWeights):
 
     async def _load(self, server: Server, bucket: Bucket) -> None:
         if self._by_memory:
-            raise Refused(f"SGLang server {server.address}: the group of the weight update broke")
+            raise Refused(f"{server.name}: the group of the weight update broke")
         await server.load_broadcast(bucket, self._group)
 
     async def _send(self, server: Server) -> None:

@@ -18,11 +18,11 @@ from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
+from core_rl.servers.adapters import ServedDirectory
+from core_rl.servers.server import Server
 from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, address_towards
 from core_rl.weight_sync.messages import Bucket
-from core_rl_sglang.adapters import ServedDirectory
-from core_rl_sglang.server import Server
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights", "require_shared_memory_with"]
 
@@ -54,8 +54,7 @@ class DiskWeights:
 
     async def load(self, server: Server) -> None:
         """Load them on ``server``, which is paused; raises the errors of its interface."""
-        # Without a version, which the fleet gives to all servers once they have all loaded.
-        await server.post("/update_weights_from_disk", {"model_path": self.origin, "flush_cache": True})
+        await server.load_directory(self.origin)
 
     def discard(self) -> None:
         """Remove the files; no server will need them again."""
@@ -147,7 +146,7 @@ class TensorWeights:
 
     async def load_each(self, server: Server, load: Callable[[Bucket], Awaitable[None]]) -> None:
         """Have ``server`` load all buckets, from the first on, as they arrive."""
-        await server.post("/begin_weight_update", {})
+        await server.begin_update()
         self._loaded[server] = 0
         try:
             while (bucket := await self._next(server)) is not None:
@@ -159,7 +158,7 @@ class TensorWeights:
             async with self._changed:
                 del self._loaded[server]
                 self._changed.notify_all()
-            await server.post("/end_weight_update", {})
+            await server.end_update()
         await server.flush_cache()
 
     async def _next(self, server: Server) -> Bucket | None:
@@ -198,8 +197,8 @@ def require_shared_memory_with(servers: Sequence[Server]) -> None:
     elsewhere = [server.address for server in servers if not _is_here(server.host)]
     if elsewhere:
         raise WeightsError(
-            f"sync by 'tensor' goes through the memory of one machine, and the SGLang servers {', '.join(elsewhere)} "
-            "are on others; sync by 'distributed' or 'disk'"
+            f"sync by 'tensor' goes through the memory of one machine, and the servers {', '.join(elsewhere)} are "
+            "on others; sync by 'distributed' or 'disk'"
         )
 
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 
 from core_rl.errors import WeightsError
-from core_rl_sglang.adapters import ServedAdapter
-from core_rl_sglang.api import Unreachable
-from core_rl_sglang.config import SglangOptions
-from core_rl_sglang.pool import Failures, ServerPool, failures
-from core_rl_sglang.server import FRESH, Server
-from core_rl_sglang.weights import Weights
+from core_rl.servers.adapters import ServedAdapter
+from core_rl.servers.api import Unreachable
+from core_rl.servers.config import Interrupt, ServerOptions
+from core_rl.servers.pool import Failures, ServerPool, failures
+from core_rl.servers.server import FRESH, Server
+from core_rl.servers.weights import Weights
 
 __all__ = ["Fleet"]
 
@@ -23,9 +23,9 @@ class Fleet:
     it has their version. While an update is undone, no server computes, and none has the version of the update.
     """
 
-    def __init__(self, options: SglangOptions, servers: Sequence[Server], weights: Weights) -> None:
+    def __init__(self, options: ServerOptions, servers: Sequence[Server], weights: Weights) -> None:
         self.pool = ServerPool(options, servers, self._restore)
-        self._interrupt = "retract" if options.in_flight == "continue" else "abort"
+        self._interrupt = options.in_flight
         self._weights_lock = asyncio.Lock()
         self._weights = weights
         self._adapter = ServedAdapter(weights.version)
@@ -54,13 +54,13 @@ class Fleet:
         path, weight_version = await server.served()
         # Only a fresh server is known to serve what its path says.
         if weight_version != FRESH or path != self._weights.origin:
-            await self._load(server, self._weights, "retract")
+            await self._load(server, self._weights, "continue")
         if self._adapter.name is not None:
             await server.load_adapter(self._adapter)
         server.adapter = self._adapter
         await self._label(server)
         if self._paused:
-            await server.pause("retract")
+            await server.pause("continue")
 
     async def _add(self, server: Server) -> None:
         await self.pool.add(server)
@@ -108,7 +108,7 @@ class Fleet:
         """Load ``weights`` on all ``servers``; none of them computes until `_continue`."""
         return await failures(lambda server: self._load(server, weights, self._interrupt), servers)
 
-    async def _load(self, server: Server, weights: Weights, interrupt: str) -> None:
+    async def _load(self, server: Server, weights: Weights, interrupt: Interrupt) -> None:
         server.weights_intact = False
         await server.pause(interrupt)
         await weights.load(server)
@@ -196,7 +196,7 @@ class Fleet:
         """Interrupt what is in flight; where a server refuses, all continue."""
         self._paused = True
         try:
-            await self.pool.post(lambda server: server.pause("retract"))
+            await self.pool.post(lambda server: server.pause("continue"))
         except BaseException:
             await self.resume()
             raise
@@ -209,11 +209,11 @@ class Fleet:
     async def release_memory(self) -> None:
         """Free the accelerators' memory."""
         await self.pool.wait_recovered()
-        await self._post_to_ready("/release_memory_occupation")
+        await asyncio.gather(*(server.release_memory() for server in self.pool.ready))
 
     async def resume_memory(self) -> None:
         """Allocate the memory again, and load the weights: by default a server keeps no copy of them."""
-        await self._post_to_ready("/resume_memory_occupation")
+        await asyncio.gather(*(server.resume_memory() for server in self.pool.ready))
         async with self._weights_lock:
             servers = self.pool.ready
             failed = await self._load_all(servers, self._weights)
@@ -222,9 +222,6 @@ class Fleet:
             await self._continue(servers, failed)
         for error in failed.values():
             raise error
-
-    async def _post_to_ready(self, path: str) -> None:
-        await asyncio.gather(*(server.post(path, {}) for server in self.pool.ready))
 
     async def _reload_adapter(self, server: Server) -> None:
         """Load the adapter again: the server's copy may have been freed with the memory."""

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import accumulate
 
 from core_rl.errors import RolloutError
-from core_rl_sglang.api import Unreachable
-from core_rl_sglang.config import SglangOptions
-from core_rl_sglang.server import Server
+from core_rl.servers.api import Unreachable
+from core_rl.servers.config import ServerOptions
+from core_rl.servers.server import Server
 
 __all__ = ["Failures", "PrefixRouter", "ServerPool", "failures"]
 
@@ -42,7 +42,7 @@ class ServerPool:
     """
 
     def __init__(
-        self, options: SglangOptions, servers: Sequence[Server], restore: Callable[[Server], Awaitable[None]]
+        self, options: ServerOptions, servers: Sequence[Server], restore: Callable[[Server], Awaitable[None]]
     ) -> None:
         self.options = options
         self.servers = tuple(servers)
@@ -66,7 +66,10 @@ class ServerPool:
 
     async def pick(self, ids: Sequence[int]) -> Server:
         """The server for a prompt, as soon as one is ready; `RolloutError` when none is left."""
-        none_of = f"none of the SGLang servers {', '.join(server.address for server in self.servers)}"
+        none_of = (
+            f"none of the {self.servers[0].api.product} servers "
+            f"{', '.join(server.address for server in self.servers)}"
+        )
         try:
             async with asyncio.timeout(self.options.start_timeout_s), self._changed:
                 await self._changed.wait_for(
@@ -103,7 +106,7 @@ class ServerPool:
     def mark_lost(self, server: Server, error: BaseException) -> None:
         """Start the recovery of ``server``; it gets no requests until then."""
         if server.ready and not self.closing:
-            logger.warning("lost an SGLang server: %s", error)
+            logger.warning("lost %s: %s", server.name, error)
             server.ready = False
             self._router.forget(server.address)
             server.recovery = asyncio.ensure_future(self._recover(server))
@@ -129,11 +132,9 @@ class ServerPool:
         try:
             await self._revive(server)
             await self._restore(server)
-            logger.warning(
-                "SGLang server %s is back with weights of version %d", server.address, server.version
-            )
+            logger.warning("%s is back with weights of version %d", server.name, server.version)
         except Exception as error:  # noqa: BLE001  (the task's boundary: requests raise it)
-            logger.error("SGLang server %s does not come back: %s", server.address, error)
+            logger.error("%s does not come back: %s", server.name, error)
             if not server.weights_intact:
                 # Its requests would wait for ever; the tokens that they have are of whole weights.
                 await server.abort_all()
@@ -151,7 +152,7 @@ class ServerPool:
                 await asyncio.sleep(0.05)
             if not server.process.alive:
                 if not self.options.restart:
-                    server.process.require_alive(server.address)
+                    server.process.require_alive(server.name)
                 await asyncio.to_thread(server.process.stop)
                 server.process = await asyncio.to_thread(server.start)
         await server.wait_until_up(self.options.start_timeout_s)

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.errors import EngineStateError
-from core_rl_sglang.adapters import ServedAdapter
-from core_rl_sglang.api import Refused, Unreachable
-from core_rl_sglang.pool import ServerPool
-from core_rl_sglang.responses import StaleServer, generation_body, to_partial_response, to_response
-from core_rl_sglang.server import Server
+from core_rl.servers.adapters import ServedAdapter
+from core_rl.servers.api import Refused, Unreachable
+from core_rl.servers.pool import ServerPool
+from core_rl.servers.server import Server
+from core_rl.servers.wire import StaleServer, Wire
 
 __all__ = ["Requests"]
 
@@ -35,8 +35,9 @@ class _Attempt:
 class Requests:
     """Requests to the servers of ``pool``, some ``at_one_time``. All methods run on its event loop."""
 
-    def __init__(self, pool: ServerPool, at_one_time: int) -> None:
+    def __init__(self, pool: ServerPool, wire: Wire, at_one_time: int) -> None:
         self._pool = pool
+        self._wire = wire
         # Not a limit of the session: the call that pauses the servers must not wait for what it is to interrupt.
         self._free = asyncio.Semaphore(at_one_time)
         self._timeout_s = pool.options.request_timeout_s
@@ -45,9 +46,9 @@ class Requests:
         """The response to ``request`` from any server; sent again where a server is lost on the way."""
 
         def read(response: Any, server: Server, adapter: ServedAdapter) -> LLMResponse:
-            return _with_versions(adapter, to_response(request, response, eos, server.address))
+            return _with_versions(adapter, self._wire.response(request, response, eos, server.name))
 
-        return await self.call(generation_body(request, request.rid), read)
+        return await self.call(self._wire.generation(request, eos), read)
 
     async def stream(
         self, request: LLMRequest, eos: Collection[int]
@@ -58,21 +59,18 @@ class Requests:
         """
 
         async def parts(attempt: _Attempt) -> AsyncGenerator[PartialResponse | LLMResponse]:
-            server, body, seen = attempt.server, {**attempt.body, "stream": True}, 0
-            async with aclosing(server.api.events("/generate", body, self._timeout_s)) as events:
+            server, body = attempt.server, {**attempt.body, "stream": True}
+            read = self._wire.stream_reader(request, eos, server.name)
+            async with aclosing(server.api.events(self._wire.path, body, self._timeout_s)) as events:
                 async for event in events:
-                    part = to_partial_response(event, seen, server.address)
-                    if part is None:
-                        response = to_response(request, event, eos, server.address)
-                        yield _with_versions(attempt.adapter, response)
+                    part = read(event)
+                    if isinstance(part, LLMResponse):
+                        yield _with_versions(attempt.adapter, part)
                         return
-                    seen += len(part.output_ids)
                     yield part
-            raise Unreachable(
-                f"SGLang server {server.address} ended the stream of request {request.rid} too early"
-            )
+            raise Unreachable(f"{server.name} ended the stream of request {request.rid} too early")
 
-        async with aclosing(self._results(generation_body(request, request.rid), parts)) as found:
+        async with aclosing(self._results(self._wire.generation(request, eos), parts)) as found:
             async for part in found:
                 yield part
 
@@ -82,7 +80,7 @@ class Requests:
         """``read(response, server, adapter)`` of the response to ``body``; sent again where a server is lost."""
 
         async def response(attempt: _Attempt) -> AsyncGenerator[_Result]:
-            found = await attempt.server.api.post("/generate", attempt.body, self._timeout_s)
+            found = await attempt.server.api.post(self._wire.path, attempt.body, self._timeout_s)
             yield read(found, attempt.server, attempt.adapter)
 
         (result,) = [result async for result in self._results(body, response)]
@@ -106,7 +104,7 @@ class Requests:
         left, delay_s, begun = self._pool.options.retries, FIRST_RETRY_S, False
         try:
             while True:
-                server = await self._pool.pick(body["input_ids"])
+                server = await self._pool.pick(body[self._wire.ids])
                 try:
                     async with aclosing(self._attempt(server, body, left, send)) as results:
                         async for result in results:
@@ -132,11 +130,12 @@ class Requests:
         send: Callable[[_Attempt], AsyncGenerator[_Result]],
     ) -> AsyncGenerator[_Result]:
         """Yield the results of ``send`` on ``server``; `StaleServer` where that does not know its adapter any more."""
-        # A server aborts every request whose rid begins so.
-        rid, ended = f"{body['rid']}-{left}-", False
+        # A server may abort every request whose rid begins so.
+        rid, ended = f"{body[self._wire.rid]}-{left}-", False
         try:
             with server.busy() as adapter:
-                attempt = _Attempt(server, adapter, {**body, **adapter.fields, "rid": rid})
+                named = {**body, **self._wire.adapter_fields(adapter.name), self._wire.rid: rid}
+                attempt = _Attempt(server, adapter, named)
                 async with aclosing(send(attempt)) as results:
                     async for result in results:
                         yield result
@@ -144,9 +143,7 @@ class Requests:
         except Refused as error:
             ended = True
             if adapter.name is not None and adapter.name in str(error):
-                raise StaleServer(
-                    f"SGLang server {server.address} does not know its adapter: {error}"
-                ) from error
+                raise StaleServer(f"{server.name} does not know its adapter: {error}") from error
             raise
         except Unreachable:
             ended = True  # with its connection

@@ -1,4 +1,4 @@
-"""The HTTP interface of one SGLang server, with an error for each kind of failure."""
+"""The HTTP interface of one server, with an error for each kind of failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from core_rl.errors import RolloutError
-from core_rl_sglang.file_limit import TooManyFiles, is_exhausted
+from core_rl.servers.file_limit import TooManyFiles, is_exhausted
 
 __all__ = ["Api", "Refused", "ServerTimeout", "Unreachable"]
 
@@ -31,12 +31,19 @@ class Refused(RolloutError):
 
 
 class Api:
-    """Calls to the server at ``address`` (``host:port``). Belongs to the event loop of ``session``."""
+    """Calls to the server at ``address`` (``host:port``). Belongs to the event loop of ``session``.
 
-    def __init__(self, address: str, session: aiohttp.ClientSession, api_key: str | None) -> None:
+    ``product`` is what such servers are called in messages.
+    """
+
+    def __init__(
+        self, address: str, session: aiohttp.ClientSession, api_key: str | None, product: str
+    ) -> None:
         self.address = address
+        self.product = product
+        self.name = f"{product} server {address}"
+        """What messages call it."""
         self._session = session
-        self._name = f"SGLang server {address}"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def get(self, path: str, timeout_s: float) -> Any:
@@ -68,7 +75,7 @@ class Api:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """A response with the status 200. Errors while the context reads it are translated too."""
-        subject, limit = f"{self._name}: {method} {path}", aiohttp.ClientTimeout(total=timeout_s)
+        subject, limit = f"{self.name}: {method} {path}", aiohttp.ClientTimeout(total=timeout_s)
         url = f"http://{self.address}{path}"
         call = self._session.request(method, url, json=body, headers=self._headers, timeout=limit)
         try:
@@ -91,7 +98,7 @@ class Api:
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            raise Refused(f"{self._name}: {path} returned no JSON: {_shown(content)}") from error
+            raise Refused(f"{self.name}: {path} returned no JSON: {_shown(content)}") from error
 
 
 async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
@@ -108,7 +115,7 @@ async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
 
 
 def _reason(content: bytes) -> str:
-    """The message of an error, under one of the names that SGLang uses."""
+    """The message of an error, under one of the names that servers use."""
     try:
         found = json.loads(content)
     except ValueError:

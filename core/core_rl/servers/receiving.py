@@ -10,13 +10,13 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_shapes
 from core_rl.errors import WeightsError
 from core_rl.rollout.loop_thread import LoopThread
+from core_rl.servers.adapters import ServedAdapter
+from core_rl.servers.broadcasts import BroadcastWeights
+from core_rl.servers.fleet import Fleet
+from core_rl.servers.model import ServedModel
+from core_rl.servers.weights import DiskWeights, TensorWeights, require_shared_memory_with
 from core_rl.weight_sync.group import ReceiverRanks
 from core_rl.weight_sync.stream import ReceivedWeights, receiving
-from core_rl_sglang.adapters import ServedAdapter
-from core_rl_sglang.broadcasts import BroadcastWeights
-from core_rl_sglang.fleet import Fleet
-from core_rl_sglang.model import ServedModel
-from core_rl_sglang.weights import DiskWeights, TensorWeights, require_shared_memory_with
 
 __all__ = ["WeightReceiver"]
 

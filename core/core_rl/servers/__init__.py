@@ -1,0 +1,1 @@
+"""Kit for inference engines over HTTP servers: launching, fleets, retries, versions, weights; needs ``aiohttp``."""

@@ -1,0 +1,188 @@
+"""`ServerBackend`: an inference backend over a fleet of servers."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from functools import cached_property, partial
+from typing import TypeVar
+
+import aiohttp
+from torch import Tensor
+
+from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
+from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
+from core_rl.distributed.devices import wants_cuda
+from core_rl.errors import LayoutError
+from core_rl.rollout.loop_thread import LoopThread
+from core_rl.servers.api import Api
+from core_rl.servers.calls import Requests
+from core_rl.servers.config import ServerEngineConfig, ServerOptions
+from core_rl.servers.file_limit import requests_at_one_time
+from core_rl.servers.fleet import Fleet
+from core_rl.servers.model import ServedModel
+from core_rl.servers.process import RunningServer, ServerProcess, free_ports
+from core_rl.servers.receiving import WeightReceiver
+from core_rl.servers.scores import Scorer
+from core_rl.servers.server import Server
+from core_rl.servers.weights import DiskWeights
+from core_rl.servers.wire import Wire
+
+__all__ = ["ServerBackend"]
+
+C = TypeVar("C", bound=ServerEngineConfig)
+
+KEEP_ALIVE_S = 2.0
+"""An idle connection is closed here before a server does it, after 5 s: a request on its way would be lost."""
+
+
+class ServerBackend(InferenceBackend[C]):
+    """Calls servers over HTTP, on one event loop in a thread of its own."""
+
+    product: str
+    """What the servers are called in messages."""
+    wire: Wire
+    server_class: type[Server]
+    servers: tuple[Server, ...] = ()
+    """The servers that the engine is connected to; before `build`, those that it has launched."""
+
+    def __init__(self) -> None:
+        self.cleanup = ExitStack()
+        """What `teardown` closes."""
+
+    @abstractmethod
+    def served_model(self, config: C) -> ServedModel:
+        """The model of ``config``, as servers read it; raises `ConfigError`."""
+
+    @abstractmethod
+    def start_server(self, config: C, model: ServedModel, port: int, key: str | None) -> ServerProcess:
+        """Start the server of a `ServerEngineConfig.of_server`, which listens on ``port`` for clients with ``key``."""
+
+    # ------------------------------------------------------------ life cycle
+
+    def launch_server(self, context: InferenceContext[C], count: int) -> tuple[str, ...]:
+        config, options, model = context.config, context.config.options, self.served_model(context.config)
+        configs, starts = [config.of_server(number) for number in range(count)], []
+        for own, port in zip(configs, free_ports(options, count), strict=True):
+            start = partial(self.start_server, own, model, port, options.key)
+            starts.append((f"{options.host}:{port}", start))
+        return self.launch(starts, options)
+
+    def launch(
+        self, starts: Sequence[tuple[str, Callable[[], RunningServer]]], options: ServerOptions
+    ) -> tuple[str, ...]:
+        """Start a server at each address, and return the addresses as soon as all of them respond."""
+        launched = []
+        for address, start in starts:
+            launched.append(self._server(address, options, start))
+            self.cleanup.callback(launched[-1].stop)
+        self.servers += tuple(launched)
+        for server in launched:
+            self._loop.wait(server.wait_until_up(options.start_timeout_s))
+        return tuple(server.address for server in launched)
+
+    def build(
+        self, context: InferenceContext[C], addresses: tuple[str, ...], ft_spec: FinetuneSpec
+    ) -> ModelLimits:
+        config = context.config
+        options, dp = config.options, config.layout.dp
+        self.model = self.served_model(config)
+        addresses = addresses or options.addresses or self.launch_server(context, dp)
+        if len(addresses) != dp and dp > 1:
+            raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
+        own = {server.address: server for server in self.servers}
+        self.servers = tuple(own.get(address) or self._server(address, options) for address in addresses)
+        self._fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
+        self.cleanup.callback(lambda: self._loop.wait(self._fleet.close()))
+        self._loop.wait(self._fleet.connect())
+        self._requests = Requests(self._fleet.pool, self.wire, requests_at_one_time())
+        self._scorer = Scorer(self._requests, self.wire, self.model.limits.vocab_size)
+        self._receiver = WeightReceiver(self._loop, self._fleet, self.model)
+        return self.model.limits
+
+    @cached_property
+    def _loop(self) -> LoopThread:
+        loop = LoopThread(f"core-rl-{self.product.lower()}")
+        self.cleanup.callback(loop.close)
+        return loop
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        session = self._loop.wait(_session())
+        self.cleanup.callback(lambda: self._loop.wait(session.close()))
+        return session
+
+    def _server(
+        self, address: str, options: ServerOptions, start: Callable[[], RunningServer] | None = None
+    ) -> Server:
+        api = Api(address, self._session, options.key, self.product)
+        return self.server_class(api, options.update_timeout_s, start)
+
+    def teardown(self) -> None:
+        self.cleanup.close()
+
+    def scheduling(self, config: C) -> Scheduling:
+        gpus = config.layout.tp if wants_cuda(config.device) else 0
+        return Scheduling(cpu=2, gpu=gpus, memory_mib=4096)
+
+    # -------------------------------------------------------------- requests
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        return await asyncio.wrap_future(self._loop.run(self._requests.generate(request, self.model.eos)))
+
+    async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
+        """Parts of a response as they come, and last the response; a server lost after the first is an error."""
+        parts: asyncio.Queue[PartialResponse | LLMResponse | None] = asyncio.Queue()
+        callers_loop = asyncio.get_running_loop()
+
+        async def pump() -> None:
+            try:
+                async with aclosing(self._requests.stream(request, self.model.eos)) as stream:
+                    async for part in stream:
+                        callers_loop.call_soon_threadsafe(parts.put_nowait, part)
+            finally:
+                callers_loop.call_soon_threadsafe(parts.put_nowait, None)
+
+        running = self._loop.run(pump())
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            running.result()
+        finally:
+            running.cancel()
+
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        return self._loop.wait(self._scorer.score(batch, temperature))
+
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        return self._loop.wait(self._scorer.top(batch, k, temperature))
+
+    # ----------------------------------------------------- weights and memory
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        self._receiver.update(meta)
+
+    def set_version(self, version: int) -> None:
+        self._loop.wait(self._fleet.set_weight_version(version))
+
+    def pause(self) -> None:
+        self._loop.wait(self._fleet.pause())
+
+    def resume(self) -> None:
+        self._loop.wait(self._fleet.resume())
+
+    def release_memory(self) -> None:
+        self._loop.wait(self._fleet.release_memory())
+
+    def resume_memory(self) -> None:
+        self._loop.wait(self._fleet.resume_memory())
+
+
+async def _session() -> aiohttp.ClientSession:
+    """A session of the running loop. `Requests` limits what is in flight; each has a time limit of its own."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))

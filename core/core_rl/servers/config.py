@@ -1,0 +1,109 @@
+"""Options that engines over servers share."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from core_rl.config.base import Config
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.secret import SecretReference
+from core_rl.errors import ConfigError
+
+__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "refuse_taken"]
+
+Interrupt: TypeAlias = Literal["continue", "abort"]
+"""What becomes of requests in flight: they wait and continue, or end as they are."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class ServerOptions(Config):
+    """Where the servers of an engine are, how they are launched, and how long calls may take."""
+
+    addresses: tuple[str, ...] = ()
+    """Servers that run already, as ``host:port``; they serve ``model.path``, or load its weights when the engine
+    connects. Without any, the engine launches ``layout.dp`` servers of its own."""
+    python: str | None = None
+    """The Python of the environment that the servers are installed in. By default what the engine's environment
+    variable names (docs/install.md), and else the Python of this process."""
+    host: str = "127.0.0.1"
+    """The address that launched servers listen on. Another one than the loopback needs ``api_key``: whoever reaches a
+    server without a key can run code on it."""
+    ports: tuple[int, ...] = ()
+    """The ports of launched servers; by default any free ones."""
+    api_key: SecretReference | None = None
+    """The key that servers require of clients, launched ones and those that run already: ``${env:NAME}`` with the name
+    of the environment variable that holds it, never the key itself."""
+    memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """The part of an accelerator's memory that a launched server takes for weights and cache; by default the server
+    decides, as if nobody else used it. Needed where an engine that trains is on the same accelerator."""
+    max_running_requests: int | None = Field(default=None, ge=1)
+    """Requests that one launched server computes at one time; by default the server decides."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments of a launched server's command line; those that have a field are refused."""
+    log_path: str | None = None
+    """A directory for the logs of launched servers; by default they are kept until the engine is destroyed."""
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    """Time limit for a server to become ready, also after it was lost."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    """Time limit for one request, including the replacement of a lost server."""
+    update_timeout_s: float = Field(default=900.0, gt=0)
+    """Time limit for one step of a weight update."""
+    retries: int = Field(default=4, ge=0)
+    """The most times that a request is sent again after its server was lost."""
+    restart: bool = True
+    """Replace a launched server that ended."""
+    in_flight: Interrupt = "continue"
+    """Requests in flight when weights change: they continue under the new weights, from the tokens that they have, or
+    end as they are with ``stop_reason = "abort"``."""
+
+    @model_validator(mode="after")
+    def _protected(self) -> Self:
+        if self.api_key is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} without api_key: whoever reaches a server can run code on it; set api_key to "
+                "'${env:NAME}', or host to 127.0.0.1"
+            )
+        return self
+
+    @property
+    def key(self) -> str | None:
+        """The value of ``api_key``; raises `ConfigError` where its variable is not set."""
+        return None if self.api_key is None else self.api_key.read()
+
+
+class ServerEngineConfig(InferenceEngineConfig):
+    """The common config, and the section of an engine over servers.
+
+    ``layout.dp`` is the number of servers, and ``layout.tp`` that of the ranks of each.
+    """
+
+    options: ServerOptions = ServerOptions()
+
+    def of_server(self, number: int) -> Self:
+        """The config of server ``number``, with the devices of its ranks alone; raises `ConfigError`."""
+        ranks = self.layout.tp
+        own = (self.devices or tuple(range((number + 1) * ranks)))[number * ranks : (number + 1) * ranks]
+        if len(own) < ranks:
+            raise ConfigError(
+                f"devices = {list(self.devices)}: server {number} gets {list(own)} for {ranks} ranks; name as many "
+                "devices as there are ranks of all servers"
+            )
+        return self.model_copy(update={"devices": own})
+
+
+def refuse_taken(arguments: Sequence[str], fields: Mapping[str, str]) -> None:
+    """Raise `ValueError` for command-line ``arguments`` that have one of the ``fields``, by argument."""
+    names = [part.partition("=")[0].replace("_", "-") for part in arguments if part.startswith("--")]
+    taken = [field for field in fields if any(len(name) > 2 and field.startswith(name) for name in names)]
+    if taken:
+        raise ValueError(f"set {', '.join(fields[field] for field in taken)} instead of {', '.join(taken)}")

@@ -1,0 +1,213 @@
+"""The process of one server, with all its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from core_rl.config.secret import HIDDEN
+from core_rl.errors import ConfigError, RolloutError
+from core_rl.launch.process_tree import ProcessTree
+from core_rl.servers.config import ServerOptions
+from core_rl.weight_sync.accelerators import CudaEnvironment
+
+__all__ = ["Program", "RunningServer", "ServerProcess", "bound", "free_ports"]
+
+GRACE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What runs in the process of a server."""
+
+    product: str
+    """What such servers are called in messages."""
+    python: str
+    python_variable: str
+    """The environment variable that may name the Python."""
+    script: Path
+    """It reads two lines from its standard input, the API key and the file for `ServerProcess.cuda`, and ends with
+    its children when that closes."""
+    module: str
+    """A module that a Python without the product lacks."""
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    """Variables that it gets besides those of this process."""
+
+
+def free_ports(options: ServerOptions, count: int) -> tuple[int, ...]:
+    """The ports of ``count`` servers; raises `ConfigError` for ``options.ports`` that do not suffice or are taken."""
+    if options.ports and len(options.ports) != count:
+        raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
+    free = []
+    for port in options.ports or [0] * count:  # 0 is any that is free at this moment
+        with bound(options.host, port) as probe:
+            free.append(int(probe.getsockname()[1]))
+    return tuple(free)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket on ``port`` of ``host`` that does not listen; raises `ConfigError` for a port that is taken."""
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise ConfigError(
+            f"options.ports: port {port} of {host} cannot be listened on ({error.strerror}); choose another, or leave "
+            "'ports' empty"
+        ) from error
+    return probe
+
+
+class RunningServer(Protocol):
+    """A launched server, here or on another machine."""
+
+    def cuda(self) -> CudaEnvironment | None:
+        """The CUDA environment of its ranks; None without CUDA, and before it is up."""
+
+    @property
+    def pid(self) -> int:
+        """The process id on its machine."""
+
+    @property
+    def alive(self) -> bool:
+        """True until the process ends."""
+
+    def require_alive(self, name: str) -> None:
+        """Raise `RolloutError` with the end of the log if the server has ended, `ConfigError` where it is missing."""
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines that the server wrote, for a message."""
+
+    def stop(self) -> None:
+        """End the server and its children; returns when all of them are gone."""
+
+
+class ServerProcess:
+    """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
+
+    def __init__(
+        self, program: Program, options: ServerOptions, port: int, devices: Sequence[int], key: str | None
+    ) -> None:
+        """``key`` is the one that clients need, or None."""
+        self._key, self._program = key, program
+        self._log = _log_file(options.log_path, f"{program.product.lower()}-{port}.log")
+        self._devices = devices
+        self._written = tempfile.NamedTemporaryFile(prefix="core-rl-server-")  # noqa: SIM115  (closed by `stop`)
+        environment = {**os.environ, **program.environment}
+        # The path of this process belongs to another environment.
+        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+            environment.pop(name, None)
+        try:
+            self._process = subprocess.Popen(
+                [program.python, str(program.script), *program.arguments],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=tempfile.gettempdir(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._log.close()
+            self._written.close()
+            raise ConfigError(
+                f"options.python: {program.python!r} cannot be run: {error}; name the Python of the "
+                f"environment that has {program.product}"
+            ) from error
+        self._tree = ProcessTree(self._process.pid)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which `require_alive` reports
+            # Not arguments, which every user of the machine can read.
+            self._process.stdin.write(f"{self._key or ''}\n{self._written.name}\n".encode())
+            self._process.stdin.flush()
+
+    def cuda(self) -> CudaEnvironment | None:
+        """The CUDA environment of its ranks; None without CUDA, and before it is up."""
+        text = Path(self._written.name).read_text(encoding="utf-8")
+        found = json.loads(text) if text else {"gpus": []}
+        if not found["gpus"]:
+            return None
+        return CudaEnvironment(
+            torch=tuple(map(int, found["torch"].split(".")[:2])),
+            nccl=tuple(found["nccl"]),
+            gpus=tuple(found["gpus"][number] for number in self._devices),
+            visible=frozenset(found["gpus"]),
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also that of its group."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """True until the process ends."""
+        return self._process.poll() is None
+
+    def require_alive(self, name: str) -> None:
+        """Raise `RolloutError` with the end of the log if the server has ended, `ConfigError` where it is missing."""
+        code = self._process.poll()
+        if code is not None:
+            tail = self.log_tail()
+            if f"ModuleNotFoundError: No module named '{self._program.module}'" in tail:
+                raise ConfigError(
+                    f"options.python: {self._program.python!r} has no {self._program.product}; name the Python of an "
+                    f"environment that has it there, or in the variable {self._program.python_variable}"
+                )
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise RolloutError(f"{name} {how}; {tail}")
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines that the server wrote, for a message."""
+        size = self._log.seek(0, os.SEEK_END)
+        text = os.pread(self._log.fileno(), 64 * 1024, max(0, size - 64 * 1024)).decode(errors="replace")
+        if self._key is not None:  # servers may log their arguments with the key
+            text = text.replace(self._key, HIDDEN)
+        return "\n".join(["the end of its log:", *text.splitlines()[-lines:]])
+
+    def stop(self) -> None:
+        """End the server and its children; returns when all of them are gone."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._tree.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        deadline = time.monotonic() + GRACE_S
+        while _running(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._tree.close()
+        self._log.close()
+        self._written.close()
+
+
+def _log_file(directory: str | None, name: str) -> IO[bytes]:
+    if directory is None:
+        return tempfile.TemporaryFile()
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    file = Path(directory, name)
+    log = file.open("ab+")
+    file.chmod(0o600)  # before a server logs its arguments with the key
+    return log
+
+
+def _running(group: int) -> bool:
+    """Whether a process of ``group`` is running; a zombie is not."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False

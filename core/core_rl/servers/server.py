@@ -1,0 +1,224 @@
+"""`Server`: one server of a fleet, its process if this engine started it, and the calls that RL needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from core_rl.errors import RolloutError
+from core_rl.servers.adapters import ServedAdapter
+from core_rl.servers.api import Api, Refused, ServerTimeout, Unreachable
+from core_rl.servers.config import Interrupt
+from core_rl.servers.process import RunningServer
+from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl.weight_sync.device_memory import DeviceMemory
+from core_rl.weight_sync.group import GroupAddress
+from core_rl.weight_sync.messages import Bucket
+
+__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server"]
+
+logger = logging.getLogger(__name__)
+
+FRESH = "default"
+"""The weight version of a server that was given no weights since it started."""
+POLL_S = 0.25
+PROBE_TIMEOUT_S = 10.0
+PROGRESS_EVERY_S = 10.0
+
+
+class Server(ABC):
+    """A server, which may be unreachable for a while. Belongs to the event loop of its ``api``.
+
+    Subclasses know the calls of one product. All of them raise as `Api.post` does.
+    """
+
+    def __init__(
+        self, api: Api, update_timeout_s: float, start: Callable[[], RunningServer] | None = None
+    ) -> None:
+        self.api = api
+        self.address, self.name = api.address, api.name
+        self.host = api.address.rpartition(":")[0].strip("[]")
+        self.update_timeout_s = update_timeout_s
+        self.start = start
+        """Starts it again on the same port; None for a server that somebody else started."""
+        self.process = None if start is None else start()
+        self.in_flight = 0
+        self.ready = False
+        self.version = -1
+        """The version of the weights that it was given."""
+        self.weights_intact = True
+        """False from the beginning of a weight update until its success: the server must not compute."""
+        self._pausing = asyncio.Lock()
+        """Held by a pause and its opposite: the one that is called later has the last effect."""
+        self.ranks = 1
+        """Its tensor-parallel degree."""
+        self.device = ""
+        """Where it computes: ``cpu`` or ``cuda``."""
+        self.failure: BaseException | None = None
+        """The error after which it will not come back."""
+        self.recovery: asyncio.Task[None] | None = None
+        self.adapter = ServedAdapter(0)
+        """The adapter of new requests, or none."""
+
+    @contextmanager
+    def busy(self) -> Iterator[ServedAdapter]:
+        """Count a request in flight, which uses the adapter that is yielded."""
+        adapter = self.adapter
+        self.in_flight += 1
+        adapter.in_flight += 1
+        try:
+            yield adapter
+        finally:
+            self.in_flight -= 1
+            adapter.in_flight -= 1
+
+    def cuda(self) -> CudaEnvironment | None:
+        """The CUDA environment of its ranks; None without CUDA, and where somebody else started it."""
+        return None if self.process is None else self.process.cuda()
+
+    def stop(self) -> None:
+        """End its process, if it is one of this engine."""
+        if self.process is not None:
+            self.process.stop()
+
+    async def wait_until_up(self, timeout_s: float) -> None:
+        """Return when the server responds, and computes where its weights allow it; logs a warning every 10 s.
+
+        Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`.
+        """
+        started = logged = time.monotonic()
+        while True:
+            if self.process is not None:
+                self.process.require_alive(self.name)
+            try:
+                await self._probe()
+                return
+            except (Unreachable, ServerTimeout, Refused) as error:
+                now = time.monotonic()
+                if now - started > timeout_s:
+                    log = "" if self.process is None else f"\n{self.process.log_tail()}"
+                    raise ServerTimeout(
+                        f"{self.name} is not ready after {timeout_s:g} s: {error}{log}"
+                    ) from error
+                if now - logged > PROGRESS_EVERY_S:
+                    logged = now
+                    logger.warning("waiting for %s: %.0f s", self.name, now - started)
+            await asyncio.sleep(POLL_S)
+
+    async def _probe(self) -> None:
+        if not self.weights_intact:
+            _, weight_version = await self.served()
+            # A server that has started again has whole weights.
+            self.weights_intact = weight_version == FRESH
+        if self.weights_intact:
+            # A server that somebody paused may wait with its response.
+            await self.continue_generation()
+            await self.api.get("/health", PROBE_TIMEOUT_S)
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """``POST`` a step of a weight update, within the time limit of one; raises as `Api.post` does."""
+        return await self.api.post(path, body, self.update_timeout_s)
+
+    async def post_if_up(self, path: str, body: dict[str, Any]) -> None:
+        """``POST`` the end of something that a server which cannot be reached has lost anyway."""
+        try:
+            await self.api.post(path, body, PROBE_TIMEOUT_S)
+        except RolloutError as error:
+            logger.debug("%s %s had no effect: %s", path, body, error)
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        """Stop computing: requests in flight wait to ``continue``, or end as they are (``abort``)."""
+        async with self._pausing:
+            await self._pause(interrupt)
+
+    async def continue_generation(self) -> None:
+        """Compute again after `pause`: keys and values of requests in flight are computed anew.
+
+        Ignored while its weights are not whole.
+        """
+        async with self._pausing:
+            if self.weights_intact:
+                await self._continue()
+
+    @abstractmethod
+    async def served(self) -> tuple[str, str]:
+        """The path and the version of the weights that it serves, as the server calls them.
+
+        Sets `ranks` and `device`. Raises `RolloutError` for a server of another kind.
+        """
+
+    @abstractmethod
+    async def _pause(self, interrupt: Interrupt) -> None: ...
+
+    @abstractmethod
+    async def _continue(self) -> None: ...
+
+    @abstractmethod
+    async def set_weight_version(self, version: int) -> None:
+        """Tokens from now on carry ``version``; requests in flight continue."""
+
+    @abstractmethod
+    async def abort(self, rid: str) -> None:
+        """Abort the request ``rid``; a server that cannot be reached has lost it."""
+
+    @abstractmethod
+    async def abort_all(self) -> None:
+        """Abort all requests, and stop computing; a server that cannot be reached has lost them."""
+
+    @abstractmethod
+    async def flush_cache(self) -> None:
+        """Drop the keys and values of earlier weights."""
+
+    @abstractmethod
+    async def load_directory(self, path: str) -> None:
+        """Load the weights in ``path``, and drop keys and values; the version stays."""
+
+    # What follows belongs to capabilities, which the core asks for.
+
+    async def begin_update(self) -> None:
+        """Begin to load weights in parts."""
+        raise NotImplementedError
+
+    async def end_update(self) -> None:
+        """All parts are loaded, or no others will come."""
+        raise NotImplementedError
+
+    async def load_tensors(self, bucket: Bucket, memory: Sequence[DeviceMemory] = ()) -> None:
+        """Copy ``bucket`` into the weights, between the beginning and the end of an update.
+
+        Its ranks read it in ``memory``, one for each, and without any in shared memory.
+        """
+        raise NotImplementedError
+
+    async def join(self, group: GroupAddress, rank: int) -> None:
+        """Have its ranks join ``group``, the first of them as ``rank``; returns when all members have joined."""
+        raise NotImplementedError
+
+    async def load_broadcast(self, bucket: Bucket, group: str) -> None:
+        """Copy the broadcasts of rank 0 of ``group`` into the weights: ``bucket``, tensor by tensor."""
+        raise NotImplementedError
+
+    async def leave(self, group: str) -> None:
+        """Leave ``group``: ranks that wait for this server get an error. One that cannot be reached has left."""
+        raise NotImplementedError
+
+    async def load_adapter(self, adapter: ServedAdapter) -> None:
+        """Load ``adapter`` in addition to those that are loaded."""
+        raise NotImplementedError
+
+    async def unload_adapter(self, adapter: ServedAdapter) -> None:
+        """Unload ``adapter``, which no request needs; a server that cannot do it has lost it before."""
+        raise NotImplementedError
+
+    async def release_memory(self) -> None:
+        """Free the memory of its accelerators."""
+        raise NotImplementedError
+
+    async def resume_memory(self) -> None:
+        """Allocate it again; the weights are loaded after it."""
+        raise NotImplementedError

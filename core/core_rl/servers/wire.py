@@ -1,0 +1,125 @@
+"""`Wire`: requests and responses as servers of one kind write them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
+from core_rl.errors import RolloutError
+
+__all__ = ["Scores", "StaleServer", "StreamReader", "Wire", "readable", "versions_of"]
+
+StreamReader: TypeAlias = Callable[[Any], PartialResponse | LLMResponse]
+"""The part of a response that an event of its stream brings; the last one brings the whole response."""
+
+
+class StaleServer(RolloutError):
+    """The server responded with weights that this engine never gave it: it has been restarted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probs of the tokens of one sequence of ``L`` after the first, float64."""
+
+    logprobs: Tensor
+    """``[L - 1]``"""
+    ids: Tensor
+    """The most likely tokens, best first, ``[L - 1, k]``."""
+    values: Tensor
+    """Their log-probs, ``[L - 1, k]``."""
+
+    @staticmethod
+    def checked(
+        logprobs: Sequence[float],
+        best: Sequence[Sequence[tuple[int, float]]],
+        ids: Sequence[int],
+        k: int,
+        server: str,
+    ) -> Scores:
+        """Of the tokens ``ids``, ``best`` as pairs of token and log-prob; `RolloutError` where they are not whole."""
+        whole = len(logprobs) == len(ids) - 1 and all(map(math.isfinite, logprobs))
+        if k:
+            whole = whole and len(best) == len(ids) - 1 and all(len(position) == k for position in best)
+        if not whole:
+            raise RolloutError(f"{server} did not score all of {len(ids)} tokens")
+        flat = [pair for position in best for pair in position] if k else []
+        return Scores(
+            logprobs=torch.tensor(logprobs, dtype=torch.float64),
+            ids=torch.tensor([token for token, _ in flat], dtype=torch.long).reshape(len(ids) - 1, k),
+            values=torch.tensor([value for _, value in flat], dtype=torch.float64).reshape(len(ids) - 1, k),
+        )
+
+
+class Wire(ABC):
+    """The request that draws tokens, and scores them, on servers of one kind."""
+
+    path: str
+    """Where it is posted."""
+    ids: str
+    """The field of the prompt's token ids."""
+    rid: str
+    """The field of its name, which is another one for each attempt."""
+
+    @abstractmethod
+    def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
+        """The body for ``request``; ``eos`` are the model's end-of-sequence tokens."""
+
+    @abstractmethod
+    def adapter_fields(self, name: str | None) -> dict[str, str]:
+        """The fields of a body that is answered with the adapter ``name``, or with none."""
+
+    @abstractmethod
+    def response(self, request: LLMRequest, found: Any, eos: Collection[int], server: str) -> LLMResponse:
+        """What ``found`` from ``server`` says.
+
+        Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
+        """
+
+    @abstractmethod
+    def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+        """The body of a request that draws nothing which counts, and scores ``ids`` at temperature 1.
+
+        The response has the ``k`` most likely tokens at each position.
+        """
+
+    @abstractmethod
+    def scores(self, found: Any, ids: Sequence[int], k: int, server: str) -> Scores:
+        """What ``found`` from ``server`` says; `RolloutError` where it is malformed or not whole."""
+
+    @abstractmethod
+    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
+        """Reads the events of one stream; raises as `response` does."""
+
+
+@contextmanager
+def readable(response: Any, subject: str) -> Iterator[None]:
+    """Raise `RolloutError` with ``response`` where the context cannot read it; ``subject`` says from where it came."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RolloutError(f"{subject} that cannot be read ({error!r}): {str(response)[:300]}") from error
+
+
+def versions_of(spans: list[dict[str, Any]], count: int, server: str) -> tuple[int, ...]:
+    """The version of each of ``count`` tokens, from the server's record of the updates on the way.
+
+    Raises `StaleServer` for weights that this engine did not give it, and `ValueError` for spans of other tokens.
+    """
+    found: list[int] = []
+    for span in spans:
+        if not str(span["version"]).isdecimal():
+            raise StaleServer(f"{server} has weights of the version {span['version']!r}")
+        if span["start"] != len(found):
+            raise ValueError(f"its weight versions leave out tokens: {spans}")
+        found += [int(span["version"])] * (span["end"] - span["start"])
+    if len(found) != count:
+        raise ValueError(f"its weight versions are of {len(found)} tokens, and there are {count}")
+    return tuple(found)
