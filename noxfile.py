@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
 # With ./, without which `pip wheel` would fetch a stranger's package of this name.
 TRAINER = "./trainer"
-PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang"]
+PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang", "plugins/vllm"]
 EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Those with layouts, on which the checks below are repeated, and the examples.
@@ -32,10 +32,10 @@ DISTRIBUTED_ENGINES = ["fsdp", "megatron"]
 EXAMPLE_ENGINES = ["ddp", "tiny"]
 # A test of the example, which its users have: by day it would repeat what the checks below show.
 EXAMPLE_SUITE = "examples/core-rl-ddp/tests/test_ddp_engine.py::test_the_conformance_suite_passes"
-# SGLang pins packages that core-rl and a CPU cannot take: its servers run in an environment of their own.
-SERVER_REQUIREMENTS = ROOT / "constraints" / "sglang-server.txt"
-SERVER_UNRESOLVED = ROOT / "constraints" / "sglang-server-unresolved.txt"
-SERVER_PYTHON = "CORE_RL_SGLANG_PYTHON"
+# Servers pin packages that core-rl and a CPU cannot take: they run in environments of their own.
+SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON"}
+# What is installed there besides the server.
+SERVER_SIDE = {"sglang": [], "vllm": ["plugins/vllm/server"]}
 MUTANTS = "conformance/tests/test_mutants.py"
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORKERS = ["-n", "2"]
@@ -72,29 +72,38 @@ def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> N
     session.run("pytest", *_engine_options(engines), "conformance/", *WORKERS, *arguments, env=ENV)
 
 
-def _server_python(session: nox.Session) -> str:
-    """The Python of an environment with SGLang for the CPU: what the variable names, or one that is made here."""
-    if given := os.environ.get(SERVER_PYTHON):
+def _server_python(session: nox.Session, engine: str) -> str:
+    """The Python of an environment with the engine's server for the CPU: what the variable names, or made here."""
+    if given := os.environ.get(SERVER_PYTHON[engine]):
         return given
-    files = (SERVER_REQUIREMENTS, SERVER_UNRESOLVED)
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    files = [ROOT / "constraints" / f"{engine}-server{suffix}.txt" for suffix in ("", "-unresolved")]
+    own = [file for place in SERVER_SIDE[engine] for file in sorted((ROOT / place).rglob("*.py"))]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in [*files, *own])).hexdigest()
     # Kept apart by what is in it; a half-made one has no stamp.
-    home = ROOT / ".nox" / f"sglang-server-{digest[:12]}"
+    home = ROOT / ".nox" / f"{engine}-server-{digest[:12]}"
     python, stamp = str(home / "bin" / "python"), home / "complete"
     if not stamp.exists():
         session.run("python", "-m", "venv", "--clear", str(home))
         pip = (python, "-m", "pip", "install", "-q")
-        session.run(*pip, "-r", str(SERVER_REQUIREMENTS), external=True)
-        session.run(*pip, "--no-deps", "-r", str(SERVER_UNRESOLVED), external=True)
+        requirements, unresolved = map(str, files)
+        session.run(*pip, "-r", requirements, external=True)
+        session.run(
+            *pip,
+            "--no-deps",
+            "-r",
+            unresolved,
+            *(f"./{place}" for place in SERVER_SIDE[engine]),
+            external=True,
+        )
         stamp.touch()
     return python
 
 
-def _sglang(session: nox.Session, *arguments: str, chosen: Sequence[str] = ()) -> None:
+def _served(session: nox.Session, engine: str, *arguments: str, chosen: Sequence[str] = ()) -> None:
     """The engine's own tests, of which ``chosen`` selects, and the suite, on real servers of a gigabyte or two each."""
-    env = {**ENV, SERVER_PYTHON: _server_python(session)}
-    session.run("pytest", "plugins/sglang/server_tests", *WORKERS, "--dist=loadfile", *chosen, env=env)
-    session.run("pytest", "--engine=sglang", "conformance/", *arguments, env=env)
+    env = {**ENV, SERVER_PYTHON[engine]: _server_python(session, engine)}
+    session.run("pytest", f"plugins/{engine}/server_tests", *WORKERS, "--dist=loadfile", *chosen, env=env)
+    session.run("pytest", f"--engine={engine}", "conformance/", *arguments, env=env)
 
 
 def _cluster(session: nox.Session, *arguments: str) -> None:
@@ -141,7 +150,7 @@ def tests(session: nox.Session) -> None:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
         _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=2", *checks)
     _cluster(session, *chosen[:2])
-    _sglang(session, "--quick", "--layout=dp1", chosen=["-m", "not nightly"])
+    _served(session, "sglang", "--quick", "--layout=dp1", chosen=["-m", "not nightly"])
 
 
 @nox.session
@@ -155,7 +164,14 @@ def conformance(session: nox.Session) -> None:
 def sglang(session: nox.Session) -> None:
     """Certify the SGLang engine on real servers, in an environment that is made for them; arguments go to pytest."""
     _install(session, "conformance")
-    _sglang(session, *session.posargs)
+    _served(session, "sglang", *session.posargs)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Certify the vLLM engine on real servers, in an environment that is made for them; arguments go to pytest."""
+    _install(session, "conformance")
+    _served(session, "vllm", *session.posargs)
 
 
 @nox.session
@@ -231,7 +247,7 @@ def bench(session: nox.Session) -> None:
         session.error(f"no such benchmark; there are {', '.join(script.stem for script in scripts)}")
     for script in chosen:
         serves = script.stem.startswith("sglang")
-        env = {SERVER_PYTHON: _server_python(session)} if serves else None
+        env = {SERVER_PYTHON["sglang"]: _server_python(session, "sglang")} if serves else None
         session.run("python", str(script), env=env)
 
 
@@ -282,6 +298,7 @@ NIGHTLY = [
     "megatron",
     "pairs",
     "sglang",
+    "vllm",
     "cluster",
     "torchao",
 ]
@@ -299,8 +316,8 @@ def _nightly_part(session: nox.Session, part: str, seed: int) -> None:
             _torchao(session, f"--seed={seed}")
         case "pairs":
             _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
-        case "sglang":
-            _sglang(session, f"--seed={seed}")
+        case "sglang" | "vllm":
+            _served(session, part, f"--seed={seed}")
         case "cluster":
             session.install("-c", str(CONSTRAINTS), "ray")
             _cluster(session)

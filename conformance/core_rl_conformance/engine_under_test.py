@@ -68,7 +68,13 @@ class EngineUnderTest:
 
     def model(self, head: Head = "lm", dropout: float = 0.0) -> TinyModel:
         """The tiny model, with this head."""
-        model = TinyModel(family=self.case.family, seed=self.case.seed, head=head, dropout=dropout)
+        model = TinyModel(
+            family=self.case.family,
+            seed=self.case.seed,
+            head=head,
+            dropout=dropout,
+            head_size=self.case.head_size,
+        )
         return model.with_multiples(*self.case.multiples)
 
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:

@@ -122,6 +122,8 @@ class Profile:
     dtypes: tuple[DType, ...] = ("float32",)
     families: tuple[str, ...] = DENSE
     """The mixture of experts, `MOE`, comes to these for an engine that declares the capability, and for no other."""
+    head_size: int | None = None
+    """Tiny models get attention heads of so many numbers, for kernels that take few sizes; None is their own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the engine's config beyond the common ones, such as ``{"options": {...}}``."""
     waivers: tuple[Waiver, ...] = ()

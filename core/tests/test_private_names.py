@@ -18,6 +18,8 @@ PACKAGES = [
     "plugins/fsdp/src/core_rl_fsdp",
     "plugins/megatron/src/core_rl_megatron",
     "plugins/sglang/src/core_rl_sglang",
+    "plugins/vllm/src/core_rl_vllm",
+    "plugins/vllm/server/src/core_rl_vllm_server",
 ]
 UPSTREAM = {
     "_C": "torch: its own functions in C++",

@@ -127,7 +127,7 @@ def test_unknown_name_gives_the_line_that_installs_it(
 
 
 def test_installable_engines_are_the_extras_that_name_a_plugin() -> None:
-    assert installable_engines() == ["fsdp", "megatron", "sglang"]
+    assert installable_engines() == ["fsdp", "megatron", "sglang", "vllm"]
 
 
 def test_two_distributions_for_one_name_are_both_named(install: Install) -> None:

@@ -93,6 +93,8 @@ class TinyModel:
     """The number of attention heads; None is the family's own."""
     kv_heads: int | None = None
     """The number of key/value heads, of a family that has some; None is the family's own."""
+    head_size: int | None = None
+    """The numbers in an attention head, of a family that can choose them; None is the family's own."""
     layers: int | None = None
     """The number of layers; None is the family's own."""
     experts: int | None = None
@@ -121,6 +123,7 @@ class TinyModel:
             "vocab_size": self.vocabulary,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
             "num_experts": self.experts,
             "norm_topk_prob": False if self.plain_gates else None,
         }

@@ -116,6 +116,14 @@ class Case:
         return math.lcm(*(p.layer_multiple for p in places)), math.lcm(*(p.expert_multiple for p in places))
 
     @property
+    def head_size(self) -> int | None:
+        """The numbers in the model's attention heads, where one of the engines needs a size."""
+        targets = [self.target] if self.partner is None else [self.target, self.partner]
+        return max(
+            (size for target in targets if (size := target.profile.head_size) is not None), default=None
+        )
+
+    @property
     def name(self) -> str:
         """The part of the test's name in brackets."""
         parts = [self.target.spec.name, str(self.setting), self.family, self.dtype]

@@ -32,7 +32,7 @@ from core_rl.servers.server import Server
 from core_rl.servers.weights import DiskWeights
 from core_rl.servers.wire import Wire
 
-__all__ = ["ServerBackend"]
+__all__ = ["MemoryReleasingBackend", "ServerBackend"]
 
 C = TypeVar("C", bound=ServerEngineConfig)
 
@@ -174,6 +174,10 @@ class ServerBackend(InferenceBackend[C]):
 
     def resume(self) -> None:
         self._loop.wait(self._fleet.resume())
+
+
+class MemoryReleasingBackend(ServerBackend[C]):
+    """A backend over servers that can free the memory of their accelerators."""
 
     def release_memory(self) -> None:
         self._loop.wait(self._fleet.release_memory())

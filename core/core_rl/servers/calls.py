@@ -142,6 +142,8 @@ class Requests:
             ended = True
         except Refused as error:
             ended = True
+            if self._wire.is_lost(error):
+                raise Unreachable(str(error)) from error
             if adapter.name is not None and adapter.name in str(error):
                 raise StaleServer(f"{server.name} does not know its adapter: {error}") from error
             raise

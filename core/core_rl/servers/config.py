@@ -13,13 +13,14 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.secret import SecretReference
 from core_rl.errors import ConfigError
 
-__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "refuse_taken"]
+__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback", "refuse_taken"]
 
 Interrupt: TypeAlias = Literal["continue", "abort"]
 """What becomes of requests in flight: they wait and continue, or end as they are."""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -68,7 +69,7 @@ class ServerOptions(Config):
 
     @model_validator(mode="after")
     def _protected(self) -> Self:
-        if self.api_key is None and not _is_loopback(self.host):
+        if self.api_key is None and not is_loopback(self.host):
             raise ValueError(
                 f"host = {self.host!r} without api_key: whoever reaches a server can run code on it; set api_key to "
                 "'${env:NAME}', or host to 127.0.0.1"

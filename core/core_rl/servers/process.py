@@ -23,6 +23,8 @@ from core_rl.weight_sync.accelerators import CudaEnvironment
 __all__ = ["Program", "RunningServer", "ServerProcess", "bound", "free_ports"]
 
 GRACE_S = 10.0
+SERVER_SIDE = Path(__file__).with_name("server_side.py")
+"""What the script of a server begins with; the environment variable CORE_RL_SERVER_SIDE names it there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,7 @@ class Program:
     python_variable: str
     """The environment variable that may name the Python."""
     script: Path
-    """It reads two lines from its standard input, the API key and the file for `ServerProcess.cuda`, and ends with
-    its children when that closes."""
+    """It calls `server_side.begin`."""
     module: str
     """A module that a Python without the product lacks."""
     arguments: Sequence[str]
@@ -105,7 +106,7 @@ class ServerProcess:
         self._log = _log_file(options.log_path, f"{program.product.lower()}-{port}.log")
         self._devices = devices
         self._written = tempfile.NamedTemporaryFile(prefix="core-rl-server-")  # noqa: SIM115  (closed by `stop`)
-        environment = {**os.environ, **program.environment}
+        environment = {**os.environ, **program.environment, "CORE_RL_SERVER_SIDE": str(SERVER_SIDE)}
         # The path of this process belongs to another environment.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             environment.pop(name, None)

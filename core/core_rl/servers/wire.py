@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.errors import RolloutError
+from core_rl.servers.api import Refused
 
 __all__ = ["Scores", "StaleServer", "StreamReader", "Wire", "readable", "versions_of"]
 
@@ -82,6 +83,10 @@ class Wire(ABC):
 
         Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
         """
+
+    def is_lost(self, error: Refused) -> bool:
+        """Whether ``error`` says that the server will never answer again."""
+        return False
 
     @abstractmethod
     def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:

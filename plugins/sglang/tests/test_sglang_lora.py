@@ -38,7 +38,7 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
 
 def form_of(path: str, **changes: Any) -> SglangAdapterForm:
     form = served_model(ModelConfig(path=path, lora=LoraConfig(**{**LORA, **changes})), cpu_ranks=1).adapter
-    assert form is not None
+    assert isinstance(form, SglangAdapterForm)
     return form
 
 

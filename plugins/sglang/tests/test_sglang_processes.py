@@ -14,8 +14,8 @@ import torch
 from sglang_support import API_KEY, build, tiny_model, wait_for
 
 from core_rl.errors import ConfigError, RolloutError
+from core_rl.servers import server_side
 from core_rl.weight_sync.accelerators import CudaEnvironment
-from core_rl_sglang import serve
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.model import served_model
 from core_rl_sglang.process import start
@@ -115,15 +115,15 @@ def test_a_server_writes_the_libraries_and_gpus_of_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "environment"
-    serve.write_environment(str(file))
+    server_side.write_environment(str(file))
     assert json.loads(file.read_text()) == {"torch": torch.__version__, "nccl": None, "gpus": []}
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr(
         "torch.cuda.get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}")
     )
-    monkeypatch.setattr(serve, "nccl_version", lambda: (2, 28, 9))
-    serve.write_environment(str(file))
+    monkeypatch.setattr(server_side, "nccl_version", lambda: (2, 28, 9))
+    server_side.write_environment(str(file))
     model = tiny_model(tmp_path)
     python = script(tmp_path, f'read key; read file; cp {file} "$file"; exec sleep 600')
     config = build(model, dp=2, python=python).config

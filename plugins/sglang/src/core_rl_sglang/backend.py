@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from core_rl.backend.inference_backend import InferenceContext
 from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.distributed.devices import device_type
-from core_rl.servers.backend import ServerBackend
+from core_rl.servers.backend import MemoryReleasingBackend
 from core_rl.servers.model import ServedModel
 from core_rl.servers.process import ServerProcess
 from core_rl_sglang.config import SglangConfig
@@ -20,7 +20,7 @@ from core_rl_sglang.server import SGLangServer
 __all__ = ["SGLangBackend"]
 
 
-class SGLangBackend(ServerBackend[SglangConfig]):
+class SGLangBackend(MemoryReleasingBackend[SglangConfig]):
     """Calls SGLang servers."""
 
     product = "SGLang"

@@ -1,8 +1,7 @@
 """Script that starts an SGLang server in the server's own Python, which has no core-rl.
 
-``python serve.py --model-path ... --port ...`` takes the arguments of ``sglang.launch_server``. Standard input is
-a pipe from the process that started it. Its first line is the API key, or empty; its second the file that
-`write_environment` writes. When that process ends, however it ends, so does the server with all its children.
+``python serve.py --model-path ... --port ...`` takes the arguments of ``sglang.launch_server``. `server_side` says what
+standard input is.
 
 Without CUDA, three workarounds come before the import of SGLang: two for a plain ``pip install``, one for adapters.
 SGLang spawns its workers, which run the top of this file again, and so get them too.
@@ -10,13 +9,10 @@ SGLang spawns its workers, which run the top of this file again, and so get them
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import json
 import os
-import signal
+import runpy
 import sys
-import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -104,56 +100,13 @@ def _missing(name: str) -> object:
     return raise_it
 
 
-def write_environment(file: str) -> None:
-    """Write torch's and NCCL's versions and the UUIDs of the GPUs into ``file``, as JSON."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = {
-        "torch": torch.__version__,
-        "nccl": nccl_version() if count else None,
-        "gpus": [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)],
-    }
-    Path(file).write_text(json.dumps(found), encoding="utf-8")
-
-
-def nccl_version() -> tuple[int, ...]:
-    """As ``core_rl.weight_sync.accelerators.nccl_version``, which this environment does not have."""
-    import torch
-
-    try:
-        library = ctypes.CDLL("libnccl.so.2")
-    except OSError:
-        return tuple(torch.cuda.nccl.version()[:3])
-    code = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(code))
-    return code.value // 10000, code.value // 100 % 100, code.value % 100
-
-
-def die_with_parent() -> None:
-    """End this process group, children included, as soon as standard input ends."""
-
-    def wait_for_the_end() -> None:
-        while os.read(0, 4096):
-            pass
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=wait_for_the_end, name="die-with-parent", daemon=True).start()
-
-
 if __name__ in ("__main__", "__mp_main__"):  # the second is its name in the workers that SGLang spawns
     # Python looks for modules in a script's directory first, and those there would hide the server's own.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     apply_workarounds()
 
 if __name__ == "__main__":
-    # Unbuffered: nothing is read ahead.
-    api_key, environment_file = (
-        sys.stdin.buffer.raw.readline().decode().strip()  # type: ignore[union-attr]
-        for _ in range(2)
-    )
-    die_with_parent()
-    write_environment(environment_file)
+    api_key = runpy.run_path(os.environ["CORE_RL_SERVER_SIDE"])["begin"]()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

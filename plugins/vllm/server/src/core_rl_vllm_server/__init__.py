@@ -1,0 +1,20 @@
+"""Plugin of vLLM, in each of its processes: log-probs as core-rl means them, and weights from shared memory."""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Called by vLLM, perhaps more than once in a process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from core_rl_vllm_server.sampling import report_full_distribution
+
+    report_full_distribution()
+    with_engine = WeightTransferEngineFactory.register_engine
+    try:
+        with_engine("core_rl", "core_rl_vllm_server.transfer", "BucketTransferEngine")
+    except ValueError as error:
+        if "already registered" not in str(error):
+            raise

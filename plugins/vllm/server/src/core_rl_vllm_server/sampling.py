@@ -1,0 +1,34 @@
+"""Log-probs of drawn tokens under the full distribution."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.sample.sampler import Sampler
+
+__all__ = ["report_full_distribution"]
+
+
+def report_full_distribution() -> None:
+    """Have ``processed_logprobs`` be those of the tempered logits, before top-k, top-p and min-p cut them."""
+    original = Sampler.sample
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def sample(
+        self: Any, logits: Tensor, metadata: Any, logprobs_mode_override: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        mode = logprobs_mode_override or self.logprobs_mode
+        if mode != "processed_logprobs" or metadata.all_greedy:
+            found: tuple[Tensor, Tensor | None] = original(self, logits, metadata, logprobs_mode_override)
+            return found
+        # Both steps may write into their argument.
+        tempered = self.apply_temperature(logits.clone(), metadata.temperature, metadata.all_random)
+        full = self.compute_logprobs(tempered)
+        sampled, reported = original(self, logits, metadata, logprobs_mode_override)
+        return sampled, None if reported is None else full
+
+    Sampler.sample = sample

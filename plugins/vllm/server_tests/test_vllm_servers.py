@@ -1,0 +1,177 @@
+"""Real servers: log-probs, scores, weights, versions, and a server that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from vllm_support import backend_of, build, complete, tiny_model
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import WeightsError
+from core_rl.weight_sync.sender import send_tensors
+from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_oracle.oracle import Oracle
+
+BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(64))])
+LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
+TOLERANCE = 5e-5
+
+
+def logprobs_of(model: str, row: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """By the oracle: log-probs of all tokens at the positions after the first, ``[L - 1, V]``."""
+    with torch.no_grad():
+        logits = Oracle(Path(model)).model(input_ids=torch.tensor([row])).logits[0, :-1]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def require_serves(engine: InferenceEngine, model: str) -> None:
+    """The log-probs of ``BATCH`` are those of ``model``."""
+    expected = []
+    for row in (row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)):
+        chosen = logprobs_of(model, row).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
+        expected += [torch.zeros(1, dtype=chosen.dtype), chosen]
+    torch.testing.assert_close(engine.score(BATCH), torch.cat(expected).float(), atol=TOLERANCE, rtol=0)
+
+
+def require_drawn_by(model: str, response: LLMResponse, first: int, last: int, temperature: float) -> None:
+    """Tokens ``first`` to ``last`` of ``response`` have the log-probs of ``model``."""
+    row = [*response.input_ids, *response.output_ids]
+    full = logprobs_of(model, row, temperature)[len(response.input_ids) - 1 :]
+    for index in range(first, last):
+        expected = full[index, response.output_ids[index]].item()
+        assert response.logprobs[index] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7},
+        {"top_p": 0.5},
+        {"top_k": 2, "temperature": 1.4},
+        {"min_p": 0.3},
+        {"temperature": 0.0},
+    ],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_full_distribution(
+    engine: InferenceEngine, root: Path, sampling: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, **sampling)
+    (response,) = complete(engine, LLMRequest(input_ids=(5, 17, 33), sampling=params))
+    assert (len(response.output_ids), response.stop_reason) == (12, "length")
+    require_drawn_by(tiny_model(root), response, 0, 12, params.logprob_temperature)
+
+
+def test_sequences_are_scored_up_to_the_context_and_with_the_whole_vocabulary(
+    engine: InferenceEngine, root: Path
+) -> None:
+    require_serves(engine, tiny_model(root))
+    row = [5, 8, 2, 9]
+    best = engine.top_logprobs(SequenceBatch.from_sequences([row]), 151)
+    full = torch.zeros(3, 151).scatter(1, best.ids[1:], best.logprobs[1:])
+    torch.testing.assert_close(full, logprobs_of(tiny_model(root), row).float(), atol=TOLERANCE, rtol=0)
+
+
+def test_a_response_ends_with_the_end_of_sequence(engine: InferenceEngine) -> None:
+    params = SamplingParams(max_new_tokens=30, logit_bias=((2, 100.0),))
+    (response,) = complete(engine, LLMRequest(input_ids=(5, 17, 33), sampling=params))
+    assert (response.output_ids, response.stop_reason) == ((2,), "stop")
+
+
+def test_a_stream_gives_what_the_response_has(engine: InferenceEngine) -> None:
+    async def parts() -> list[Any]:
+        request = LLMRequest(
+            input_ids=(5, 17, 33), sampling=SamplingParams(max_new_tokens=6, ignore_eos=True)
+        )
+        return [part async for part in engine.astream(request)]
+
+    *first, response = asyncio.run(parts())
+    assert isinstance(response, LLMResponse)
+    streamed = [token for part in first for token in part.output_ids]
+    assert list(response.output_ids)[: len(streamed)] == streamed
+    assert len(streamed) >= 5
+
+
+@pytest.mark.parametrize("method", ["disk", "tensor"])
+def test_tokens_carry_the_version_of_the_weights_that_drew_them(
+    engine: InferenceEngine, root: Path, tmp_path: Path, method: Literal["disk", "tensor"]
+) -> None:
+    old, version = engine.get_version(), engine.get_version() + 1
+    before = tiny_model(root, seed=old)
+    new = tiny_model(root, seed=version)
+    path = new if method == "disk" else str(tmp_path / "meet")
+    meta = WeightUpdateMeta(
+        method=method, version=version, path=path, bucket_bytes=4096, verify=method == "tensor"
+    )
+
+    async def drawn() -> list[LLMResponse]:
+        requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
+        running = asyncio.gather(*map(engine.agenerate, requests))
+        await asyncio.sleep(0.2)
+        arrival = engine.update_weights(meta)
+        if method == "tensor":
+            await asyncio.to_thread(send_tensors, iter(tensors_of(Path(new)).items()), meta)
+        await asyncio.wrap_future(arrival)
+        return list(await running)
+
+    for response in asyncio.run(drawn()):
+        assert set(response.versions) <= {old, version}
+        change = response.versions.index(version) if version in response.versions else 40
+        require_drawn_by(before, response, 0, change, 1.0)
+        require_drawn_by(new, response, change, 40, 1.0)
+    require_serves(engine, new)
+
+
+def test_a_trainer_that_dies_leaves_the_old_weights(
+    engine: InferenceEngine, root: Path, tmp_path: Path
+) -> None:
+    version = engine.get_version()
+    meta = WeightUpdateMeta(method="tensor", version=99, path=str(tmp_path / "meet"), bucket_bytes=4096)
+
+    def dying() -> Any:
+        yield from list(tensors_of(Path(tiny_model(root, seed=7))).items())[:6]
+        raise WeightsError("the trainer died")
+
+    arrival = engine.update_weights(meta)
+    with pytest.raises(WeightsError, match="the trainer died"):
+        send_tensors(dying(), meta)
+    with pytest.raises(WeightsError):
+        arrival.result(60)
+    assert engine.get_version() == version
+    require_serves(engine, tiny_model(root, seed=version))
+
+
+def test_a_killed_server_comes_back_and_nothing_is_lost(engine: InferenceEngine, root: Path) -> None:
+    version, process = engine.get_version(), backend_of(engine).servers[0].process
+    assert process is not None
+
+    async def drawn() -> list[LLMResponse]:
+        requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
+        running = asyncio.gather(*map(engine.agenerate, requests))
+        await asyncio.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        return list(await running)
+
+    found = asyncio.run(drawn())
+    assert {(len(response.output_ids), response.stop_reason) for response in found} == {(40, "length")}
+    assert {drawn for response in found for drawn in response.versions} == {version}
+    require_serves(engine, tiny_model(root, seed=version))
+
+
+@pytest.mark.nightly
+def test_two_servers_are_one_engine(root: Path) -> None:
+    engine = build(tiny_model(root), dp=2)
+    try:
+        engine.initialize()
+        require_serves(engine, tiny_model(root))
+    finally:
+        engine.destroy()

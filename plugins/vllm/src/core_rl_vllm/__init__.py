@@ -1,0 +1,31 @@
+"""vLLM as an inference engine of core-rl. Importing this package imports neither torch nor an HTTP client."""
+
+from __future__ import annotations
+
+from core_rl.config.capability import Capability
+from core_rl.registry.spec import EngineSpec
+
+__all__ = ["SPEC"]
+
+SPEC = EngineSpec(
+    name="vllm",
+    kind="inference",
+    protocol=(0, 2),
+    factory="core_rl_vllm.backend:VllmBackend",
+    config="core_rl_vllm.config:VllmConfig",
+    capabilities=frozenset(
+        {
+            Capability.DATA_PARALLEL,
+            Capability.SCORE,
+            Capability.TOP_LOGPROBS,
+            Capability.SYNC_DISK,
+            Capability.SYNC_TENSOR,
+            Capability.PAUSE,
+            Capability.LAUNCH_SERVER,
+            Capability.MIN_P,
+            Capability.LOGIT_BIAS,
+        }
+    ),
+    description="vLLM servers over HTTP, launched by the engine or found at given addresses",
+    conformance="core_rl_vllm.conformance:PROFILE",
+)

@@ -1,0 +1,61 @@
+"""The config of the vLLM engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from core_rl.servers.config import ServerEngineConfig, ServerOptions, is_loopback, refuse_taken
+
+__all__ = ["PYTHON_VARIABLE", "VllmConfig", "VllmOptions"]
+
+PYTHON_VARIABLE = "CORE_RL_VLLM_PYTHON"
+HAVE_FIELDS = {
+    "--api-key": "options.api_key",
+    "--gpu-memory-utilization": "options.memory_fraction",
+    "--host": "options.host",
+    "--kv-cache-memory-bytes": "options.cache_bytes",
+    "--max-num-seqs": "options.max_running_requests",
+    "--port": "options.ports",
+}
+"""Arguments of a server whose fields are checked."""
+
+
+class VllmOptions(ServerOptions):
+    """Options of vLLM alone."""
+
+    cache_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of the cache of keys and values of one launched server. By default vLLM decides by the memory of the
+    accelerator; on a CPU they are 256 MiB."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _without_fields(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        refuse_taken(arguments, HAVE_FIELDS)
+        return arguments
+
+    @model_validator(mode="after")
+    def _on_loopback(self) -> Self:
+        if not is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r}: vLLM's key does not protect the routes that change weights; set host to "
+                "127.0.0.1, or start servers in a network that others do not reach, and name them in addresses"
+            )
+        return self
+
+
+class VllmConfig(ServerEngineConfig):
+    """The common config and vLLM's own section.
+
+    ``layout.dp`` is the number of servers.
+    """
+
+    options: VllmOptions = VllmOptions()
+
+    @property
+    def server_python(self) -> str:
+        """The Python that runs servers."""
+        return self.options.python or os.environ.get(PYTHON_VARIABLE) or sys.executable

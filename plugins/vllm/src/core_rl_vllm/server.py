@@ -1,0 +1,97 @@
+"""The calls of RL to one vLLM server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.multiprocessing.reductions import reduce_storage
+
+from core_rl.errors import ConfigError
+from core_rl.servers.api import Refused
+from core_rl.servers.config import Interrupt
+from core_rl.servers.server import PROBE_TIMEOUT_S, Server
+from core_rl.servers.wire import readable
+from core_rl.weight_sync.buckets import flat_bytes, start_of
+from core_rl.weight_sync.device_memory import DeviceMemory
+from core_rl.weight_sync.messages import Bucket, shared_by_name
+from core_rl_vllm.wire import PREFIX
+
+__all__ = ["VllmServer"]
+
+
+class VllmServer(Server):
+    """A server of vLLM in development mode, with core-rl-vllm-server."""
+
+    async def served(self) -> tuple[str, str]:
+        try:
+            weights = await self.api.get("/weight_info", PROBE_TIMEOUT_S)
+            size = await self.api.get("/get_world_size?include_dp=false", PROBE_TIMEOUT_S)
+        except Refused as error:
+            if "404" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self.name} has no routes for weights; start it with VLLM_SERVER_DEV_MODE=1, and with "
+                "--enable-scale-out"
+            ) from error
+        models = await self.api.get("/v1/models", PROBE_TIMEOUT_S)
+        with readable([weights, size, models], f"{self.address} is no vLLM server: it sent something"):
+            self.ranks, self.device = int(size["world_size"]), "cpu"
+            return str(models["data"][0]["root"]), str(weights["weight_version"])
+
+    async def set_weight_version(self, version: int) -> None:
+        await self.api.post("/update_weight_version", {"new_version": str(version)}, PROBE_TIMEOUT_S)
+        self.version = version
+
+    async def _pause(self, interrupt: Interrupt) -> None:
+        await self.post(f"/pause?mode={'keep' if interrupt == 'continue' else 'abort'}", {})
+
+    async def _continue(self) -> None:
+        await self.api.post("/resume", {}, PROBE_TIMEOUT_S)
+
+    async def abort(self, rid: str) -> None:
+        await self.post_if_up("/abort_requests", {"request_ids": [PREFIX + rid]})
+
+    async def abort_all(self) -> None:
+        await self.post_if_up("/pause?mode=abort", {})
+
+    async def flush_cache(self) -> None:
+        # Running requests go back to the queue, and compute the keys and values of their tokens anew.
+        await self.post("/reset_prefix_cache?reset_running_requests=true", {})
+
+    async def load_directory(self, path: str) -> None:
+        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self.flush_cache()
+
+    async def begin_update(self) -> None:
+        try:
+            await self.post("/start_weight_update", {})
+        except Refused as error:
+            if "already active" not in str(error):
+                raise
+            # The client of an earlier update is gone.
+            await self.end_update()
+            await self.post("/start_weight_update", {})
+
+    async def end_update(self) -> None:
+        try:
+            await self.post("/finish_weight_update", {})
+        except Refused as error:
+            # vLLM ends an update of which a part has failed.
+            if "without a matching" not in str(error):
+                raise
+
+    async def load_tensors(self, bucket: Bucket, memory: Sequence[DeviceMemory] = ()) -> None:
+        tensors = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start_of(tensor)]
+            for name, tensor in bucket
+        ]
+        infos = [{**_named(bucket), "tensors": tensors} for _ in range(self.ranks)]
+        await self.post("/update_weights", {"update_info": infos})
+
+
+def _named(bucket: Bucket) -> dict[str, Any]:
+    """The name of the memory of ``bucket`` for one process, which opens it once."""
+    with shared_by_name():
+        _, (_, manager, handle, size) = reduce_storage(flat_bytes(bucket).untyped_storage())
+    return {"manager": manager.decode(), "handle": handle.decode(), "size": size}

@@ -1,0 +1,132 @@
+"""Requests in vLLM's format, and its responses in the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams, StopReason
+from core_rl.errors import RolloutError
+from core_rl.servers.api import Refused
+from core_rl.servers.wire import Scores, StreamReader, Wire, readable, versions_of
+
+__all__ = ["PREFIX", "VllmWire"]
+
+PREFIX = "generate-tokens-"
+"""What vLLM puts before the name of a request."""
+NO_LOGPROB = -9999.0
+"""What vLLM sends for a log-prob that is not a number."""
+DEAD = ("EngineCore encountered an issue", "EngineDeadError")
+"""In responses of a server whose engine has ended."""
+
+
+class VllmWire(Wire):
+    """``POST /inference/v1/generate``."""
+
+    path = "/inference/v1/generate"
+    ids = "token_ids"
+    rid = "request_id"
+
+    def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
+        return {
+            "request_id": request.rid,
+            "token_ids": list(request.input_ids),
+            "sampling_params": _sampling(request.sampling, eos),
+        }
+
+    def adapter_fields(self, name: str | None) -> dict[str, str]:
+        return {} if name is None else {"model": name}
+
+    def is_lost(self, error: Refused) -> bool:
+        return any(part in str(error) for part in DEAD)
+
+    def response(self, request: LLMRequest, found: Any, eos: Collection[int], server: str) -> LLMResponse:
+        with readable(found, f"{server} sent a response to request {request.rid}"):
+            (choice,) = found["choices"]
+            return _response(request, choice, choice["logprobs"]["content"], server)
+
+    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
+        entries: list[dict[str, Any]] = []
+
+        def read(event: Any) -> PartialResponse | LLMResponse:
+            with readable(event, f"{server} streamed something"):
+                if "error" in event:
+                    raise RolloutError(f"{server} broke off request {request.rid}: {event['error']}")
+                (choice,) = event["choices"]
+                new = (choice.get("logprobs") or {}).get("content") or []
+                entries.extend(new)
+                if choice.get("finish_reason") is not None:
+                    ids = [entry["token_id"] for entry in entries]
+                    return _response(request, {**choice, "token_ids": ids}, entries, server)
+                return PartialResponse(
+                    output_ids=tuple(entry["token_id"] for entry in new),
+                    logprobs=tuple(float(entry["logprob"]) for entry in new),
+                )
+
+        return read
+
+    def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}
+        return {"token_ids": list(ids), "sampling_params": sampling}
+
+    def scores(self, found: Any, ids: Sequence[int], k: int, server: str) -> Scores:
+        with readable(found, f"{server} gave scores"):
+            # By token: the given one, and the best.
+            positions = found["prompt_logprobs"][1:]
+            logprobs = [
+                float(position[str(token)]["logprob"])
+                for token, position in zip(ids[1:], positions, strict=True)
+            ]
+            best = [
+                [(int(token), entry["logprob"]) for token, entry in _by_rank(position)[:k]]
+                for position in positions
+            ]
+            return Scores.checked(logprobs, best, ids, k, server)
+
+
+def _by_rank(position: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(position.items(), key=lambda item: -float(item[1]["logprob"]))
+
+
+def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
+    """All parameters, whose defaults could otherwise be the model's."""
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+    found: dict[str, Any] = {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": 0.0,
+        # A server without a tokenizer does not know the model's own.
+        "ignore_eos": True,
+        "stop_token_ids": sorted(stops),
+        "seed": sampling.seed,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    if sampling.logit_bias:
+        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    return found
+
+
+def _response(
+    request: LLMRequest, choice: dict[str, Any], entries: Sequence[dict[str, Any]], server: str
+) -> LLMResponse:
+    ids = tuple(choice["token_ids"])
+    if [entry["token_id"] for entry in entries] != list(ids):
+        raise ValueError("its log-probs are of other tokens than its token_ids")
+    logprobs = tuple(float(entry["logprob"]) for entry in entries)
+    if any(logprob <= NO_LOGPROB for logprob in logprobs):
+        raise ValueError("a log-prob is not a number")
+    reasons: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    return LLMResponse(
+        rid=request.rid,
+        input_ids=request.input_ids,
+        output_ids=ids,
+        logprobs=logprobs,
+        versions=versions_of(choice["weight_versions"] or [], len(ids), server),
+        stop_reason=reasons[choice["finish_reason"]],
+    )
