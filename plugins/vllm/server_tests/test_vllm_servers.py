@@ -116,14 +116,16 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(
     async def drawn() -> list[LLMResponse]:
         requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
         running = asyncio.gather(*map(engine.agenerate, requests))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         arrival = engine.update_weights(meta)
         if method == "tensor":
             await asyncio.to_thread(send_tensors, iter(tensors_of(Path(new)).items()), meta)
         await asyncio.wrap_future(arrival)
         return list(await running)
 
-    for response in asyncio.run(drawn()):
+    found = asyncio.run(drawn())
+    assert any(set(response.versions) == {old, version} for response in found), "the update missed them all"
+    for response in found:
         assert set(response.versions) <= {old, version}
         change = response.versions.index(version) if version in response.versions else 40
         require_drawn_by(before, response, 0, change, 1.0)
