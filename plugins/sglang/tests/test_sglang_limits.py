@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import server_stub
 from aiohttp import web
 from sglang_support import Stub, build, tiny_model
 
@@ -31,7 +32,7 @@ from core_rl_trainer.recipe.recipe import load_recipe
 FILES, REQUESTS = 1024, 1500
 CLIENT = f"""
 import asyncio, resource, sys
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = sys.argv[3:]
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, {FILES}))
 from sglang_support import build
 from core_rl.data.requests import LLMRequest, SamplingParams
@@ -63,7 +64,11 @@ def test_more_requests_than_files_are_all_answered(tmp_path: Path) -> None:
     stub.faults["/generate"] = slow
     stub.start()
     try:
-        arguments = [stub.model, stub.address, str(Path(__file__).parent)]
+        arguments = [
+            stub.model,
+            stub.address,
+            *(str(Path(file).parent) for file in (__file__, server_stub.__file__)),
+        ]
         found = subprocess.run(
             [sys.executable, "-c", CLIENT, *arguments],
             capture_output=True,

@@ -1,21 +1,133 @@
-"""What tests of the vLLM engine share: a tiny model, and engines."""
+"""What tests of the vLLM engine share: a stub of a server, a tiny model, and engines."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from core_rl import get_spec, load_config, load_engine
-from core_rl.config.base import parse_config
-from core_rl.config.engine import InferenceEngineConfig
-from core_rl.data.requests import LLMRequest, LLMResponse
+from aiohttp import web
+from server_stub import (
+    ServerStub,
+    complete,
+    connected_to,
+    drop,
+    dying_stream,
+    engine_of,
+    first,
+    request,
+    running,
+    wait_for,
+)
+
 from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_vllm.backend import VllmBackend
 
+__all__ = [
+    "VllmStub",
+    "backend_of",
+    "build",
+    "complete",
+    "connected",
+    "drop",
+    "dying_stream",
+    "failing",
+    "first",
+    "request",
+    "stubs",
+    "tiny_model",
+    "wait_for",
+]
+
 HEAD_SIZE = 32
 """The smallest that vLLM's attention on CPUs has."""
+GENERATE = "/inference/v1/generate"
+
+
+class VllmStub(ServerStub):
+    """Speaks the interface of vLLM."""
+
+    def __init__(self, model_path: str) -> None:
+        super().__init__(model_path)
+        self.updating = False
+
+    def stop(self) -> None:
+        super().stop()
+        self.updating = False
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The requests that have come."""
+        return [body for path, body in self.bodies if path == GENERATE]
+
+    async def usual(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body.get("stream"):
+            return await self._streamed(request, body)
+        match request.path:
+            case "/start_weight_update" | "/finish_weight_update":
+                begins = request.path == "/start_weight_update"
+                if begins == self.updating:
+                    return failure("an update is already active" if begins else "without a matching start")
+                self.updating = begins
+            case "/update_weights" if not self.updating:
+                return failure("start_weight_update must be called before update_weights.")
+        return web.json_response(self._found(request.path, body))
+
+    def _found(self, path: str, body: dict[str, Any]) -> Any:
+        match path:
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/get_world_size":
+                return {"world_size": 1}
+            case "/v1/models":
+                return {"data": [{"root": self.model_path}]}
+            case "/pause" | "/resume":
+                self.paused = path == "/pause"
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/collective_rpc":
+                self.model_path = body["kwargs"]["weights_path"]
+            case path if path == GENERATE:
+                return {"choices": [self.choice(body)]}
+        return {}
+
+    def choice(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The usual completion."""
+        count = body["sampling_params"]["max_tokens"]
+        return {
+            "token_ids": [7] * count,
+            "finish_reason": "length",
+            "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}] * count},
+            "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+        }
+
+    async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """The usual completion token by token; waits before the last one while ``hold`` is set."""
+        whole = self.choice(body)
+        part = {"token_ids": [7], "logprobs": {"content": whole["logprobs"]["content"][:1]}}
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in whole["token_ids"][1:]:
+            await response.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
+        while self.hold:
+            await asyncio.sleep(0.01)
+        last = {"choices": [{**whole, **part}]}
+        await response.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
+        return response
+
+
+def failure(message: str) -> web.Response:
+    """An error as vLLM writes them."""
+    return web.json_response({"error": {"message": message, "type": "InternalServerError"}}, status=500)
+
+
+def failing(message: str) -> Any:
+    """A fault: the error with ``message``."""
+    return lambda _request, _body: failure(message)
 
 
 def tiny_model(root: Path, seed: int = 0) -> str:
@@ -25,11 +137,21 @@ def tiny_model(root: Path, seed: int = 0) -> str:
 
 def build(model: str, dp: int = 1, **options: Any) -> InferenceEngine:
     """The engine of ``model``."""
-    spec = get_spec("vllm")
-    values = {"model": {"path": model}, "layout": {"dp": dp}, "device": "cpu", "options": options}
-    config = parse_config(load_config(spec), values)
-    assert isinstance(config, InferenceEngineConfig)
-    return load_engine(spec, config)
+    return engine_of("vllm", model={"path": model}, layout={"dp": dp}, options=options)
+
+
+@contextmanager
+def stubs(root: Path, count: int = 1) -> Iterator[list[VllmStub]]:
+    """A number of stubs that serve one tiny model."""
+    with running([VllmStub(tiny_model(root)) for _ in range(count)]) as made:
+        yield made
+
+
+@contextmanager
+def connected(made: list[VllmStub], **options: Any) -> Iterator[InferenceEngine]:
+    """The engine at these servers."""
+    with connected_to("vllm", made, **options) as engine:
+        yield engine
 
 
 def backend_of(engine: InferenceEngine) -> VllmBackend:
@@ -37,12 +159,3 @@ def backend_of(engine: InferenceEngine) -> VllmBackend:
     backend = engine._backend
     assert isinstance(backend, VllmBackend)
     return backend
-
-
-def complete(engine: InferenceEngine, *requests: LLMRequest) -> list[LLMResponse]:
-    """The responses to ``requests``, which run at the same time."""
-
-    async def all_of_them() -> list[LLMResponse]:
-        return list(await asyncio.gather(*map(engine.agenerate, requests)))
-
-    return asyncio.run(all_of_them())

@@ -1,0 +1,177 @@
+"""Stubs of servers with scripted responses, for faults that real ones show too rarely."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+from torch import Tensor
+
+from core_rl import get_spec, load_config, load_engine
+from core_rl.config.base import parse_config
+from core_rl.config.engine import InferenceEngineConfig
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import WeightsError
+from core_rl_conformance.procedures.streaming import tensors_of
+
+Handler = Callable[[web.Request, dict[str, Any]], Any]
+S = TypeVar("S", bound="ServerStub")
+
+
+class ServerStub(ABC):
+    """Speaks the interface of a server on a free port: each new token is 7, and updates succeed.
+
+    ``faults`` maps a path to a function that runs instead of the usual response; it returns the response, and
+    None is the usual one.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        self.model = self.model_path = model_path
+        self.calls: Counter[str] = Counter()
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
+        self.faults: dict[str, Handler] = {}
+        self.version = "default"
+        self.paused = self.hold = False
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._runner: web.AppRunner | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen; on the same port as before after `stop`."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    def stop(self) -> None:
+        """Close the port and all connections, as if the process had been killed; a new one knows nothing."""
+        assert self._runner is not None
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self.version, self.paused = "default", False
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else {}
+        self.calls[request.path] += 1
+        self.bodies.append((request.path, body))
+        fault = self.faults.get(request.path)
+        if fault is not None:
+            found = fault(request, body)
+            found = await found if asyncio.iscoroutine(found) else found
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        return await self.usual(request, body)
+
+    @abstractmethod
+    async def usual(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """The response without a fault."""
+
+
+@contextmanager
+def running(made: list[S]) -> Iterator[list[S]]:
+    """These stubs, which listen."""
+    for stub in made:
+        stub.start()
+    try:
+        yield made
+    finally:
+        for stub in made:
+            stub.close()
+
+
+def drop(request: web.Request, body: dict[str, Any]) -> None:
+    """Close the connection without a response."""
+    assert request.transport is not None
+    request.transport.abort()
+
+
+def first(times: int, fault: Handler) -> Handler:
+    """``fault`` for the first ``times`` calls, and the usual response after them."""
+    left = [times]
+
+    def sometimes(request: web.Request, body: dict[str, Any]) -> Any:
+        left[0] -= 1
+        return fault(request, body) if left[0] >= 0 else None
+
+    return sometimes
+
+
+def engine_of(name: str, **values: Any) -> InferenceEngine:
+    """The engine ``name`` on the CPU."""
+    spec = get_spec(name)
+    config = parse_config(load_config(spec), {"device": "cpu", **values})
+    assert isinstance(config, InferenceEngineConfig)
+    return load_engine(spec, config)
+
+
+@contextmanager
+def connected_to(
+    name: str, made: Sequence[ServerStub], lora: dict[str, Any] | None = None, **options: Any
+) -> Iterator[InferenceEngine]:
+    """The engine ``name`` at these servers; with ``lora`` it takes adapters."""
+    engine = engine_of(
+        name,
+        model={"path": made[0].model, "lora": lora},
+        layout={"dp": len(made)},
+        options={"addresses": [stub.address for stub in made], **options},
+    )
+    engine.initialize()
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def request(*ids: int, **sampling: Any) -> LLMRequest:
+    return LLMRequest(
+        input_ids=ids or (1, 2, 3),
+        sampling=SamplingParams(**{"max_new_tokens": 4, "ignore_eos": True, **sampling}),
+    )
+
+
+def complete(engine: InferenceEngine, *requests: LLMRequest) -> list[LLMResponse]:
+    """The responses to ``requests``, which run at the same time."""
+
+    async def all_of_them() -> list[LLMResponse]:
+        return list(await asyncio.gather(*map(engine.agenerate, requests)))
+
+    return asyncio.run(all_of_them())
+
+
+def dying_stream(model: str) -> Iterator[tuple[str, Tensor]]:
+    """The first weights of ``model``; then the trainer dies."""
+    yield from list(tensors_of(Path(model)).items())[:6]
+    raise WeightsError("the trainer died")
+
+
+def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)

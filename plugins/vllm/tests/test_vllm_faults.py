@@ -1,0 +1,168 @@
+"""Servers that are gone, slow, dead inside, or have other weights; updates that break off. Servers are stubs here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from aiohttp import web
+from vllm_support import (
+    VllmStub,
+    complete,
+    connected,
+    drop,
+    dying_stream,
+    failing,
+    first,
+    request,
+    stubs,
+    tiny_model,
+    wait_for,
+)
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.data.requests import LLMResponse, PartialResponse
+from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import ConfigError, RolloutError, WeightsError
+from core_rl.weight_sync.sender import send_tensors
+from core_rl_conformance.procedures.streaming import tensors_of
+
+GENERATE = "/inference/v1/generate"
+DEAD = "EngineCore encountered an issue. See stack trace above"
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[VllmStub]:
+    with stubs(tmp_path) as made:
+        yield made[0]
+
+
+async def slow(_request: web.Request, _body: Any) -> None:
+    await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize("fault", [drop, failing(DEAD)], ids=["gone", "dead inside"])
+def test_a_request_whose_server_is_lost_gives_one_response(stub: VllmStub, fault: Any) -> None:
+    stub.faults[GENERATE] = first(2, fault)
+    with connected([stub]) as engine:
+        (found,) = complete(engine, request())
+    assert found.output_ids == (7,) * 4
+    names = [body["request_id"] for body in stub.asked]
+    assert len(names) == len(set(names)) == 3, "each attempt has a name of its own"
+
+
+def test_a_request_that_no_server_answers_names_one(stub: VllmStub) -> None:
+    stub.faults[GENERATE] = drop
+    with connected([stub], retries=1) as engine, pytest.raises(RolloutError, match=stub.address):
+        complete(engine, request())
+    assert len(stub.asked) == 2
+
+
+def test_a_request_to_a_slow_server_is_aborted_under_the_name_that_vllm_gave_it(stub: VllmStub) -> None:
+    stub.faults[GENERATE] = slow
+    with connected([stub], request_timeout_s=0.2) as engine:
+        with pytest.raises(RolloutError, match=f"{stub.address}.*got no response within 0.2 s"):
+            complete(engine, request())
+        wait_for(lambda: stub.calls["/abort_requests"] == 1)
+    (aborted,) = (body for path, body in stub.bodies if path == "/abort_requests")
+    assert aborted == {"request_ids": ["generate-tokens-" + stub.asked[0]["request_id"]]}
+
+
+def test_a_server_that_starts_again_gets_the_weights_before_its_tokens_count(
+    stub: VllmStub, tmp_path: Path
+) -> None:
+    with connected([stub]) as engine:
+        engine.update_weights(WeightUpdateMeta(version=5, path=tiny_model(tmp_path, seed=1))).result(20)
+        served = stub.model_path
+        stub.stop()
+        stub.model_path = "what it was started with"
+        stub.start()
+        (found,) = complete(engine, request())
+    assert (found.versions, stub.model_path) == ((5,) * 4, served)
+
+
+def test_the_other_server_takes_over(tmp_path: Path) -> None:
+    with stubs(tmp_path, 2) as made, connected(made, start_timeout_s=1.0) as engine:
+        made[0].stop()
+        found = complete(engine, *(request(1, 2, number) for number in range(20)))
+        assert [response.stop_reason for response in found] == ["length"] * 20
+        assert len(made[1].asked) == 20
+        made[0].start()
+
+
+def test_a_server_without_routes_for_weights_is_refused(stub: VllmStub) -> None:
+    stub.faults["/weight_info"] = lambda _request, _body: web.Response(status=404)
+    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"), connected([stub]):
+        pass
+
+
+def sent(engine: InferenceEngine, model: str, meta: WeightUpdateMeta, *, dies: bool = False) -> None:
+    """Update ``engine`` from a trainer with the weights of ``model``, which may die on the way."""
+    arrival = engine.update_weights(meta)
+    send_tensors(dying_stream(model) if dies else iter(tensors_of(Path(model)).items()), meta)
+    arrival.result(20)
+
+
+def streamed_update(tmp_path: Path, method: Literal["tensor", "distributed"] = "tensor") -> WeightUpdateMeta:
+    return WeightUpdateMeta(method=method, version=3, path=str(tmp_path / "meet"), bucket_bytes=4096)
+
+
+def test_no_token_is_drawn_during_an_update(stub: VllmStub, tmp_path: Path) -> None:
+    with connected([stub]) as engine:
+        before = len(stub.bodies)
+        sent(engine, tiny_model(tmp_path, seed=1), streamed_update(tmp_path))
+        (found,) = complete(engine, request())
+    calls = [path for path, _ in stub.bodies[before:]]
+    first_one, *others, last = (call for call in calls if call != "/update_weights")
+    assert (first_one, last) == ("/pause", GENERATE)
+    expected = ["/start_weight_update", "/finish_weight_update", "/reset_prefix_cache"]
+    assert others == [*expected, "/update_weight_version", "/resume"]
+    buckets = [body["update_info"] for path, body in stub.bodies if path == "/update_weights"]
+    names = [name for (bucket,) in buckets for name, *_ in bucket["tensors"]]
+    assert sorted(names) == sorted(tensors_of(Path(tiny_model(tmp_path))))
+    assert found.versions == (3,) * 4
+
+
+def test_an_update_that_breaks_off_is_ended_and_undone(stub: VllmStub, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, seed=1)
+    with connected([stub]) as engine:
+        with pytest.raises(WeightsError, match="the trainer died"):
+            sent(engine, model, streamed_update(tmp_path), dies=True)
+        wait_for(lambda: not stub.paused)
+        assert (stub.updating, stub.model_path, engine.get_version()) == (False, stub.model, 0)
+        assert complete(engine, request())[0].versions == (0,) * 4
+
+
+def test_a_bucket_that_a_server_refuses_undoes_the_update(stub: VllmStub, tmp_path: Path) -> None:
+    def refuse(_request: web.Request, _body: Any) -> web.Response:
+        stub.updating = False  # as vLLM does
+        return failing("cannot load")(_request, _body)  # type: ignore[no-any-return]
+
+    stub.faults["/update_weights"] = refuse
+    with connected([stub]) as engine:
+        with pytest.raises(WeightsError, match="cannot load"):
+            sent(engine, tiny_model(tmp_path, seed=1), streamed_update(tmp_path))
+        assert complete(engine, request())[0].versions == (0,) * 4
+
+
+def test_an_update_whose_client_is_gone_makes_way(stub: VllmStub, tmp_path: Path) -> None:
+    stub.updating = True
+    with connected([stub]) as engine:
+        sent(engine, tiny_model(tmp_path, seed=1), streamed_update(tmp_path))
+        assert engine.get_version() == 3
+
+
+def test_a_streamed_response_comes_in_parts_and_as_a_whole(stub: VllmStub) -> None:
+    async def parts(engine: InferenceEngine) -> list[PartialResponse | LLMResponse]:
+        async with aclosing(engine.astream(request(max_new_tokens=5))) as found:
+            return [part async for part in found]
+
+    with connected([stub]) as engine:
+        *parts_of, response = asyncio.run(parts(engine))
+    assert isinstance(response, LLMResponse)
+    assert response.output_ids == (7,) * 5
+    assert [part.output_ids for part in parts_of] == [(7,)] * 4
