@@ -9,9 +9,12 @@ def register() -> None:
     """Called by vLLM, perhaps more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from core_rl_vllm_server.heads import keep_tied_heads_current
     from core_rl_vllm_server.sampling import report_full_distribution
 
     report_full_distribution()
+    keep_tied_heads_current()
+    # Last: vLLM only logs an error of a plugin, and without this engine the server does not start.
     with_engine = WeightTransferEngineFactory.register_engine
     try:
         with_engine("core_rl", "core_rl_vllm_server.transfer", "BucketTransferEngine")
