@@ -23,6 +23,7 @@ PACKAGES = [
 ]
 UPSTREAM = {
     "_C": "torch: its own functions in C++",
+    "_MAX_TEMP": "vllm: the temperature below which it takes another",
     "_accelerator_getAllocatorSettings": "torch: whether memory is in expandable segments",
     "_accelerator_setAllocatorSettings": "torch: settings of this process alone; the environment would be inherited",
     "_buffers": "torch: a buffer is replaced and stays one that no file has",
@@ -49,6 +50,7 @@ UPSTREAM = {
     "_reduce_scatter_comm": "torch: the memory of gradients on one rank, after a pass that raised",
     "_set_cuda_rng_state": "megatron: set on CPUs, where Megatron has only CUDA's",
     "_timeout": "torch: the timeout of a gloo group that is made from parts",
+    "_verify_args": "vllm: refuses temperatures that the core takes",
     "_weight_conversions": "transformers: renamings of the files, which save_pretrained() undoes",
 }
 

@@ -55,6 +55,8 @@ def require_drawn_by(model: str, response: LLMResponse, first: int, last: int, t
     "sampling",
     [
         {"temperature": 0.7},
+        {"temperature": 7.0},
+        {"temperature": 0.003},
         {"top_p": 0.5},
         {"top_k": 2, "temperature": 1.4},
         {"min_p": 0.3},

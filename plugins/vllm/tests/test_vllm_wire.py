@@ -64,6 +64,12 @@ def test_a_request_names_all_parameters_and_where_it_ends() -> None:
     assert (sampling["top_k"], sampling["top_p"], sampling["repetition_penalty"]) == (0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(("temperature", "sent"), [(0.0, 0.0), (1e-9, 2e-5), (0.004, 0.004), (7.0, 7.0)])
+def test_only_greedy_requests_have_no_temperature(temperature: float, sent: float) -> None:
+    request = LLMRequest(input_ids=(1,), sampling=SamplingParams(temperature=temperature))
+    assert WIRE.generation(request, ())["sampling_params"]["temperature"] == sent
+
+
 def test_a_stream_ends_with_all_tokens() -> None:
     read = WIRE.stream_reader(REQUEST, (), "vLLM server s")
     whole = choice()["choices"][0]

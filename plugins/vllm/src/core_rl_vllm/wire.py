@@ -16,6 +16,9 @@ PREFIX = "generate-tokens-"
 """What vLLM puts before the name of a request."""
 NO_LOGPROB = -9999.0
 """What vLLM sends for a log-prob that is not a number."""
+LOWEST = 2e-5
+"""The lowest temperature: vLLM draws the most likely token below half of it, and reports it untempered. No log-prob in
+float32 tells it from lower ones, except for tokens whose logits are as good as equal."""
 DEAD = ("EngineCore encountered an issue", "EngineDeadError")
 """In responses of a server whose engine has ended."""
 
@@ -93,7 +96,7 @@ def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
     found: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
+        "temperature": 0.0 if sampling.greedy else max(sampling.temperature, LOWEST),
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or 0,
         "min_p": sampling.min_p,

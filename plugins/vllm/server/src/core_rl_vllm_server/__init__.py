@@ -1,4 +1,4 @@
-"""Plugin of vLLM, in each of its processes: log-probs as core-rl means them, and weights from shared memory."""
+"""Plugin of vLLM, in each of its processes: log-probs as core-rl means them, and weights as it sends them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from core_rl_vllm_server.heads import keep_tied_heads_current
-    from core_rl_vllm_server.sampling import report_full_distribution
+    from core_rl_vllm_server.sampling import report_full_distribution, take_every_temperature
 
     report_full_distribution()
+    take_every_temperature()
     keep_tied_heads_current()
     # Last: vLLM only logs an error of a plugin, and without this engine the server does not start.
     with_engine = WeightTransferEngineFactory.register_engine

@@ -1,14 +1,19 @@
-"""Log-probs of drawn tokens under the full distribution."""
+"""Log-probs of drawn tokens under the full distribution, at every temperature."""
 
 from __future__ import annotations
 
+import math
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
+from vllm import sampling_params
 from vllm.v1.sample.sampler import Sampler
 
-__all__ = ["report_full_distribution"]
+__all__ = ["report_full_distribution", "take_every_temperature"]
+
+HIGHEST = 2.0
+"""The highest temperature that vLLM takes."""
 
 
 def report_full_distribution() -> None:
@@ -32,3 +37,24 @@ def report_full_distribution() -> None:
         return sampled, None if reported is None else full
 
     Sampler.sample = sample
+
+
+def take_every_temperature() -> None:
+    """Draw at the temperature of the request: vLLM refuses those above 2, and replaces those below 0.01."""
+    parameters = sampling_params.SamplingParams
+    original = parameters._verify_args
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def verify(self: Any) -> None:
+        temperature = self.temperature
+        if HIGHEST < temperature < math.inf:
+            self.temperature = HIGHEST
+        try:
+            original(self)
+        finally:
+            self.temperature = temperature
+
+    parameters._verify_args = verify
+    sampling_params._MAX_TEMP = 0.0  # the lowest, whatever its name says
