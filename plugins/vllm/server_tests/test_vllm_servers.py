@@ -104,16 +104,16 @@ def test_a_stream_gives_what_the_response_has(engine: InferenceEngine) -> None:
     assert len(streamed) >= 5
 
 
-@pytest.mark.parametrize("method", ["disk", "tensor"])
+@pytest.mark.parametrize("method", ["disk", "tensor", "distributed"])
 def test_tokens_carry_the_version_of_the_weights_that_drew_them(
-    engine: InferenceEngine, root: Path, tmp_path: Path, method: Literal["disk", "tensor"]
+    engine: InferenceEngine, root: Path, tmp_path: Path, method: Literal["disk", "tensor", "distributed"]
 ) -> None:
     old, version = engine.get_version(), engine.get_version() + 1
     before = tiny_model(root, seed=old)
     new = tiny_model(root, seed=version)
     path = new if method == "disk" else str(tmp_path / "meet")
     meta = WeightUpdateMeta(
-        method=method, version=version, path=path, bucket_bytes=4096, verify=method == "tensor"
+        method=method, version=version, path=path, bucket_bytes=4096, verify=method != "disk"
     )
 
     async def drawn() -> list[LLMResponse]:
@@ -121,7 +121,7 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(
         running = asyncio.gather(*map(engine.agenerate, requests))
         await asyncio.sleep(0.1)
         arrival = engine.update_weights(meta)
-        if method == "tensor":
+        if method != "disk":
             await asyncio.to_thread(send_tensors, iter(tensors_of(Path(new)).items()), meta)
         await asyncio.wrap_future(arrival)
         return list(await running)
@@ -136,11 +136,12 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(
     require_serves(engine, new)
 
 
+@pytest.mark.parametrize("method", ["tensor", "distributed"])
 def test_a_trainer_that_dies_leaves_the_old_weights(
-    engine: InferenceEngine, root: Path, tmp_path: Path
+    engine: InferenceEngine, root: Path, tmp_path: Path, method: Literal["tensor", "distributed"]
 ) -> None:
     version = engine.get_version()
-    meta = WeightUpdateMeta(method="tensor", version=99, path=str(tmp_path / "meet"), bucket_bytes=4096)
+    meta = WeightUpdateMeta(method=method, version=99, path=str(tmp_path / "meet"), bucket_bytes=4096)
 
     def dying() -> Any:
         yield from list(tensors_of(Path(tiny_model(root, seed=7))).items())[:6]

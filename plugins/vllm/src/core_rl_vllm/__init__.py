@@ -20,6 +20,7 @@ SPEC = EngineSpec(
             Capability.TOP_LOGPROBS,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
+            Capability.SYNC_DISTRIBUTED,
             Capability.PAUSE,
             Capability.LAUNCH_SERVER,
             Capability.MIN_P,

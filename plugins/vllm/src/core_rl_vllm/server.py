@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch.multiprocessing.reductions import reduce_storage
@@ -14,6 +15,7 @@ from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
 from core_rl.weight_sync.device_memory import DeviceMemory
+from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket, shared_by_name
 from core_rl_vllm.wire import PREFIX
 
@@ -82,12 +84,25 @@ class VllmServer(Server):
                 raise
 
     async def load_tensors(self, bucket: Bucket, memory: Sequence[DeviceMemory] = ()) -> None:
-        tensors = [
-            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start_of(tensor)]
-            for name, tensor in bucket
-        ]
-        infos = [{**_named(bucket), "tensors": tensors} for _ in range(self.ranks)]
+        infos = [{**_named(bucket), "tensors": _tensors(bucket)} for _ in range(self.ranks)]
         await self.post("/update_weights", {"update_info": infos})
+
+    async def join(self, group: GroupAddress, rank: int) -> None:
+        await self.post("/init_weight_transfer_engine", {"init_info": {**asdict(group), "rank_offset": rank}})
+
+    async def load_broadcast(self, bucket: Bucket, group: str) -> None:
+        await self.post("/update_weights", {"update_info": {"tensors": _tensors(bucket)}})
+
+    async def leave(self, group: str) -> None:
+        await self.post_if_up("/shutdown_weight_transfer_engine", {})
+
+
+def _tensors(bucket: Bucket) -> list[tuple[str, str, list[int], int]]:
+    """Name, dtype, shape and first byte of each tensor."""
+    return [
+        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start_of(tensor))
+        for name, tensor in bucket
+    ]
 
 
 def _named(bucket: Bucket) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Weights from buckets of shared memory, as core-rl's engine `vllm` sends them."""
+"""Weights from buckets of shared memory or from a process group, as core-rl's engine `vllm` sends them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,37 +16,42 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-__all__ = ["Bucket", "BucketTransferEngine"]
+from core_rl_vllm_server.group import Group, GroupAddress
+
+__all__ = ["Bucket", "BucketTransferEngine", "Join"]
 
 
 @dataclass
-class Init(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is in another environment
-    """There is nothing to initialize."""
+class Join(GroupAddress, WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is in another environment
+    """The group that the next update comes by; one by shared memory needs none."""
 
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One piece of shared memory, which the sender has counted this process as a reader of."""
+    """One piece of shared memory, which the sender has counted this process as a reader of, or of broadcasts."""
 
-    manager: str
-    """The socket of torch's process that owns the name."""
-    handle: str
-    """The name."""
-    size: int
-    """Bytes."""
     tensors: list[tuple[str, str, list[int], int]]
     """Name, dtype, shape and first byte of each tensor."""
+    manager: str = ""
+    """The socket of torch's process that owns the name."""
+    handle: str = ""
+    """The name; empty for tensors that are broadcast."""
+    size: int = 0
+    """Bytes."""
 
 
-class BucketTransferEngine(WeightTransferEngine[Init, Bucket]):  # type: ignore[misc]
+class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[misc]
     """Loads buckets, whatever in the update has come before."""
 
-    init_info_cls = Init
+    init_info_cls = Join
     update_info_cls = Bucket
     supports_draft_weight_update = False
+    group: Group | None = None
 
-    def init_transfer_engine(self, init_info: Init) -> None:
-        """Nothing: every bucket says where it is."""
+    def init_transfer_engine(self, init_info: Join) -> None:
+        """Join a group, and leave the one before."""
+        self.shutdown()
+        self.group = Group(init_info, self.parallel_config.rank, self.device)
 
     def start_weight_update(self) -> None:
         """Weights are loaded layer by layer; each one is processed when all of it has come."""
@@ -63,26 +69,33 @@ class BucketTransferEngine(WeightTransferEngine[Init, Bucket]):  # type: ignore[
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """Load one bucket. Its memory stays open as long as a tensor of it is needed."""
-        storage = rebuild_storage_filename(
-            torch.UntypedStorage, update_info.manager.encode(), update_info.handle.encode(), update_info.size
-        )
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self.model.load_weights(
-            (name, _view(flat, dtype, shape, start)) for name, dtype, shape, start in update_info.tensors
-        )
+        """Load one bucket."""
+        self.model.load_weights((_in_memory if update_info.handle else self._broadcast)(update_info))
+
+    def _broadcast(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        if self.group is None:
+            raise RuntimeError("weights are to be broadcast, and this server is in no group")
+        for name, dtype, shape, _ in bucket.tensors:
+            yield name, self.group.receive(shape, getattr(torch, dtype))
 
     def finish_weight_update(self) -> None:
         """Process layers that are not whole yet; those that got nothing keep what they have."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Leave the group."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.leave()
 
 
-def _view(flat: Tensor, dtype: str, shape: list[int], start: int) -> Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    count = 1
-    for size in shape:
-        count *= size
-    return flat[start : start + count * kind.itemsize].view(kind).view(shape)
+def _in_memory(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``bucket``. Its memory stays open as long as one of them is needed."""
+    storage = rebuild_storage_filename(
+        torch.UntypedStorage, bucket.manager.encode(), bucket.handle.encode(), bucket.size
+    )
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    for name, dtype, shape, start in bucket.tensors:
+        kind: torch.dtype = getattr(torch, dtype)
+        count = torch.Size(shape).numel()
+        yield name, flat[start : start + count * kind.itemsize].view(kind).view(shape)
