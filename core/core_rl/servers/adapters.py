@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import glob
+import json
+import math
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
 from torch import Tensor
 
+from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.config.engine import LoraConfig
+from core_rl.errors import ConfigError
 
-__all__ = ["AdapterForm", "ServedAdapter", "ServedDirectory"]
+__all__ = [
+    "AdapterForm",
+    "ServedAdapter",
+    "ServedDirectory",
+    "adapted_modules",
+    "require_taken",
+    "write_adapter",
+]
+
+TAKEN = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+"""Last parts of the names of the layers that servers take adapters on."""
 
 
 class AdapterForm(Protocol):
@@ -29,6 +43,45 @@ class AdapterForm(Protocol):
 
     def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as servers read them."""
+
+
+def adapted_modules(names: Iterable[str]) -> set[str]:
+    """Last parts of the names of the layers that the factors ``names`` belong to."""
+    return {name.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2] for name in names}
+
+
+def require_taken(names: Iterable[str], product: str) -> None:
+    """Raise `ConfigError` for the factors ``names`` of layers on which servers of ``product`` take no adapter."""
+    foreign = sorted(adapted_modules(names) - TAKEN)
+    if foreign:
+        raise ConfigError(
+            f"model.lora: the adapter is on {', '.join(foreign)}, and {product} supports those of "
+            f"{', '.join(sorted(TAKEN))}; name some of these in target_modules, or sync by 'tensor', which sends "
+            "weights with the adapter merged into them"
+        )
+
+
+def write_adapter(
+    directory: Path,
+    factors: Iterable[tuple[str, Tensor]],
+    lora: LoraConfig,
+    *,
+    base: str,
+    modules: Collection[str],
+) -> None:
+    """Write an adapter of ``lora`` on ``modules`` of ``base``, as ``peft`` does."""
+    write_tensors(directory, "adapter_model", iter(factors), writes=True, max_file_bytes=1 << 62)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        # Not every server knows use_rslora: all of them divide by the rank.
+        "lora_alpha": lora.alpha * (math.sqrt(lora.rank) if lora.rslora else 1),
+        "target_modules": sorted(modules),
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 class ServedDirectory:

@@ -127,7 +127,7 @@ class Server(ABC):
     async def post_if_up(self, path: str, body: dict[str, Any]) -> None:
         """``POST`` the end of something that a server which cannot be reached has lost anyway."""
         try:
-            await self.api.post(path, body, PROBE_TIMEOUT_S)
+            await self.api.post(path, body, PROBE_TIMEOUT_S, parse=False)
         except RolloutError as error:
             logger.debug("%s %s had no effect: %s", path, body, error)
 

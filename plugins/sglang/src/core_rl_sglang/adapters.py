@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.config.engine import LoraConfig
-from core_rl.errors import ConfigError
+from core_rl.servers.adapters import adapted_modules, require_taken, write_adapter
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
 
 __all__ = ["SglangAdapterForm"]
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang fuses. It ignores adapters that lack the first of them (0.5.23, ``lora.py``)."""
-TAKEN = frozenset({*FUSED[0], *FUSED[1], "o_proj", "down_proj"})
 CPU_MULTIPLE = 32
 """On a CPU, SGLang pads the inner size of an MLP to a multiple of this (0.5.23, ``update_config.py``), and its
 scheduler dies of an adapter without the padding."""
@@ -56,13 +52,7 @@ class SglangAdapterForm:
         SGLang does not support.
         """
         shapes = adapter_shapes(config, lora)
-        foreign = sorted({_module(name) for name in shapes} - TAKEN)
-        if foreign:
-            raise ConfigError(
-                f"model.lora: the adapter is on {', '.join(foreign)}, and SGLang supports those of "
-                f"{', '.join(sorted(TAKEN))}; name some of these in target_modules, or sync by 'tensor', which sends "
-                "weights with the adapter merged into them"
-            )
+        require_taken(shapes, "SGLang")
         return SglangAdapterForm(
             lora=lora,
             base=str(path),
@@ -74,7 +64,7 @@ class SglangAdapterForm:
     @property
     def modules(self) -> list[str]:
         """Last parts of the names of the layers with an adapter on the server."""
-        return sorted({_module(name) for name in (*self.shapes, *self.absent)})
+        return sorted(adapted_modules((*self.shapes, *self.absent)))
 
     def arguments(self, device: str) -> list[str]:
         """Command-line arguments of a server on ``device`` that loads such adapters."""
@@ -86,19 +76,7 @@ class SglangAdapterForm:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as SGLang reads them."""
         whole = {**factors, **{name: torch.zeros(shape) for name, shape in self.absent.items()}}
         stream = ((name, self._padded(name, value)) for name, value in whole.items())
-        write_tensors(directory, "adapter_model", stream, writes=True, max_file_bytes=1 << 62)
-        # SGLang divides by the rank, whatever use_rslora says.
-        alpha = self.lora.alpha * (math.sqrt(self.lora.rank) if self.lora.rslora else 1)
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base,
-            "r": self.lora.rank,
-            "lora_alpha": alpha,
-            "target_modules": self.modules,
-            "bias": "none",
-        }
-        (directory / "adapter_config.json").write_text(json.dumps(config))
+        write_adapter(directory, stream, self.lora, base=self.base, modules=self.modules)
 
     def _padded(self, name: str, factor: Tensor) -> Tensor:
         if name.endswith(f".down_proj{A}"):
@@ -106,10 +84,6 @@ class SglangAdapterForm:
         if name.endswith((f".gate_proj{B}", f".up_proj{B}")):
             return F.pad(factor, (0, 0, 0, -factor.shape[0] % self.multiple))
         return factor
-
-
-def _module(name: str) -> str:
-    return name.removesuffix(A).removesuffix(B).rpartition(".")[2]
 
 
 def _absent(

@@ -21,6 +21,7 @@ SPEC = EngineSpec(
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
+            Capability.SYNC_LORA,
             Capability.PAUSE,
             Capability.LAUNCH_SERVER,
             Capability.MIN_P,

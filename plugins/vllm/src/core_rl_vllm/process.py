@@ -7,6 +7,7 @@ from pathlib import Path
 from core_rl.distributed.devices import device_type
 from core_rl.servers.model import ServedModel
 from core_rl.servers.process import Program, ServerProcess
+from core_rl_vllm.adapters import VllmAdapterForm
 from core_rl_vllm.config import PYTHON_VARIABLE, VllmConfig
 
 __all__ = ["arguments_of", "start"]
@@ -23,6 +24,7 @@ def start(config: VllmConfig, model: ServedModel, port: int, key: str | None) ->
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of weights
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         # The client closes idle connections; a server that does would lose a request on its way.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "VLLM_NO_USAGE_STATS": "1",
@@ -70,4 +72,6 @@ def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str)
     given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
     # Requests and responses are token ids.
     given += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-log-stats"]
+    if isinstance(model.adapter, VllmAdapterForm):
+        given += model.adapter.arguments()
     return [*given, *(["--enforce-eager"] if on_cpu else []), *options.extra_args]

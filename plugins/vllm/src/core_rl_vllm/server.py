@@ -9,6 +9,7 @@ from typing import Any
 from torch.multiprocessing.reductions import reduce_storage
 
 from core_rl.errors import ConfigError
+from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused
 from core_rl.servers.config import Interrupt
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
@@ -95,6 +96,17 @@ class VllmServer(Server):
 
     async def leave(self, group: str) -> None:
         await self.post_if_up("/shutdown_weight_transfer_engine", {})
+
+    async def load_adapter(self, adapter: ServedAdapter) -> None:
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
+        try:
+            await self.api.post("/v1/load_lora_adapter", body, self.update_timeout_s, parse=False)
+        except Refused as error:
+            if "already been loaded" not in str(error):  # a server of which only the connection was lost
+                raise
+
+    async def unload_adapter(self, adapter: ServedAdapter) -> None:
+        await self.post_if_up("/v1/unload_lora_adapter", {"lora_name": adapter.name})
 
 
 def _tensors(bucket: Bucket) -> list[tuple[str, str, list[int], int]]:

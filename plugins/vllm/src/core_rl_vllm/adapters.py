@@ -1,0 +1,51 @@
+"""Adapters (LoRA) in vLLM's format, which is that of ``peft``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from core_rl.config.engine import LoraConfig
+from core_rl.errors import ConfigError
+from core_rl.servers.adapters import adapted_modules, require_taken, write_adapter
+from core_rl.toolkit.lora import adapter_shapes
+
+__all__ = ["VllmAdapterForm"]
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The most that the rank of an adapter may be, of which a server is given one."""
+HELD = 8
+"""Adapters that a server holds: one for each version that a request in flight may have begun with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmAdapterForm:
+    """The adapters of one kind over one model."""
+
+    lora: LoraConfig
+    base: str
+    shapes: Mapping[str, tuple[int, ...]]
+    """Names and shapes of the trainer's factors, as ``peft`` writes them."""
+
+    @staticmethod
+    def of(lora: LoraConfig, path: Path, config: PretrainedConfig) -> VllmAdapterForm:
+        """The form of ``lora`` over the model in ``path``; raises `ConfigError` for adapters vLLM does not take."""
+        shapes = adapter_shapes(config, lora)
+        require_taken(shapes, "vLLM")
+        if lora.rank > RANKS[-1]:
+            raise ConfigError(f"model.lora.rank = {lora.rank}, and vLLM takes {RANKS[-1]} at most")
+        return VllmAdapterForm(lora=lora, base=str(path), shapes=shapes)
+
+    def arguments(self) -> list[str]:
+        """Command-line arguments of a server that loads such adapters."""
+        most = min(rank for rank in RANKS if rank >= self.lora.rank)
+        return ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", str(HELD)]
+
+    def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
+        """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as vLLM reads them."""
+        modules = adapted_modules(self.shapes)
+        write_adapter(directory, factors.items(), self.lora, base=self.base, modules=modules)
