@@ -270,9 +270,14 @@ def main() -> None:
     parser.add_argument(
         "--tool", action="store_true", help="teach the model to ask a calculator now and then"
     )
+    parser.add_argument(
+        "--heads", type=int, default=Settings.heads, help="2 for vLLM on a CPU, which takes no smaller ones"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    settings = Settings(engine=arguments.engine, seed=arguments.seed, tool=arguments.tool)
+    settings = Settings(
+        engine=arguments.engine, seed=arguments.seed, tool=arguments.tool, heads=arguments.heads
+    )
     output = arguments.output or Path("runs/arithmetic", "tool-start" if settings.tool else "start")
     prepare(settings, output, Console(highlight=False, soft_wrap=True))
 
