@@ -117,14 +117,19 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(
     )
 
     async def drawn() -> list[LLMResponse]:
-        requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
-        running = asyncio.gather(*map(engine.agenerate, requests))
-        await asyncio.sleep(0.1)
+        found = [await engine.agenerate(LLMRequest(input_ids=(1, 2), sampling=LONG))]
         arrival = engine.update_weights(meta)
+
+        async def until_it_is_there(number: int) -> None:
+            while not arrival.done():
+                found.append(await engine.agenerate(LLMRequest(input_ids=(1, 2, number), sampling=LONG)))
+
+        running = asyncio.gather(*map(until_it_is_there, range(4)))
         if method != "disk":
             await asyncio.to_thread(send_tensors, iter(tensors_of(Path(new)).items()), meta)
         await asyncio.wrap_future(arrival)
-        return list(await running)
+        await running
+        return found
 
     found = asyncio.run(drawn())
     assert any(set(response.versions) == {old, version} for response in found), "the update missed them all"
