@@ -158,7 +158,7 @@ NAMES = [
     ("reference", None, "core-rl .* has one of this name"),
     ("conformance", None, "the module core_rl_conformance is core-rl's own"),
     ("trainer", None, "the module core_rl_trainer is core-rl's own"),
-    ("vllm", None, "the module core_rl_vllm is core-rl's own"),
+    ("vllm", None, "core-rl-vllm .* has one of this name"),
     ("mine", "my engine", "'my engine' must be CapWords"),
 ]
 
