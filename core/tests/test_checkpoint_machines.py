@@ -23,6 +23,7 @@ from core_rl.checkpoint.background import Later, publish_later
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError
+from core_rl.launch.process import start_process
 
 MACHINES = (0, 0, 1, 1)
 """The machine of each rank."""
@@ -43,15 +44,12 @@ def names_in(directory: Path) -> list[str]:
 
 def on_machines(tmp_path: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(world, *args)`` on each rank, or its error as text; nothing is left on any machine."""
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
+    results = multiprocessing.get_context("forkserver").SimpleQueue()
     meeting = tmp_path / uuid.uuid4().hex
     processes = [
-        context.Process(target=_rank, args=(rank, tmp_path, meeting, results, function, args))
+        start_process(_rank, (rank, tmp_path, meeting, results, function, args), f"rank {rank}")
         for rank in range(len(MACHINES))
     ]
-    for process in processes:
-        process.start()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * len(MACHINES)

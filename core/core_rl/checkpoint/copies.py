@@ -38,7 +38,7 @@ class CheckpointCopies:
 
         def copy() -> None:
             manifest = read_manifest(directory)
-            names = sorted({MANIFEST, *all_files(directory, manifest)} - {MANIFEST})
+            names = sorted(set(all_files(directory, manifest)) - {MANIFEST})
             place = self._place(step)
             place.check_replaceable()
             place.begin()

@@ -20,7 +20,9 @@ from core_rl.errors import CheckpointError
 __all__ = ["Upload", "begin_upload", "finish_files"]
 
 POLL_S = 0.5
+"""Between two looks at the markers of other machines."""
 MARKER = ".machine-"
+"""Begins the name of a machine's marker in the store."""
 
 
 def finish_files(
