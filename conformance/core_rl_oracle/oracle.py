@@ -165,19 +165,23 @@ def _language_outputs(logits: Tensor, ids: Tensor, temperature: float) -> dict[s
     """Row ``t - 1`` of the model's logits ``[L, V]`` predicts token ``t``; the first token has a row of zeros."""
     scaled = logits / temperature
     log_p = scaled - torch.logsumexp(scaled, dim=-1, keepdim=True)
-    entropies = -(log_p.exp() * log_p).sum(-1)
-    rows, logprobs, entropy = [torch.zeros_like(logits[0])], [torch.zeros(())], [torch.zeros(())]
-    for t in range(1, len(ids)):
-        rows.append(scaled[t - 1])
-        logprobs.append(log_p[t - 1, ids[t]])
-        entropy.append(entropies[t - 1])
-    return {"logits": torch.stack(rows), "logprobs": torch.stack(logprobs), "entropy": torch.stack(entropy)}
+    drawn = log_p[:-1].gather(-1, ids[1:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return {
+        "logits": _one_later(scaled),
+        "logprobs": torch.cat([torch.zeros(1), drawn]),
+        "entropy": _one_later(entropy),
+    }
 
 
 def _scalar_outputs(states: Tensor) -> dict[str, Tensor]:
     """``states [L]``: the head on each token; the value *before* token ``t`` comes from token ``t - 1``."""
-    values = [torch.zeros(())] + [states[t - 1] for t in range(1, len(states))]
-    return {"values": torch.stack(values), "bootstrap": states[-1], "scores": states[-1]}
+    return {"values": _one_later(states), "bootstrap": states[-1], "scores": states[-1]}
+
+
+def _one_later(values: Tensor) -> Tensor:
+    """Each row of ``values [L, ...]`` at the next token; the first token has zeros."""
+    return torch.cat([torch.zeros_like(values[:1]), values[:-1]])
 
 
 def grad_norm(grads: Mapping[str, Tensor]) -> float:

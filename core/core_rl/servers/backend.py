@@ -25,7 +25,7 @@ from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.file_limit import requests_at_one_time
 from core_rl.servers.fleet import Fleet
 from core_rl.servers.model import ServedModel
-from core_rl.servers.process import RunningServer, ServerProcess, free_ports
+from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
 from core_rl.servers.receiving import WeightReceiver
 from core_rl.servers.scores import Scorer
 from core_rl.servers.server import Server
@@ -67,7 +67,7 @@ class ServerBackend(InferenceBackend[C]):
     def launch_server(self, context: InferenceContext[C], count: int) -> tuple[str, ...]:
         config, options, model = context.config, context.config.options, self.served_model(context.config)
         configs, starts = [config.of_server(number) for number in range(count)], []
-        for own, port in zip(configs, free_ports(options, count), strict=True):
+        for own, port in zip(configs, reserve_ports(options, count, self.cleanup), strict=True):
             start = partial(self.start_server, own, model, port, options.key)
             starts.append((f"{options.host}:{port}", start))
         return self.launch(starts, options)

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -20,7 +20,7 @@ from core_rl.launch.process_tree import ProcessTree
 from core_rl.servers.config import ServerOptions
 from core_rl.weight_sync.accelerators import CudaEnvironment
 
-__all__ = ["Program", "RunningServer", "ServerProcess", "bound", "free_ports"]
+__all__ = ["Program", "RunningServer", "ServerProcess", "bound", "reserve_ports"]
 
 GRACE_S = 10.0
 SERVER_SIDE = Path(__file__).with_name("server_side.py")
@@ -45,19 +45,23 @@ class Program:
     """Variables that it gets besides those of this process."""
 
 
-def free_ports(options: ServerOptions, count: int) -> tuple[int, ...]:
-    """The ports of ``count`` servers; raises `ConfigError` for ``options.ports`` that do not suffice or are taken."""
+def reserve_ports(options: ServerOptions, count: int, until: ExitStack) -> tuple[int, ...]:
+    """The ports of ``count`` servers, which nobody else gets before ``until`` closes.
+
+    A port that is only looked up may be gone when a server listens on it, many seconds later: each process
+    group listens on several. Raises `ConfigError` for ``options.ports`` that do not suffice or are taken.
+    """
     if options.ports and len(options.ports) != count:
         raise ConfigError(f"options.ports = {options.ports} for {count} servers; give one for each, or none")
-    free = []
-    for port in options.ports or [0] * count:  # 0 is any that is free at this moment
-        with bound(options.host, port) as probe:
-            free.append(int(probe.getsockname()[1]))
-    return tuple(free)
+    ports = options.ports or [0] * count  # 0 is any that is free at this moment
+    return tuple(int(until.enter_context(bound(options.host, port)).getsockname()[1]) for port in ports)
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket on ``port`` of ``host`` that does not listen; raises `ConfigError` for a port that is taken."""
+    """A socket on ``port`` of ``host`` that does not listen, so that a server may; nobody else is given the port.
+
+    Raises `ConfigError` for a port that is taken.
+    """
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

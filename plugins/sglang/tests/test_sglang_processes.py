@@ -94,6 +94,30 @@ def test_a_python_without_sglang_is_named(tmp_path: Path) -> None:
     engine.destroy()
 
 
+LISTENS = """
+import socket, sys
+address = ("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))
+try:
+    socket.socket().bind(address)
+    print("anybody may take the port")
+except OSError:
+    server = socket.create_server(address)
+    print("only the server gets the port")
+sys.exit(3)
+"""
+
+
+def test_the_port_of_a_server_is_kept_until_it_listens(tmp_path: Path) -> None:
+    """One that was only looked up was taken by a process group while the server was starting."""
+    (tmp_path / "listens.py").write_text(LISTENS)
+    engine = build(
+        tiny_model(tmp_path), python=script(tmp_path, f'exec {sys.executable} {tmp_path}/listens.py "$@"')
+    )
+    with pytest.raises(RolloutError, match="only the server gets the port"):
+        engine.launch_server()
+    engine.destroy()
+
+
 def test_a_server_whose_sibling_does_not_start_is_stopped(tmp_path: Path) -> None:
     ports, pid = free_ports(2), tmp_path / "pid"
     # The first ends as soon as the second is running.

@@ -23,6 +23,8 @@ from core_rl.machine import most_open_files
 
 __all__ = ["AGENT", "AgentHosts"]
 
+AGENTS_S = 60.0
+"""The shortest wait for agents that were launched, where the wait for their machines has taken all of ``wait_s``."""
 CONNECT_S = 120.0
 """The longest wait for connections of ranks that were asked for; the agent may still import torch."""
 FILES_PER_RANK = 3
@@ -40,10 +42,10 @@ class AgentHosts(ABC):
     """``machines`` machines, on each of which an agent starts up to ``ranks_per_machine`` ranks of each group.
 
     The agents connect to the driver at ``address``, by default the one that its host name means, and ``port``, by
-    default a free one; all have to come within ``wait_s`` seconds, or at least ``fewest``, which then are all that
-    there are. A machine from which nothing comes for ``lease_s`` seconds is lost, and ends its ranks by itself. Ranks
-    get the environment of their machine, a few of the driver's variables that mean the same everywhere, and those
-    that ``environment`` names.
+    default a free one; all have to come within ``wait_s`` seconds, waits for machines included, or at least
+    ``fewest``, which then are all that there are. A machine from which nothing comes for ``lease_s`` seconds is lost,
+    and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's variables that mean
+    the same everywhere, and those that ``environment`` names.
 
     The machines are started at first use, or by entering the context, and let go by `close`, or when the driver ends.
     """
@@ -68,6 +70,8 @@ class AgentHosts(ABC):
             if not (seconds := getattr(self, name)) > 0:
                 raise ConfigError(f"{name} = {seconds}; it must be positive")
         self._reception: Reception | None = None
+        self._deadline = 0.0
+        """When all machines have to be there, by the monotonic clock; known from `open` on."""
         self._rank_ids = itertools.count()
         self._starting = threading.Lock()
 
@@ -111,12 +115,13 @@ class AgentHosts(ABC):
                 return
             self._require_files()
             key = self._key()
+            self._deadline = time.monotonic() + self.wait_s
             try:
                 address = self.address or self._own_address()
                 self._reception = Reception(address, self.port, key, self.machines, self.lease_s)
                 # For hosts that are forgotten, and before `multiprocessing` waits for its processes.
                 util.Finalize(self, Reception.close, args=(self._reception,), exitpriority=50)
-                self._launch(self._reception.endpoint, key)
+                self.launch_in_time(self._reception.endpoint, key)
                 self._wait_for_agents(self._reception)
             except BaseException:
                 self._close()
@@ -226,11 +231,19 @@ class AgentHosts(ABC):
         assert self._reception is not None
         self._reception.let_go()
 
+    def time_left(self) -> float:
+        """Seconds until all machines have to be there."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def launch_in_time(self, driver: str, key: bytes) -> None:
+        """As `_launch`, which may use the time that is left; agents get a little more to come."""
+        self._launch(driver, key)
+        self._deadline = max(self._deadline, time.monotonic() + min(AGENTS_S, self.wait_s))
+
     def _wait_for_agents(self, reception: Reception) -> None:
-        deadline = time.monotonic() + self.wait_s
         while not reception.is_complete(LOOK_S):
             self._check_launched()
-            if time.monotonic() < deadline:
+            if self.time_left():
                 continue
             if len(reception.links) >= self.least:
                 return

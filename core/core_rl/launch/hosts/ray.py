@@ -19,6 +19,7 @@ from core_rl.errors import ClusterError, ConfigError, MissingPackage
 from core_rl.launch.hosts import ray_actor
 from core_rl.launch.hosts.agent_hosts import AGENT, AgentHosts
 from core_rl.launch.hosts.key import KEY_VARIABLE
+from core_rl.launch.hosts.ray_liveness import silent_nodes
 from core_rl.launch.hosts.ray_resources import amounts, shortage
 
 __all__ = ["RayHosts"]
@@ -32,6 +33,8 @@ PROBE_S = 60.0
 LOOK_S = 1.0
 """Between two looks at whether resources are there."""
 LOG_EVERY_S = 30.0
+SILENT_S = 60.0
+"""The longest wait for Ray to notice that a node is gone. One whose port only this driver cannot reach stays silent."""
 FEWER_S = 10.0
 """Time limit for the resources of fewer machines, when those of all were not there in time."""
 NO_CLUSTER = (
@@ -85,6 +88,7 @@ class RayHosts(AgentHosts):
 
     def _launch(self, driver: str, key: bytes) -> None:
         self._connect()
+        self._wait_for_silent_nodes()
         bundle = self._bundle()
         self.expect(self._reserve(bundle))
         for machine, number in enumerate(self._bundles()):
@@ -136,11 +140,26 @@ class RayHosts(AgentHosts):
         for count in range(self.machines, self.least - 1, -1):
             bundles = [dict(bundle)] * count
             self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-            if self._is_ready(bundle, self.wait_s if count == self.machines else FEWER_S):
+            if self._is_ready(bundle, self.time_left() if count == self.machines else FEWER_S):
                 return count
             self._remove_group()
         nodes, free = self._ray.nodes(), self._ray.available_resources()
         raise ClusterError(shortage(nodes, free, self.least, bundle, self.wait_s))
+
+    def _wait_for_silent_nodes(self) -> None:
+        """Return when Ray knows of each node that does not respond that it is gone, or after a while."""
+        deadline = time.monotonic() + min(SILENT_S, self.time_left())
+        logged = False
+        while silent := silent_nodes(self._ray.nodes()):
+            if not logged:
+                logged = True
+                logger.warning(
+                    "Ray nodes that do not respond: %s; waiting for Ray to notice", ", ".join(silent)
+                )
+            if time.monotonic() > deadline:
+                logger.warning("Ray takes them for alive: %s; it may use them", ", ".join(silent))
+                return
+            time.sleep(LOOK_S)
 
     def _is_ready(self, bundle: Mapping[str, float], limit_s: float) -> bool:
         """Whether the group has its resources in time; one that does not fit would wait for ever."""

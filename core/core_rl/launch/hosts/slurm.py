@@ -95,16 +95,15 @@ class SlurmHosts(AgentHosts):
         self._step = _Step(command, _environment(os.environ, key))
 
     def _nodes_there(self) -> list[str]:
-        """The first nodes that the job still has and that respond, for which it waits ``wait_s`` seconds.
+        """The first nodes that the job still has and that respond, for which it waits while there is time.
 
         A job that was allocated with ``--no-kill`` goes on without nodes that have failed. Raises `ClusterError`.
         """
-        deadline = time.monotonic() + self.wait_s
         while True:
             states = _states(self._job)
             may_come = [name for name in self._usable if name in states and name not in self._unreached]
             there = [name for name in may_come if _responds(states[name])]
-            if len(there) >= self.machines or len(may_come) < self.least or time.monotonic() > deadline:
+            if len(there) >= self.machines or len(may_come) < self.least or not self.time_left():
                 break
             time.sleep(LOOK_S)
         if len(there) < self.least:
@@ -132,7 +131,7 @@ class SlurmHosts(AgentHosts):
         logger.warning("Slurm cannot start a step on %s; others are tried", ", ".join(sorted(unreached)))
         self._end_launched()
         self.let_go()
-        self._launch(*self._launched)
+        self.launch_in_time(*self._launched)
 
     def _end_launched(self) -> None:
         step, self._step = self._step, None
