@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import logging
+import lzma
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +19,14 @@ from core_rl.config.base import parse_config
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
 from core_rl_trainer.data.columns import mapped
+from core_rl_trainer.data.examples import check_demonstration
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
 from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
 from core_rl_trainer.data.sources import data_files, is_missing, open_source
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.recipe.data import DataSection, DataSource
+from core_rl_trainer.rewards.text import text_match
 
 LIMIT = 28
 
@@ -111,6 +118,31 @@ def test_names_of_the_hub_are_no_missing_files() -> None:
         ("data.json", b'["a"]', "data.json: example 1 is a str; it must be an object"),
         ("data.jsonl", b"", "data.jsonl has no prompts; write one with a 'prompt' on each line"),
         ("data.jsonl", b'{"question": "1="}\n', "Its columns|data.columns.prompt=question"),
+        ("data.jsonl", '{"prompt": "1="}'.encode("utf-16"), "is UTF-16 or UTF-32; save it as UTF-8"),
+        ("data.jsonl.gz", gzip.compress(b'{"prompt": "1="}')[:-9], "cannot be decompressed: .*end-of-stream"),
+        ("data.jsonl.gz", b"hello", "cannot be decompressed: Not a gzipped file"),
+        ("data.jsonl.zst", b"hello", r"data.jsonl.zst: .zst files are not read; decompress it \(`zstd -d "),
+        ("data.csv", b"", "data.csv is empty"),
+        ("data.csv", b"prompt,answer\n\n", "data.csv has no rows"),
+        (
+            "data.csv",
+            b"prompt;answer\n1;2\n",
+            "line 1: .*are separated by a semicolon, and must be by a comma",
+        ),
+        ("data.tsv", b"prompt,answer\n1,2\n", "are separated by a comma, and must be by a tab"),
+        ("data.csv", b",prompt\n0,1\n", r"line 1: column 1 has no name; .*to_csv\(index=False\)"),
+        ("data.csv", b"prompt,answer,prompt\n", "column 3 has the name 'prompt' of column 1"),
+        ("data.csv", b"prompt, answer\n", "column 2, ' answer', has blanks around its name"),
+        ("data.csv", b'prompt\n"1\n', "line 2 is not CSV: unexpected end of data"),
+        ("data.csv", b'prompt\n\n"1"2\n', "line 3 is not CSV: ',' expected after"),
+        ("data.csv", b"prompt,answer\n1\n2,3\n", "data.csv: line 2 has no cell for the column 'answer'"),
+        (
+            "data.csv",
+            b"prompt\n1\n2,3\n",
+            "line 3 has 2 cells for 1 columns: '3' comes after the column 'prompt'",
+        ),
+        ("data.csv", b"prompt\n1\n\xe9\n", "line 3 is not UTF-8: .* at byte 0"),
+        ("data.csv", b'prompt,answer\n1,2\n"",3\n', "data.csv: line 3 needs a text 'prompt'; it has ''"),
     ],
 )
 def test_a_file_of_another_type_is_named(
@@ -119,6 +151,71 @@ def test_a_file_of_another_type_is_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises((ConfigError, BatchError), match=message):
         load(tokenizer, train=str(tmp_path / name))
+
+
+CELLS = [
+    "068",
+    "2",
+    "0.50",
+    "12345678901234567890",
+    "true",
+    "1e5",
+    "2024-01-02",
+    "null",
+    "NA",
+    "None",
+    "nan",
+    "N/A",
+]
+CELLS += [" 1 ", "1\r\n\n2", 'say "1"', "1,2\t3;4", "", "\0"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".CSV", ".csv.gz"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_csv_cells_stay_text(tmp_path: Path, suffix: str, mark: str) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter="\t" if suffix == ".tsv" else ",")
+    writer.writerows([["prompt", "answer"], [], *([f"{n}=", cell] for n, cell in enumerate(CELLS))])
+    content = (mark + text.getvalue()).encode()
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    examples = open_source(DataSource(path=str(path)))
+    assert [examples[n]["answer"] for n in range(len(examples))] == CELLS
+
+
+@pytest.mark.parametrize(
+    "text", ["2", "0.50", "1.0", "1e3", "12345678901234567890", "-0.10", "true", '"068"']
+)
+def test_json_answers_keep_their_digits(tmp_path: Path, text: str) -> None:
+    for suffix in (".jsonl", ".json.gz", ".JSONL.xz"):
+        content = f'{{"prompt": "1=", "answer": {text}}}'.encode()
+        pack: Any = {".gz": gzip.compress, ".xz": lzma.compress}.get(suffix[-3:], bytes)
+        (tmp_path / f"a{suffix}").write_bytes(pack(content))
+        example = open_source(DataSource(path=str(tmp_path / f"a{suffix}")))[0]
+        assert check_demonstration(example) is None
+        assert text_match(text.strip('"'), pickle.loads(pickle.dumps(example))) == 1.0
+        assert json.loads(json.dumps(example)) == json.loads(content)  # a number for templates and endpoints
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "1=", "prompt": "2="}', "line 2 cannot be read as JSON: an object has 'prompt' twice"),
+        ('{"prompt": "1=", "x": [{"y": 1, "y": 1}]}', "an object has 'y' twice"),
+        ('{"prompt": "1=", "answer": NaN}', "line 2 cannot be read as JSON: NaN is no JSON"),
+        ('{"prompt": "1=", "answer": 1e999}', "line 2 .*: the number 1e999 is out of range"),
+        (f'{{"prompt": "1=", "answer": 1{"0" * 5000}}}', "line 2 cannot be read as JSON: Exceeds the limit"),
+        ("[" * 100_000, "line 2 is nested too deeply"),
+        ('{"prompt": ', "line 2 is not JSON: Expecting value at column 12"),
+        (r'{"prompt": "1\ud83d"}', "line 2 has half of a surrogate pair .* in 'prompt', character 2"),
+        (r'{"prompt": "1", "a": [{"b": ["\udc00"]}]}', r"in 'a'\[0\]\['b'\]\[0\], character 1"),
+        (r'{"prompt": "1", "\ud83d": 1}', r"in the name '\\ud83d', character 1"),
+    ],
+)
+def test_damaged_json_names_line_and_field(tmp_path: Path, tokenizer: Any, line: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "1="}}\n{line}\n')
+    with pytest.raises(BatchError, match=message):
+        load(tokenizer, train=str(tmp_path / "a.jsonl"))
 
 
 def test_a_list_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.data.examples import Examples
+from core_rl_trainer.data.examples import Examples, answer_text, check_demonstration
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.recipe.data import DataSource
 
@@ -67,17 +68,41 @@ def downloaded(hub: Path) -> None:
     (home / "refs" / "main").write_text(REVISION)
 
 
-def test_parquet_and_csv(tmp_path: Path) -> None:
+def test_parquet_files_are_read(tmp_path: Path) -> None:
     assert rows(read(write_parquet(tmp_path / "a.parquet"))) == ROWS
-    with (tmp_path / "a.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ROWS[0])
-        writer.writeheader()
-        writer.writerows(ROWS)
-    assert rows(read(tmp_path / "a.csv")) == [{**row, "solution": int(row["solution"])} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "texts"),
+    [
+        ([2, None], pa.int64(), ["2", None]),
+        ([0.5, 2.0], pa.float64(), ["0.5", "2.0"]),
+        ([0.1, 3.14], pa.float32(), ["0.1", "3.14"]),
+        ([Decimal("0.50"), Decimal("-7.00")], pa.decimal128(20, 2), ["0.50", "-7.00"]),
+        ([True, False], pa.bool_(), ["true", "false"]),
+        (["068", "NA"], pa.string(), ["068", "NA"]),
+        ([float("nan"), float("inf")], pa.float64(), [None, None]),
+        ([datetime(2024, 1, 2, tzinfo=UTC)], pa.timestamp("ms"), [None]),
+        ([b"068"], pa.binary(), [None]),
+    ],
+)
+def test_typed_cells_become_text_or_errors(
+    tmp_path: Path, values: list[Any], kind: pa.DataType, texts: list[str | None]
+) -> None:
+    """None: the cell is refused as an answer."""
+    table = pa.table({"prompt": ["1="] * len(values), "answer": pa.array(values, kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    examples = rows(read(tmp_path / "a.parquet"))
+    checked = [None if check_demonstration(row) else answer_text(row["answer"]) for row in examples]
+    assert checked == texts
 
 
 def test_messages_have_no_keys_of_others(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": "1="}], [{"role": "tool", "content": "2", "name": "sum"}]]
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("sum", "product")]
+    chats = [
+        [{"role": "user", "content": "1="}, {"role": "assistant", "content": None, "tool_calls": calls}],
+        [{"role": "tool", "content": "2", "name": "sum"}],
+    ]
     pq.write_table(pa.Table.from_pylist([{"messages": chat} for chat in chats]), tmp_path / "a.parquet")
     assert [row["messages"] for row in rows(read(tmp_path / "a.parquet"))] == chats
 
@@ -87,8 +112,7 @@ def test_messages_have_no_keys_of_others(tmp_path: Path) -> None:
     [
         ("a.parquet", b"", "a.parquet is empty"),
         ("a.parquet", b"hello", "a.parquet cannot be read as parquet: Parquet file size"),
-        ("a.csv", b"question,solution\n", "a.csv has no rows"),
-        ("a.csv", b'a,b\n"1\n', "a.csv cannot be read as csv"),
+        ("a.parquet.gz", b"hello", "compressed parquet files are not read; decompress it"),
     ],
 )
 def test_a_damaged_table_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.examples import answer_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +107,7 @@ def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Mapping[st
         return encode_text(tokenizer, example["text"])
     answer = example["answer"]
     return encode_completion(
-        tokenizer, example["prompt"], answer if isinstance(answer, list) else str(answer)
+        tokenizer, example["prompt"], answer if isinstance(answer, list) else answer_text(answer)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ __all__ = [
     "Example",
     "ExampleCheck",
     "Examples",
+    "answer_text",
     "check_demonstration",
     "check_preference",
     "check_prompt",
@@ -68,11 +70,18 @@ def _answer_problem(example: Example) -> str | None:
     answer = example.get("answer")
     if answer in (None, "", []):
         return "needs an 'answer' or 'messages'"
+    if isinstance(answer, float) and not math.isfinite(answer):
+        return f"needs a text or a number as 'answer'; it has {answer}"
     if _continues(example["prompt"], answer):
         return None
     if not isinstance(answer, str | int | float):
         return f"needs a text or a number as 'answer'; it has {answer!r}"
     return None
+
+
+def answer_text(answer: object) -> str:
+    """An answer as text: numbers and truth values as JSON writes them, with the digits that the file has."""
+    return str(answer).lower() if isinstance(answer, bool) else str(answer)
 
 
 def check_preference(example: Example) -> str | None:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from core_rl.config.hub import HUB_ID
 from core_rl.errors import ConfigError
+from core_rl_trainer.data.csv_files import SEPARATORS, read_csv
 from core_rl_trainer.data.examples import Examples
 from core_rl_trainer.data.hub import read_hub
 from core_rl_trainer.data.jsonl import read_json
 from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_table_file
+from core_rl_trainer.data.text_files import data_suffix
 from core_rl_trainer.recipe.data import DataSource
 
 __all__ = ["data_files", "is_hub_dataset", "is_missing", "open_source"]
 
-DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|zip)$", re.IGNORECASE)
+DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 """The suffix of what is a file, and no dataset of the Hub."""
 
 
@@ -33,7 +35,10 @@ def open_source(source: DataSource, default_split: str | None = None) -> Example
     if not path.is_file():
         raise ConfigError(f"{source.path!r}: there is no such file")
     _refuse(source, "config", "split")
-    return read_table_file(path) if path.suffix in TABLE_FILES else read_json(path)
+    suffix = data_suffix(path)
+    if suffix in SEPARATORS:
+        return read_csv(path, SEPARATORS[suffix])
+    return read_table_file(path, TABLE_FILES[suffix]) if suffix in TABLE_FILES else read_json(path)
 
 
 def is_hub_dataset(source: DataSource) -> bool:

@@ -1,16 +1,20 @@
-"""Tables that the package ``datasets`` reads: parquet, CSV and saved datasets.
+"""Tables that the package ``datasets`` reads: parquet, arrow and saved datasets.
 
 ``datasets`` keeps them in files that are mapped into memory, so that they may be larger than it.
 """
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core_rl.errors import ConfigError
+import numpy as np
+
+from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples
+from core_rl_trainer.data.json_text import WrittenFloat
 
 __all__ = [
     "TABLE_FILES",
@@ -21,8 +25,10 @@ __all__ = [
     "read_table_file",
 ]
 
-TABLE_FILES = {".parquet": ("parquet", {}), ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
-"""By suffix: the builder of ``datasets`` that reads such a file, and its settings."""
+TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
+"""By suffix: the builder of ``datasets`` that reads such a file."""
+SHORT_FLOATS = ("float16", "float32")
+"""Types whose values have fewer digits than a Python float."""
 
 
 class TableExamples(Examples):
@@ -31,29 +37,58 @@ class TableExamples(Examples):
     def __init__(self, origin: str, table: Any) -> None:
         self.origin = origin
         self._table = table
+        self._types = {name: str(getattr(feature, "dtype", "")) for name, feature in table.features.items()}
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Example:
-        return {name: _without_nulls(value) for name, value in self._table[index].items()}
+        try:
+            row = self._table[index]
+        except UnicodeDecodeError as error:
+            raise BatchError(f"{self.label(index)} has a text that is not UTF-8: {error.reason}") from error
+        return {name: _plain(value, self._types[name]) for name, value in row.items()}
+
+    def label(self, index: int) -> str:
+        return f"row {index + 1}"
 
 
-def _without_nulls(value: Any) -> Any:
-    """``value`` without what a table adds to chat messages: null for each key that other messages have."""
+def _plain(value: Any, column_type: str) -> Any:
+    """``value`` of a column as JSON would have it."""
+    if isinstance(value, Decimal):
+        return WrittenFloat(format(value, "f"))
+    if column_type in SHORT_FLOATS and isinstance(value, float):
+        return float(str(np.dtype(column_type).type(value)))  # 0.1, and not 0.10000000149011612
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return [{name: inner for name, inner in item.items() if inner is not None} for item in value]
+        return [_without_nulls(item) for item in value]
     return value
 
 
-def read_table_file(path: Path) -> Examples:
+def _without_nulls(value: Any) -> Any:
+    """``value`` without what a table adds to chat messages and tools: null for each key that others have.
+
+    The ``content`` of a message stays: null next to calls of tools is its value.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_nulls(inner)
+        for name, inner in value.items()
+        if inner is not None or (name == "content" and "role" in value)
+    }
+
+
+def read_table_file(path: Path, builder: str) -> Examples:
     """A file of one of the `TABLE_FILES`. Raises `ConfigError` when it is something else."""
+    if path.suffix.lower() not in TABLE_FILES:
+        raise ConfigError(f"{path}: compressed {builder} files are not read; decompress it")
     datasets = import_datasets(f"{path} is a {path.suffix} file")
-    builder, settings = TABLE_FILES[path.suffix]
     if not path.stat().st_size:
         raise ConfigError(f"{path} is empty; write examples into it")
     try:
-        table = datasets.load_dataset(builder, data_files=str(path), split="train", **settings)
+        table = datasets.load_dataset(builder, data_files=str(path), split="train")
     except (
         datasets.exceptions.DatasetsError,
         datasets.builder.DatasetGenerationError,

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
+from core_rl_trainer.data.examples import answer_text
 from core_rl_trainer.rewards.calls import name_of
 from core_rl_trainer.rewards.functions import load_callable
 
@@ -35,7 +36,7 @@ class TextRewardFn(Protocol):
 
 def text_match(completion: str, sample: Mapping[str, Any]) -> float:
     """1 if the completion is the sample's ``answer``, up to white space around it; else 0."""
-    return float(completion.strip() == str(expected_answer(sample)).strip())
+    return float(completion.strip() == answer_text(expected_answer(sample)).strip())
 
 
 def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
@@ -46,7 +47,7 @@ def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
 
 def expected_answer(sample: Mapping[str, Any]) -> Any:
     """The ``answer`` of a sample; `RolloutError` where it has none."""
-    if "answer" not in sample:
+    if sample.get("answer") is None:
         raise RolloutError(
             f"a sample has no 'answer' to compare with; it has {sorted(sample)}\n"
             "fix: name another reward, or add the field"
