@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +55,27 @@ def test_large_tensors_are_not_copied() -> None:
     assert memoryview(stream).nbytes < 2000
     received = sent([stream, *buffers])
     assert unpacked(received)[0].data_ptr() == address(received[1])
+
+
+COLLECTED = """
+import gc
+from core_rl.launch.out_of_band import packed
+parts = packed(["a message"])
+parts += [parts, parts[0][3:]]  # a cycle, as a traceback's frame makes one, of a view of a view
+del parts
+gc.collect()
+"""
+
+
+def test_a_message_in_a_cycle_is_collected() -> None:
+    """Python 3.12.1 dies where a view exported by `io.BytesIO` is collected, and 3.13 complains."""
+    result = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_stream_of_a_message_exports_no_buffer() -> None:
+    stream = memoryview(packed(["a message"])[0])
+    assert isinstance(stream.obj, bytes)
 
 
 def test_a_view_travels_without_what_is_around_it_and_a_tensor_once() -> None:

@@ -39,7 +39,7 @@ def packed(value: object) -> list[Buffer]:
 
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
-    return [stream.getbuffer(), *buffers]
+    return [memoryview(stream.getvalue()), *buffers]  # `getbuffer` in a cycle crashes the collector of 3.12.1
 
 
 def unpacked(parts: Iterable[Buffer]) -> Any:
