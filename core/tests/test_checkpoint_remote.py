@@ -58,12 +58,18 @@ def test_all_ranks_write_and_read(url: str) -> None:
 def test_the_download_is_removed(url: str) -> None:
     save_text(url, **FILES)
     with opened(url, Comm(), kind="text") as directory:
+        save_text(f"{url}-2", **FILES)  # removes what killed processes have left
         assert directory.is_dir()
     assert not directory.exists()
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_an_upload_killed_at_any_point_loses_nothing(tmp_path: Path, replace: bool) -> None:
+def test_an_upload_killed_at_any_point_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
     old = {"weights": "old", "only_old": "x"}
     new = {"weights": "new", "folder__only_new": "y"}
     for point in count(1):
@@ -76,6 +82,7 @@ def test_an_upload_killed_at_any_point_loses_nothing(tmp_path: Path, replace: bo
                 save_text(url, **new)
 
         code = in_child(save)
+        assert len(list(scratch.iterdir())) == (code != 0)
         try:
             found = load_text(url)
         except (CheckpointNotFound, CheckpointDamaged):  # nothing complete: refused either way
@@ -83,6 +90,7 @@ def test_an_upload_killed_at_any_point_loses_nothing(tmp_path: Path, replace: bo
         assert found in ((old, new) if replace else ({}, new))
         save_text(url, weights="next")
         assert load_text(url) == {"weights": "next"}
+        assert not list(scratch.iterdir())
         if code == 0:
             break
         assert code == -signal.SIGKILL

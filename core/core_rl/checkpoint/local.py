@@ -14,13 +14,13 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, seal
 from core_rl.errors import CheckpointError
 
-__all__ = ["LocalPlace", "is_temporary", "remove_stale"]
+__all__ = ["LocalPlace", "in_use", "is_temporary", "remove_stale"]
 
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 STALE_AFTER_S = 24 * 3600.0
@@ -47,12 +47,10 @@ class LocalPlace:
         remove_stale(self.path.parent, f".{self.path.name}.")
         staged = _temporary(self.path)
         staged.mkdir()
-        descriptor = os.open(staged, os.O_RDONLY)
         try:
-            _lock(descriptor)
-            yield staged
+            with in_use(staged):
+                yield staged
         finally:
-            os.close(descriptor)
             shutil.rmtree(staged, ignore_errors=True)
 
     def commit(self, staged: Path, manifest: Manifest) -> None:
@@ -118,12 +116,17 @@ def is_temporary(directory: Path) -> bool:
     return TEMPORARY.search(directory.name) is not None
 
 
-def _lock(descriptor: int) -> None:
-    """Mark a temporary directory as in use for as long as this process lives."""
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Keep a temporary directory from `remove_stale`, until the context or the process ends; several processes may."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return  # a file system without locks on directories (NFS): there, `_is_stale` goes by age
+        # Some file systems (NFS) have no locks on directories: there, `_is_stale` goes by age.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove_stale(parent: Path, prefix: str) -> None:
@@ -136,7 +139,7 @@ def remove_stale(parent: Path, prefix: str) -> None:
 def _is_stale(directory: Path) -> bool:
     try:
         descriptor = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # removed by now, or of another user
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,12 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from core_rl.checkpoint.local import in_use, remove_stale
 from core_rl.distributed.agreement import agree, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
 
 __all__ = ["Workspace", "check_visible", "shared_workspace", "workspace_of_each_machine"]
 
+PREFIX = "core-rl-checkpoint."
 FILES = "files"
 MAKER = "maker"
 
@@ -49,11 +51,18 @@ def shared_workspace(path: Path, world: Comm) -> Workspace:
 def workspace_of_each_machine(world: Comm, stack: ExitStack, subject: str) -> Workspace:
     """An empty directory for temporary files on each machine; collective.
 
-    It lives as long as its leader's ``stack``. Machines that share the directory of temporary files share this one too.
+    It lives as long as its leader's ``stack``; what killed processes have left is removed. Machines that share the
+    directory of temporary files share this one too.
     """
-    root = world.broadcast(Path(tempfile.gettempdir()) / f"core-rl-{uuid.uuid4().hex}")
+    root = world.broadcast(Path(tempfile.gettempdir()) / f"{PREFIX}tmp-{uuid.uuid4().hex}")
+
+    def enter() -> None:
+        _make(root, world.rank, made)
+        stack.enter_context(in_use(root))
+        remove_stale(root.parent, PREFIX)
+
     with ExitStack() as made:
-        on_all(world, lambda: _make(root, world.rank, made), subject, CheckpointError)
+        on_all(world, enter, subject, CheckpointError)
         maker_of = agree(world, lambda: int((root / MAKER).read_text()), subject, CheckpointError)
         made.pop_all()
     own = maker_of[world.rank]
