@@ -201,10 +201,14 @@ class NothingLearned(RunStopped):
     """A rule of the recipe (``stop_on``) ended a run that learned nothing."""
 
 
-def raise_all(kind: type[CoreRLError], subject: object, violations: Iterable[str]) -> None:
-    """Raise one ``kind`` that lists every violation, or return when there is none."""
+def raise_all(
+    kind: type[CoreRLError], subject: object, violations: Iterable[str], *, most: int | None = None
+) -> None:
+    """Raise one ``kind`` that counts every violation and lists all, or ``most``; return when there is none."""
     found = list(violations)
     if len(found) == 1:
         raise kind(f"{subject}: {found[0]}")
     if found:
-        raise kind(f"{subject}: {len(found)} problems:\n" + "\n".join(f"  - {line}" for line in found))
+        more = [] if most is None or len(found) <= most else [f"and {len(found) - most} more"]
+        listed = "\n".join(f"  - {line}" for line in [*found[:most], *more])
+        raise kind(f"{subject}: {len(found)} problems:\n{listed}")

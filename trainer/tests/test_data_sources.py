@@ -285,9 +285,8 @@ def test_a_column_that_a_later_example_lacks_is_an_error_of_that_example(
 
 # -------------------------------------------------------------------- formats
 
-USER, GOOD, BAD = (
-    {"role": role, "content": text} for role, text in (("user", "1="), ("assistant", "1"), ("assistant", "2"))
-)
+TURNS = (("system", "0"), ("user", "1="), ("assistant", "1"), ("assistant", "2"))
+SYSTEM, USER, GOOD, BAD = ({"role": role, "content": text} for role, text in TURNS)
 VERL = {
     "data_source": "sums",
     "prompt": [USER],
@@ -328,6 +327,27 @@ VERL = {
         ),
         (
             PREFERENCES,
+            {"prompt": " 1=", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score": 3},
+            "preference with whole conversations",
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "score": 3},
+        ),
+        (
+            PREFERENCES,
+            {"prompt": [USER], "chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+            "preference with whole conversations",
+            {"prompt": [USER, GOOD, USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
+        (
+            PREFERENCES,
+            {"prompt": "1=", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, GOOD, USER, BAD]},
+            "preference with whole conversations",
+            {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
+        ),
+        (DEMONSTRATIONS, {"messages": json.dumps([USER, GOOD])}, None, {"messages": [USER, GOOD]}),
+        (PROMPTS, {"prompt": json.dumps([USER]), "tools": ""}, None, {"prompt": [USER], "tools": None}),
+        (PROMPTS, {"prompt": "[1, 2]="}, None, {"prompt": "[1, 2]="}),
+        (
+            PREFERENCES,
             {"chosen": "1= 1", "rejected": "1= 2"},
             "TRL preference with an implicit prompt",
             {"prompt": "1=", "chosen": " 1", "rejected": " 2"},
@@ -349,6 +369,74 @@ def test_formats_are_recognised_and_mapped(
     assert kind.check(examples[0]) is None
     if " " not in str(row.get("chosen")):  # of which the tokenizer has none
         assert load(tokenizer, kind, train=path).train.longest > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        (
+            PREFERENCES,
+            {"prompt": "2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "has a 'prompt' that is no",
+        ),
+        (
+            PREFERENCES,
+            {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
+            "do not begin with",
+        ),
+        (PREFERENCES, {"chosen": [GOOD], "rejected": [BAD]}, "do not begin with the same turns"),
+        (
+            PREFERENCES,
+            {"prompt": "1=", "chosen": [USER, GOOD], "rejected": "2"},
+            "has turns as 'chosen' that cannot",
+        ),
+        (
+            PREFERENCES,
+            {"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [BAD]},
+            "'chosen' that cannot",
+        ),
+        (
+            PREFERENCES,
+            {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]},
+            "'chosen' that cannot follow",
+        ),
+        (
+            DEMONSTRATIONS,
+            {"messages": str([USER, GOOD])},
+            "has a text as 'messages' that is not JSON: .*column 3",
+        ),
+        (DEMONSTRATIONS, {"messages": "[]"}, "has 'messages' that are no list of objects"),
+        (PROMPTS, {"prompt": str([USER])}, "has a text as 'prompt' that is not JSON"),
+        (PROMPTS, {"prompt": "1=", "tools": "sum"}, "has a text as 'tools' that is not JSON"),
+    ],
+)
+def test_unclear_chats_name_their_line(
+    tmp_path: Path, tokenizer: Any, kind: ExampleKind, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BatchError, match=f"a.jsonl: line 1 .*{message}"):
+        load(tokenizer, kind, train=write(tmp_path / "a.jsonl", [row]))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "tie",
+    [
+        {"prompt": "1=", "chosen": "2", "rejected": "2"},
+        {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD]},
+    ],
+)
+def test_equal_pairs_are_left_out(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, tie: dict[str, Any], streaming: bool
+) -> None:
+    pairs = [tie | {"rejected": [USER, BAD] if isinstance(tie["rejected"], list) else "1"} for _ in range(4)]
+    path = write(tmp_path / "a.jsonl", [*pairs[:2], tie, *pairs[2:]])
+    data = load(tokenizer, PREFERENCES, train=path, streaming=streaming)
+    loader = iter(prompt_loader(data.train, 4, seed=1))
+    assert all(sample["chosen"] != sample["rejected"] for _ in range(3) for sample in next(loader))
+    assert "line 3" in caplog.text and "are left out" in caplog.text and data.train.left_out == 0
+    ties = write(tmp_path / "b.jsonl", [tie] * 3)
+    with pytest.raises(BatchError, match="nothing can be learned from them"):
+        next(load(tokenizer, PREFERENCES, train=ties, streaming=streaming).train.order(1))
 
 
 def test_only_the_completion_of_a_conversation_is_trained(tmp_path: Path, tokenizer: Any) -> None:

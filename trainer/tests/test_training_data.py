@@ -55,7 +55,7 @@ def test_a_damaged_line_is_named_with_its_file(
 def test_all_damaged_lines_are_listed(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("{\n" * 14)
-    with pytest.raises(BatchError, match=r"(?s)line 1 .*line 10 .*and 4 more"):
+    with pytest.raises(BatchError, match=r"(?s)data.jsonl: 14 problems:.*line 1 .*line 10 .*- and 4 more$"):
         support.read_dataset(PROMPTS, path, tokenizer)
 
 

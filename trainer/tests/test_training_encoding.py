@@ -139,7 +139,7 @@ def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> 
     [
         ({"prompt": "1=", "chosen": "1"}, "needs a text 'rejected'; it has None"),
         ({"prompt": "1=", "chosen": "", "rejected": "2"}, "needs a text 'chosen'; it has ''"),
-        ({"prompt": "1=", "chosen": "2", "rejected": "2"}, "has the same text as 'chosen' and 'rejected'"),
+        ({"prompt": "1=", "chosen": [], "rejected": "2"}, "has turns as 'chosen' that cannot follow"),
         ({"chosen": "1", "rejected": "2"}, "needs a text 'prompt'"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.formats import Format, recognised_format
+from core_rl_trainer.data.json_text import parsed_chats
 from core_rl_trainer.data.kinds import ExampleKind
 
 __all__ = ["MappedExamples", "mapped"]
@@ -20,25 +21,37 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "rejected": ("dispreferred", "loser", "worse"),
 }
 """Columns that other data sets have for a field."""
+CHATS: Mapping[str, tuple[str, ...]] = {
+    "prompts": (),
+    "demonstrations": ("messages", "conversations", "completion"),
+    "preferences": (),
+}
+"""By kind of examples, other fields that may be chats."""
 
 
 class MappedExamples(Examples):
     """``examples`` with fields from other ``columns``, of the format ``found`` of another system, or of none."""
 
-    def __init__(self, examples: Examples, columns: Mapping[str, str], found: Format | None) -> None:
+    def __init__(
+        self, examples: Examples, columns: Mapping[str, str], kind: ExampleKind, found: Format | None
+    ) -> None:
         self.origin = examples.origin
         self._examples = examples
         self._columns = columns
+        self._kind = kind
         self._format = found
 
     def __len__(self) -> int:
         return len(self._examples)
 
     def __getitem__(self, index: int) -> Example:
-        example = _renamed(self._examples[index], self._columns, self.label(index))
+        example = _with_chats(self._examples[index], self._columns, self._kind, self.label(index))
         if self._format is None or not self._format.recognises(example):
             return example
-        return {**example, **self._format.convert(example)}
+        try:
+            return {**example, **self._format.convert(example)}
+        except BatchError as error:
+            raise BatchError(f"{self.label(index)} {error}") from error
 
     def label(self, index: int) -> str:
         return self._examples.label(index)
@@ -54,13 +67,26 @@ def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) ->
     try:
         first = examples[0]
     except BatchError:
-        return MappedExamples(examples, columns, None), None  # it is named with all damaged ones
+        return MappedExamples(examples, columns, kind, None), None  # it is named with all damaged ones
     _check_columns(examples.origin, first, columns, kind)
-    example = _renamed(first, columns, examples.label(0))
-    found = recognised_format(example, kind)
-    result = MappedExamples(examples, columns, found)
-    _check_fields(examples, result[0], first, kind)
-    return result, found.name if found else None
+    found = None
+    try:
+        found = recognised_format(_with_chats(first, columns, kind, examples.label(0)), kind)
+        example = MappedExamples(examples, columns, kind, found)[0]
+    except BatchError:
+        pass  # it is named with all damaged ones
+    else:
+        _check_fields(examples, example, first, kind)
+    return MappedExamples(examples, columns, kind, found), found.name if found else None
+
+
+def _with_chats(example: Example, columns: Mapping[str, str], kind: ExampleKind, label: str) -> Example:
+    """``example`` in the fields of ``kind``; chats and tools that are JSON in a text are parsed."""
+    example = _renamed(example, columns, label)
+    try:
+        return {**example, **parsed_chats(example, (*kind.fields, *CHATS[kind.name], "tools"))}
+    except BatchError as error:
+        raise BatchError(f"{label} {error}") from error
 
 
 def _renamed(example: Example, columns: Mapping[str, str], label: str) -> Example:

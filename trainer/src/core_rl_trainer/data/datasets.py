@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -68,8 +68,8 @@ class ExampleDataset(SampleDataset):
     """``examples``, checked and encoded at once and kept in memory.
 
     ``limit`` is the most tokens of a sequence; longer ones are an error that names them, or, with ``drop``, left out.
-    ``first`` is the number of the first sample. Raises one `BatchError` that names every damaged example (the
-    first ten), and one when there is none.
+    Pairs of two equal sequences are left out. ``first`` is the number of the first sample. Raises one `BatchError` that
+    names every damaged example (the first ten), and one when there is none.
     """
 
     def __init__(
@@ -81,9 +81,10 @@ class ExampleDataset(SampleDataset):
         drop: bool = False,
         first: int = 0,
     ) -> None:
-        samples = _encoded(kind, examples, tokenizer)
-        sizes = [kind.size(sample) for sample in samples]
-        kept = _within_limit(kind, examples, [size.longest for size in sizes], limit, drop)
+        samples = _without_ties(kind, examples, _encoded(kind, examples, tokenizer))
+        sizes = {number: kind.size(sample) for number, sample in samples.items()}
+        lengths = {number: size.longest for number, size in sizes.items()}
+        kept = _within_limit(kind, examples, lengths, limit, drop)
         self.left_out = len(samples) - len(kept)
         self._samples = [{"index": first + index, **samples[n]} for index, n in enumerate(kept)]
         self._longest = array("Q", (sizes[n].longest for n in kept))
@@ -128,6 +129,7 @@ class StreamedDataset(SampleDataset):
         self._drawn: dict[int, Sample] = {}
         self._too_long: set[int] = set()
         self._skipped = 0
+        self._warned_of_ties = False
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -159,6 +161,8 @@ class StreamedDataset(SampleDataset):
     def accepts(self, index: int) -> bool:
         """Whether the example is short enough; it is kept until it is fetched."""
         sample = self._encode(index)
+        if self._kind.is_tie(sample):
+            return self._skip_tie(index)
         size = self._kind.size(sample)
         if size.longest <= self.longest and size.unit <= self.largest_unit:
             self._drawn[index], self._skipped = sample, 0
@@ -172,6 +176,19 @@ class StreamedDataset(SampleDataset):
             raise BatchError(f"{self._examples.origin}: {text}; shorten it, or set data.too_long=drop")
         if new and f"{self.left_out}".rstrip("0") == "1":  # 1, 10, 100, …
             logger.warning("%s: %s; %d are left out so far", self._examples.origin, text, self.left_out)
+        return False
+
+    def _skip_tie(self, index: int) -> bool:
+        """False, with a warning for the first pair of two equal sequences."""
+        self._skipped += 1
+        text = f"{self._examples.label(index)} has equal tokens as 'chosen' and 'rejected'"
+        if self._skipped > len(self):
+            raise BatchError(
+                f"{self._examples.origin}: {text}, as all others; nothing can be learned from them"
+            )
+        if not self._warned_of_ties:
+            logger.warning("%s: %s; such pairs are left out", self._examples.origin, text)
+        self._warned_of_ties = True
         return False
 
 
@@ -211,10 +228,10 @@ class MixedDataset(SampleDataset):
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-def _encoded(kind: ExampleKind, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """All samples; damaged examples are named together."""
+def _encoded(kind: ExampleKind, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> dict[int, Sample]:
+    """All samples by number; damaged examples are named together."""
     _require_some(kind, examples)
-    samples: list[Sample] = []
+    samples: dict[int, Sample] = {}
     problems: list[str] = []
     for index in range(len(examples)):
         try:
@@ -223,10 +240,25 @@ def _encoded(kind: ExampleKind, examples: Examples, tokenizer: PreTrainedTokeniz
             problems.append(str(error))
             continue
         if not problems:
-            samples.append(_encode(kind, examples, index, example, tokenizer))
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    raise_all(BatchError, examples.origin, problems[:SHOWN] + more)
+            samples[index] = _encode(kind, examples, index, example, tokenizer)
+    raise_all(BatchError, examples.origin, problems, most=SHOWN)
     return samples
+
+
+def _without_ties(kind: ExampleKind, examples: Examples, samples: dict[int, Sample]) -> dict[int, Sample]:
+    """``samples`` without pairs of two equal sequences; `BatchError` where there is nothing else."""
+    ties = [number for number, sample in samples.items() if kind.is_tie(sample)]
+    if not ties:
+        return samples
+    text = (
+        f"{len(ties)} of {len(samples)} pairs have equal tokens as 'chosen' and 'rejected': "
+        f"{', '.join(map(examples.label, ties[:3]))}{', …' if len(ties) > 3 else ''}"
+    )
+    if len(ties) == len(samples):
+        raise BatchError(f"{examples.origin}: {text}; nothing can be learned from them")
+    logger.warning("%s: %s; they are left out", examples.origin, text)
+    equal = set(ties)
+    return {number: sample for number, sample in samples.items() if number not in equal}
 
 
 def _checked(kind: ExampleKind, examples: Examples, index: int) -> Example:
@@ -253,12 +285,12 @@ def _require_some(kind: ExampleKind, examples: Examples) -> None:
 
 
 def _within_limit(
-    kind: ExampleKind, examples: Examples, lengths: Sequence[int], limit: int | None, drop: bool
+    kind: ExampleKind, examples: Examples, lengths: Mapping[int, int], limit: int | None, drop: bool
 ) -> list[int]:
     """The numbers of the examples of at most ``limit`` tokens; see `ExampleDataset`."""
-    wrong = [n for n, length in enumerate(lengths) if limit is not None and length > limit]
+    wrong = [n for n, length in lengths.items() if limit is not None and length > limit]
     if not wrong:
-        return list(range(len(lengths)))
+        return list(lengths)
     counted = f"{len(wrong)} of {len(lengths)} {kind.noun}s"
     text = f"{counted} are longer than the {limit} tokens that the model's context leaves"
     if not drop or len(wrong) == len(lengths):
@@ -269,4 +301,4 @@ def _within_limit(
         )
     logger.warning("%s: %s; they are left out", examples.origin, text)
     longer = set(wrong)
-    return [n for n in range(len(lengths)) if n not in longer]
+    return [n for n in lengths if n not in longer]

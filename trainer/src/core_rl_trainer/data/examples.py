@@ -85,7 +85,7 @@ def answer_text(answer: object) -> str:
 
 
 def check_preference(example: Example) -> str | None:
-    """A ``prompt``, and the completions ``chosen`` and ``rejected``, which differ: texts, or turns after a chat."""
+    """A ``prompt``, and the completions ``chosen`` and ``rejected``: texts, or turns after a chat."""
     problem = check_prompt(example)
     missing = [
         name
@@ -93,17 +93,20 @@ def check_preference(example: Example) -> str | None:
         if not _is_text(example.get(name)) and not _continues(example.get("prompt"), example.get(name))
     ]
     if problem is None and missing:
-        return f"needs a text {missing[0]!r}; it has {example.get(missing[0])!r}"
-    if problem is None and example["chosen"] == example["rejected"]:
-        return f"has the same text as 'chosen' and 'rejected': {example['chosen']!r}"
+        value = example.get(missing[0])
+        if isinstance(value, list):
+            return f"has turns as {missing[0]!r} that cannot follow its 'prompt': {value!r}"
+        return f"needs a text {missing[0]!r}; it has {value!r}"
     return problem
 
 
 def _continues(prompt: Any, completion: Any) -> bool:
-    """Whether ``completion`` is turns, one of them the assistant's, after a chat."""
-    return (
-        _is_chat(prompt) and _is_chat(completion) and any(turn["role"] == "assistant" for turn in completion)
-    )
+    """Whether ``completion`` is turns, one of them the assistant's, that can follow a chat."""
+    if not _is_chat(prompt) or not _is_chat(completion):
+        return False
+    roles = [turn["role"] for turn in completion]
+    repeats = roles[0] == "system" or roles[0] == prompt[-1]["role"] == "user"
+    return "assistant" in roles and not repeats
 
 
 def _is_text(value: Any) -> bool:

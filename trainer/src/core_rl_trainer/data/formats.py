@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from core_rl.errors import BatchError
 from core_rl_trainer.data.examples import Example
 from core_rl_trainer.data.kinds import ExampleKind
 
@@ -18,7 +19,7 @@ class Format:
     name: str
     recognises: Callable[[Example], bool]
     convert: Callable[[Example], Example]
-    """The fields that replace those of the example, or are added to them."""
+    """The fields that replace those of the example, or are added to them. Raises `BatchError` without a subject."""
 
 
 def _has(*names: str, without: Sequence[str] = ()) -> Callable[[Example], bool]:
@@ -52,15 +53,50 @@ def _from_sharegpt(example: Example) -> Example:
 
 
 def _with_implicit_prompt(example: Example) -> Example:
-    """The beginning that both completions share is the prompt, as in TRL's ``extract_prompt``."""
-    chosen, rejected = example["chosen"], example["rejected"]
-    pairs = zip(chosen, rejected, strict=False)
-    same = next(
-        (n for n, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected))
-    )
-    if isinstance(chosen, str) and same and chosen[same - 1] == " ":
-        same -= 1  # the blank before a word belongs to it
-    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+    """The beginning that both completions share is the prompt, as in TRL's ``extract_prompt``.
+
+    Turns of the assistant at its end belong to the completions. Raises `BatchError` where there is no beginning, or
+    where a text ``prompt`` is no turn of it.
+    """
+    first, second, prompt = example["chosen"], example["rejected"], example.get("prompt")
+    same = _common_length(first, second)
+    if isinstance(first, str):
+        same -= bool(same) and (
+            first == second or first[same - 1] == " "
+        )  # the blank before a word belongs to it
+        return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
+    while same and isinstance(first[same - 1], Mapping) and first[same - 1].get("role") == "assistant":
+        same -= 1
+    if not same:
+        raise BatchError("has conversations as 'chosen' and 'rejected' that do not begin with the same turns")
+    if isinstance(prompt, str) and prompt.strip() not in _user_texts(first[:same]):
+        raise BatchError(
+            f"has a 'prompt' that is no turn of the user at the beginning of 'chosen' and 'rejected': {prompt!r}; "
+            "correct it, or leave the column out"
+        )
+    return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
+
+
+def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    pairs = zip(first, second, strict=False)
+    shorter = min(len(first), len(second))
+    return next((n for n, (left, right) in enumerate(pairs) if left != right), shorter)
+
+
+def _user_texts(turns: Sequence[object]) -> list[str]:
+    """The texts of the user's turns, without blanks around them."""
+    users = [turn for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    return [str(turn.get("content")).strip() for turn in users]
+
+
+def _are_whole_conversations(example: Example) -> bool:
+    """Whether ``chosen`` and ``rejected`` are lists of turns that contain the prompt, and not its continuations."""
+    prompt, completions = example.get("prompt"), [example.get("chosen"), example.get("rejected")]
+    if not all(isinstance(turns, list) and turns for turns in completions):
+        return False
+    if isinstance(prompt, list):
+        return bool(prompt) and all(turns[: len(prompt)] == prompt for turns in completions if turns)
+    return isinstance(prompt, str)
 
 
 FORMATS: Mapping[str, tuple[Format, ...]] = {
@@ -86,6 +122,11 @@ FORMATS: Mapping[str, tuple[Format, ...]] = {
         Format(
             name="TRL preference with an implicit prompt",
             recognises=_has("chosen", "rejected", without=("prompt",)),
+            convert=_with_implicit_prompt,
+        ),
+        Format(
+            name="preference with whole conversations",
+            recognises=_are_whole_conversations,
             convert=_with_implicit_prompt,
         ),
     ),

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
 from core_rl.errors import BatchError
 
-__all__ = ["WrittenFloat", "check_characters", "parse_json"]
+__all__ = ["WrittenFloat", "check_characters", "parse_json", "parsed_chats"]
+
+
+STRUCTURED = ("messages", "conversations", "tools")
+"""Fields that are never texts."""
+CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content)["']\s*:""")
+"""The beginning of a chat as JSON, or as Python prints it."""
 
 
 class WrittenFloat(float):
@@ -37,6 +44,33 @@ def parse_json(text: str) -> Any:
         raise BatchError("is nested too deeply to be read") from error
     except ValueError as error:  # of the functions below, and of int()
         raise BatchError(f"cannot be read as JSON: {error}") from error
+
+
+def parsed_chats(example: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Fields among ``names`` whose text is the JSON of a chat or of tools, as tables have it, with their values.
+
+    Raises `BatchError` without a subject for a text that is no such JSON. An empty cell is None.
+    """
+    fields = {name: value for name in names if isinstance(value := example.get(name), str)}
+    return {
+        name: _parsed_chat(name, value)
+        for name, value in fields.items()
+        if name in STRUCTURED or CHAT.match(value)
+    }
+
+
+def _parsed_chat(name: str, text: str) -> Any:
+    if not text.strip():
+        return None
+    try:
+        value = parse_json(text)
+        check_characters(value, "which")
+    except BatchError as error:
+        raise BatchError(
+            f"has a text as {name!r} that {str(error).removeprefix('which ')}; write chats and tools with json.dumps, "
+            "or as lists in JSONL or parquet"
+        ) from error
+    return value
 
 
 def check_characters(example: Any, label: str) -> None:

@@ -50,6 +50,8 @@ class ExampleKind:
     encode: Callable[[PreTrainedTokenizerBase, Example], Sample]
     """Raises `BatchError` or `ConfigError` about the example."""
     size: Callable[[Sample], Size]
+    is_tie: Callable[[Sample], bool] = lambda _: False
+    """Whether both sequences of a pair are equal, so that nothing can be learned from it."""
 
 
 def _encode_prompt(tokenizer: PreTrainedTokenizerBase, example: Example) -> Sample:
@@ -110,5 +112,6 @@ PREFERENCES = ExampleKind(
     check=check_preference,
     encode=_encode_pair,
     size=_size_of_pair,
+    is_tie=lambda sample: sample["chosen"] == sample["rejected"],
 )
 """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""
