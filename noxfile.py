@@ -36,6 +36,7 @@ EXAMPLE_SUITE = "examples/core-rl-ddp/tests/test_ddp_engine.py::test_the_conform
 SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON"}
 # What is installed there besides the server.
 SERVER_SIDE = {"sglang": [], "vllm": ["plugins/vllm/server"]}
+SERVER_PLUGINS = [place for places in SERVER_SIDE.values() for place in places]
 MUTANTS = "conformance/tests/test_mutants.py"
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORKERS = ["-n", "2"]
@@ -200,7 +201,8 @@ def wheels(session: nox.Session) -> None:
     """Build the wheels, install them in a clean place, and use them away from the checkout."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), ".", TRAINER, *PLUGINS)
+    places = [".", TRAINER, *PLUGINS, *SERVER_PLUGINS]
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), *places)
     trainer = str(next(dist.glob("core_rl_trainer-*.whl")))
     built = [str(wheel) for wheel in sorted(dist.glob("*.whl")) if str(wheel) != trainer]
     session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *built, "core-rl[conformance]")
