@@ -3,7 +3,7 @@
     python benchmarks/peers.py
 
 The same weights, sequences and optimizer on all sides; one process, one rank. A peer that is not installed is
-left out; benchmarks/README.md says how to install them.
+left out; docs/benchmarks.md says how to install them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPILED = {"compile": True, "reshard_after_forward": False, "reduce_scatter": "
 """What a user turns on who has the memory, and some steps to wait for the compiler."""
 INSTALL = {
     "trl": "pip install trl==1.16.0",
-    "verl": "pip install --no-deps verl==0.9.1, with what benchmarks/README.md lists",
+    "verl": "pip install --no-deps verl==0.9.1, with what docs/benchmarks.md lists",
 }
 
 
