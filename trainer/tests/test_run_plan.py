@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from core_rl.config.base import parse_config
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError, LayoutError
@@ -29,6 +30,7 @@ from core_rl_trainer.loop import roles, supervised
 from core_rl_trainer.loop.run import prepare
 from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.loop.run_plan import MemoryEstimate, RunPlan, estimate_memory
+from core_rl_trainer.recipe.recipe import Recipe
 
 
 def plan(directory: Path, values: dict[str, Any], *overrides: str) -> RunPlan:
@@ -49,6 +51,38 @@ def test_a_plan_counts_what_the_run_will_do(start: Path, tmp_path: Path) -> None
     assert roles["actor"].ranks[0].micro_batches == 9  # two sequences of nine tokens fit into twenty
     assert roles["reference"].memory.gradients == roles["reference"].memory.moments == 0
     assert roles["critic"].memory.logits == 0
+
+
+def test_epochs_become_steps_of_the_data(start: Path, tmp_path: Path) -> None:
+    values = support.recipe_values(start, tmp_path / "out")
+    values["data"] |= {"train": str(tmp_path / "ten.jsonl")}
+    values["rollout"] |= {"prompts_per_step": 2}
+    del values["steps"]
+    support.write_jsonl(
+        tmp_path / "ten.jsonl", [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
+    )
+    plans = [plan(tmp_path, values, f"epochs={epochs}") for epochs in (1, 0.3, 2.5)]
+    assert [found.steps for found in plans] == [5, 2, 13]
+    assert plans[0].passes == 1.0
+    prepared = prepare(load_recipe(values | {"epochs": 1}))
+    assert (prepared.recipe.steps, prepared.recipe.epochs) == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "missing field 'steps'"),
+        ({"steps": 2, "epochs": 1}, "steps = 2 and epochs = 1: leave one of them out"),
+        (
+            {"epochs": 1, "data": {"train": [{"path": "a", "weight": 1}]}},
+            "epochs = 1, and the sources .* weights",
+        ),
+    ],
+)
+def test_recipe_has_steps_or_epochs(fields: dict[str, Any], message: str) -> None:
+    values = {"engine": "fsdp", "model": {"path": "m"}, "data": {"train": "a"}, "output_dir": "out"}
+    with pytest.raises(ConfigError, match=message):
+        parse_config(Recipe, values | fields)
 
 
 def printed(found: RunPlan) -> str:

@@ -39,7 +39,7 @@ class Callbacks:
 
     def __init__(self, recipe: Recipe, added: Sequence[Callback] = ()) -> None:
         """Load the callbacks. Raises one `ConfigError` for all that are no callbacks."""
-        self._recipe = recipe
+        self.recipe = recipe
         self.step = 0
         """The training steps that are done."""
         self.stopped: str | None = None
@@ -61,7 +61,7 @@ class Callbacks:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
             return
-        event = RunFailed(recipe=self._recipe, step=self.step, error=error)
+        event = RunFailed(recipe=self.recipe, step=self.step, error=error)
         for name, callback in self._callbacks.items():
             try:
                 _call(name, callback, event)
@@ -70,20 +70,20 @@ class Callbacks:
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
         """Send `StepEnd`."""
-        self._send(StepEnd(recipe=self._recipe, step=step, metrics=MappingProxyType(metrics)))
+        self._send(StepEnd(recipe=self.recipe, step=step, metrics=MappingProxyType(metrics)))
 
     def evaluation_end(self, step: int, metrics: dict[str, float]) -> None:
         """Send `EvaluationEnd`, unless there is no evaluation data and so no metric."""
         if metrics:
-            self._send(EvaluationEnd(recipe=self._recipe, step=step, metrics=MappingProxyType(metrics)))
+            self._send(EvaluationEnd(recipe=self.recipe, step=step, metrics=MappingProxyType(metrics)))
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """Send `CheckpointSaved`."""
-        self._send(CheckpointSaved(recipe=self._recipe, step=step, path=path))
+        self._send(CheckpointSaved(recipe=self.recipe, step=step, path=path))
 
     def run_end(self, result: dict[str, Any]) -> None:
         """Send `RunEnd`."""
-        self._send(RunEnd(recipe=self._recipe, step=result["steps"], result=MappingProxyType(result)))
+        self._send(RunEnd(recipe=self.recipe, step=result["steps"], result=MappingProxyType(result)))
 
     def _send(self, event: Event) -> None:
         self.step = event.step

@@ -51,6 +51,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     tokenizer = load_tokenizer(recipe.model.path)
     limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
     data = load_training_data(recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget)
+    recipe = recipe.with_steps(len(data.train), recipe.rollout.prompts_per_step)
 
     @contextmanager
     def opened(directory: RunDirectory, hosts: Hosts) -> Iterator[TrainingLoop]:
@@ -62,6 +63,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
             yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
 
     return PreparedRun(
+        recipe=recipe,
         roles=plan.roles(),
         placements=plan.placements(),
         workload=_workload(recipe, algorithm, data),

@@ -15,6 +15,7 @@ from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.recipe.placement import RankSlot
+from core_rl_trainer.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from core_rl_trainer.loop.run_directory import RunDirectory
@@ -87,8 +88,10 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """The engines by role, their placements, the workload, and the function that opens them in a run directory."""
+    """Recipe, engines by role, placements, workload, and the function that opens the engines in a run directory."""
 
+    recipe: Recipe
+    """With ``steps``, also where it was written with ``epochs``."""
     roles: Mapping[str, tuple[EngineSpec, EngineConfig]]
     placements: Mapping[str, Placement]
     """Of the train roles, and of the rollout engine where the recipe gives one."""

@@ -75,6 +75,7 @@ def train(
         chosen = load_recipe(recipe, overrides)
         called = Callbacks(chosen, callbacks)
         prepared = prepare(chosen)
+        chosen = called.recipe = prepared.recipe
         console.print(prepared.data.line(), highlight=False, soft_wrap=True)
         with open_run_directory(chosen) as directory:
             result = directory.result()
@@ -184,14 +185,16 @@ def dry_run(recipe: Recipe) -> RunPlan:
     """The plan of `train`. The recipe is checked and the data is read; nothing starts, nothing is written."""
     Callbacks(recipe)
     prepared = prepare(recipe)
-    find_source(recipe)
-    return plan_run(recipe, prepared)
+    find_source(prepared.recipe)
+    return plan_run(prepared.recipe, prepared)
 
 
 def prepare(recipe: Recipe) -> PreparedRun:
     """All checks of ``recipe``, and its data."""
-    schedule_length(recipe.optimizer, recipe.steps)
+    if recipe.epochs is None:  # before the data is read
+        schedule_length(recipe.optimizer, recipe.steps)
     prepared = _prepared(recipe)
+    schedule_length(recipe.optimizer, prepared.recipe.steps)
     largest, budget = prepared.workload.largest_unit, recipe.micro_batch_tokens
     if largest > budget:
         raise ConfigError(

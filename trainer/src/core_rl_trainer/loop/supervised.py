@@ -61,6 +61,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
     size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
     data = load_training_data(recipe.data, kind, tokenizer, recipe.seed, limit=limit, budget=budget)
+    recipe = recipe.with_steps(len(data.train), size)
 
     @contextmanager
     def opened(directory: RunDirectory, hosts: Hosts) -> Iterator[SupervisedLoop]:
@@ -81,6 +82,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     )
     placement = Placement(slots=place_ranks(plan[1].layout.world_size, None, recipe.cluster))
     return PreparedRun(
+        recipe=recipe,
         roles={MODEL: plan},
         placements={MODEL: placement},
         workload=workload,

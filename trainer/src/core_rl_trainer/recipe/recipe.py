@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -86,9 +88,12 @@ class Recipe(Config):
     timeouts: TimeoutsSection = TimeoutsSection()
     """Time limits of calls and of ranks. They may change when a run is resumed; those of rollouts and rewards are in
     ``rollout``."""
-    steps: int = Field(ge=1)
+    steps: int = Field(default=0, ge=1)
     """Training steps; each ends with new weights in the rollout engine. More of them extend a run, also a finished
-    one."""
+    one. Needed, unless there are ``epochs``."""
+    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Passes over the examples of ``data.train``, instead of ``steps``, which follow from it when the data is read. The
+    last step is a whole one."""
     save_every: int = Field(default=10, ge=1)
     """Steps between run checkpoints; the last step always has one."""
     save_portable_every: int = Field(default=0, ge=0)
@@ -135,6 +140,23 @@ class Recipe(Config):
         return with_one_kind_of_reward(plain_values(values)) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if self.epochs is None and not self.steps:
+            raise ValueError(
+                "missing field 'steps' (or 'epochs'): set the number of training steps, or of passes"
+            )
+        if self.epochs is None:
+            return self
+        if self.steps:
+            raise ValueError(f"steps = {self.steps} and epochs = {self.epochs:g}: leave one of them out")
+        if any(source.weight is not None for source in self.data.train):
+            raise ValueError(
+                f"epochs = {self.epochs:g}, and the sources of data.train have weights, by which some are passed over "
+                "more often than others; set steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         own = self.algorithm.args.get("temperature", self.rollout.temperature)
         if own != self.rollout.temperature:
@@ -157,6 +179,13 @@ class Recipe(Config):
                 "reward = null needs a rollout.environment that gives the rewards, or a reward_model"
             )
         return self
+
+    def with_steps(self, examples: int, batch_size: int) -> Recipe:
+        """The recipe with the ``steps`` of its ``epochs`` over ``examples``; itself where it has steps."""
+        if self.epochs is None:
+            return self
+        steps = ceil(Fraction(str(self.epochs)) * examples / batch_size)
+        return self.model_copy(update={"steps": steps, "epochs": None})
 
     @property
     def directory(self) -> Path:
