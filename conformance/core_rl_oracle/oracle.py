@@ -111,6 +111,7 @@ class Oracle:
         """
         with float64_only(refuse=refuse), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
+            _forget_lengths(self.model)
             found = self._outputs(ids, temperature)
             if choices:
                 found["aux_loss"] = balance(choices)
@@ -159,6 +160,18 @@ class Oracle:
         }
         self.model.zero_grad(set_to_none=True)
         return Gradients(loss=total / weight, weight=weight, grads=grads)
+
+
+def _forget_lengths(model: PreTrainedModel) -> None:
+    """Undo the changes of rotary frequencies for a longer sequence, which the kind ``dynamic`` keeps."""
+    for module in model.modules():
+        buffers = module._buffers
+        for name in [name for name in buffers if name.endswith("original_inv_freq")]:
+            prefix = name.removesuffix("original_inv_freq")
+            original = buffers[name]
+            assert original is not None
+            buffers[f"{prefix}inv_freq"] = original.clone()
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 def _language_outputs(logits: Tensor, ids: Tensor, temperature: float) -> dict[str, Tensor]:

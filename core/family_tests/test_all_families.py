@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_families import FAMILIES, packed_logprobs, tiny_model, token_logprobs
+from tiny_families import (
+    FAMILIES,
+    ROTARY_SCALINGS,
+    has_rotary_scaling,
+    packed_logprobs,
+    tiny_model,
+    token_logprobs,
+    with_rotary_scaling,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,6 +35,8 @@ from core_rl.toolkit.packing_probe import check_packing
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 TABLE = "<!-- verdicts -->\n"
+ORIGINAL_LENGTH = 10
+"""Positions beyond which rotary scaling begins."""
 SEQUENCES = [torch.arange(8) * 5 % 97, (torch.arange(12) * 7 + 40) % 97]
 """Longer than the sliding windows of the tiny models."""
 TOLERANCE = 1e-3
@@ -43,12 +53,16 @@ class Verdict:
     reason: str = ""
 
 
-def judge(family: str, directory: Path) -> Verdict:
-    """Compare the packed model with the plain one; raises `AssertionError` where both are computed and differ."""
+def judge(family: str, directory: Path, scaling: str | None = None) -> Verdict:
+    """Compare the packed model with the plain one; raises `AssertionError` where both are computed and differ.
+
+    With ``scaling``, a kind of rotary scaling, whose length is between those of the sequences.
+    """
     # What transformers raises for a config whose defaults do not fit together, or a package that is missing, is of
     # many types; such a family is listed and not judged.
     try:
-        plain = tiny_model(family)
+        config = None if scaling is None else with_rotary_scaling(family, scaling, length=ORIGINAL_LENGTH)
+        plain = tiny_model(family, config=config)
         expected = token_logprobs(plain, SEQUENCES)
         plain.save_pretrained(directory)
     except Exception as error:  # noqa: BLE001
@@ -97,6 +111,12 @@ def _first_line(error: Exception) -> str:
 
 
 @pytest.fixture(scope="module")
+def scaled() -> dict[str, dict[str, Verdict]]:
+    """The verdicts on each kind of rotary scaling so far."""
+    return {}
+
+
+@pytest.fixture(scope="module")
 def verdicts() -> dict[str, Verdict]:
     """The verdicts so far."""
     return {}
@@ -108,11 +128,22 @@ def test_family_is_right_or_refused(family: str, verdicts: dict[str, Verdict], t
     verdicts[family] = judge(family, tmp_path)
 
 
-def test_page_lists_the_verdicts(verdicts: dict[str, Verdict]) -> None:
+@pytest.mark.parametrize("scaling", ROTARY_SCALINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_scaling_is_right_or_refused(
+    family: str, scaling: str, scaled: dict[str, dict[str, Verdict]], tmp_path: Path
+) -> None:
+    """No kind of rotary scaling is accepted and wrong, next to longer sequences."""
+    if not has_rotary_scaling(family):
+        return
+    scaled.setdefault(scaling, {})[family] = judge(family, tmp_path, scaling)
+
+
+def test_page_lists_the_verdicts(verdicts: dict[str, Verdict], scaled: dict[str, dict[str, Verdict]]) -> None:
     """The documentation says what was found."""
     assert set(verdicts) == set(FAMILIES), "run all families"
     head, mark, _ = PAGE.read_text().partition(TABLE)
-    page = head + mark + table(verdicts)
+    page = head + mark + table(verdicts) + scaling_table(scaled)
     if os.environ.get("WRITE_FAMILIES"):
         PAGE.write_text(page)
     assert PAGE.read_text() == page, (
@@ -136,6 +167,16 @@ def table(verdicts: dict[str, Verdict]) -> str:
         lines += [f"| {family} | {verdict.reason.replace('|', '/')} |" for family, verdict in rows]
         lines.append("")
     return "\n".join(lines)
+
+
+def scaling_table(scaled: dict[str, dict[str, Verdict]]) -> str:
+    """The part of the page about rotary scaling."""
+    lines = ["| rotary scaling | right | refused | not built |", "| --- | --- | --- | --- |"]
+    for scaling, verdicts in scaled.items():
+        results = [verdict.result for verdict in verdicts.values()]
+        counts = (str(results.count(result)) for result in ("right", "refused", "not built"))
+        lines.append(f"| {scaling} | {' | '.join(counts)} |")
+    return "\n".join([*lines, ""])
 
 
 SECTIONS: list[tuple[str, Callable[[Verdict], bool]]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,10 +138,56 @@ def _small(defaults: PretrainedConfig) -> dict[str, Any]:
     return {**numbers, **({"pad_token_id": None} if "pad_token_id" in own else {}), "eos_token_id": 2}
 
 
-def tiny_model(family: str, attn_implementation: str = "eager") -> PreTrainedModel:
-    """The float32 model of `tiny_config` in evaluation mode, with weights large enough that errors show."""
-    torch.manual_seed(0)
+ROTARY_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "attention_factor": 1.3},
+    "longrope": {"factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.2},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"factor": 4.0},
+}
+"""Parameters of each kind of rotary scaling in transformers."""
+
+
+def has_rotary_scaling(family: str) -> bool:
+    """Whether the config of ``family`` has parameters of rotary embeddings."""
+    try:
+        return bool(getattr(tiny_config(family), "rope_parameters", None))
+    except Exception:  # noqa: BLE001  (of many types; `tiny_config` is judged elsewhere)
+        return False
+
+
+def with_rotary_scaling(family: str, kind: str, length: int = 16) -> PretrainedConfig:
+    """`tiny_config` with rotary scaling beyond ``length`` positions, in each layer type."""
     config = tiny_config(family)
+    parameters = config.rope_parameters
+    config.max_position_embeddings = length if kind == "dynamic" else 4 * length
+    if hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = length
+    nested = [part for part in parameters.values() if isinstance(part, dict)]
+    for part in nested or [parameters]:
+        part.update(ROTARY_SCALINGS[kind], rope_type=kind)
+        if kind in ("yarn", "longrope", "llama3"):
+            part["original_max_position_embeddings"] = length
+        if kind == "longrope":
+            size = int(_rotary_size(config) * part.get("partial_rotary_factor", 1.0)) // 2
+            part.update(short_factor=[1.0] * size, long_factor=[4.0 + 2 * number for number in range(size)])
+    return config
+
+
+def _rotary_size(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def tiny_model(
+    family: str, attn_implementation: str = "eager", config: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """The float32 model of ``config``, by default of `tiny_config`, in evaluation mode.
+
+    Its weights are large enough that errors show.
+    """
+    torch.manual_seed(0)
+    config = copy.deepcopy(config) or tiny_config(family)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, attn_implementation=attn_implementation, dtype=torch.float32
     )
@@ -174,9 +221,11 @@ def packed_logprobs(packed: PackedModel, sequences: Sequence[Tensor]) -> list[Te
     return [part[1:] for part in found.split([len(ids) for ids in sequences])]
 
 
-def packed_model(family: str, directory: Path, head: Head = "lm") -> PackedModel:
+def packed_model(
+    family: str, directory: Path, head: Head = "lm", config: PretrainedConfig | None = None
+) -> PackedModel:
     """`tiny_model` as engines of the toolkit pack it, read from ``directory``, where it is written."""
-    tiny_model(family).save_pretrained(directory)
+    tiny_model(family, config=config).save_pretrained(directory)
     register_packed_attention()
     chosen = ModelConfig(path=str(directory), head=head)
     return PackedModel(build_model(chosen, seed=0, attn_implementation=PACKED_ATTENTION), head)

@@ -37,6 +37,7 @@ from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_state import HFShardedState, fill
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
 from core_rl.toolkit.model_files import carried_tensors
+from core_rl.toolkit.positions import rotary_modules
 from core_rl.weight_sync.stream import receiving, receiving_buckets
 
 __all__ = ["ReferenceRolloutBackend"]
@@ -127,7 +128,8 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
             request, future = self._queue.popleft()
             if future.set_running_or_notify_cancel():
                 groups.setdefault(replace(request.sampling, seed=None), []).append((request, future))
-        size = self.config.max_batch_size
+        # Where rotary frequencies depend on the length, a batch has those of its longest prompt.
+        size = 1 if rotary_modules(self._model) else self.config.max_batch_size
         for entries in groups.values():
             for start in range(0, len(entries), size):
                 self._complete(entries[start : start + size])

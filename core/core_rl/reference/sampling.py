@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from core_rl.data.requests import SamplingParams, StopReason
+from core_rl.toolkit.positions import frequencies_change
 
 __all__ = ["Completion", "generate"]
 
@@ -125,6 +126,8 @@ def generate(
         do_sample=False,
         eos_token_id=sorted(stops) or None,
         pad_token_id=0,
+        # Keys of other rotary frequencies do not fit the later queries.
+        use_cache=not frequencies_change(model, ids.shape[1], ids.shape[1] + sampling.max_new_tokens),
         output_logits=True,
         return_dict_in_generate=True,
     )

@@ -18,6 +18,7 @@ from core_rl.data.outputs import ModelOutput
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend
+from core_rl.toolkit.positions import require_positions
 from core_rl.toolkit.routers import Routers
 
 __all__ = ["ReferenceBackend"]
@@ -34,6 +35,7 @@ class ReferenceBackend(HFBackend[TrainEngineConfig]):
         self.adopt(model, context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        require_positions(self.model, max(micro_batch.lengths))
         rows = [
             self.routed(micro_batch.select([number]), step) for number in range(micro_batch.num_sequences)
         ]

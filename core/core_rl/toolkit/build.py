@@ -27,6 +27,7 @@ from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.experts import expert_modules
 from core_rl.toolkit.lora import add_adapter
 from core_rl.toolkit.model_files import model_files, require_causal, require_text_model
+from core_rl.toolkit.positions import make_rotary_stateless
 
 __all__ = [
     "ExpertsKernel",
@@ -139,6 +140,7 @@ def finished(
     require_text_model(built)
     require_causal(built, model)
     use_experts_kernel(built, experts)
+    make_rotary_stateless(built)
     freeze(built, model.frozen)
     if model.lora is not None:
         add_adapter(built, model.lora, model.head, seed)

@@ -18,6 +18,7 @@ from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.families import check_head, check_layers
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
 from core_rl.toolkit.parallel_context import WHOLE, ModelShards
+from core_rl.toolkit.positions import RotaryEmbeddings, require_positions
 from core_rl.toolkit.routers import Routers, Routing, own_routing
 from core_rl.toolkit.sequence_layers import StatefulLayers
 
@@ -44,6 +45,7 @@ class PackedModel(nn.Module):
         self.shards = shards
         self.routers = Routers(model)
         self.stateful = StatefulLayers(model.base_model)
+        self.rotary = RotaryEmbeddings(model.base_model)
 
     def forward(
         self,
@@ -57,10 +59,12 @@ class PackedModel(nn.Module):
         With ``trained_only`` the language-model head runs on the positions of ``loss_mask`` alone and
         the other outputs are 0.
         """
+        require_positions(self.model, max(batch.lengths))
         tokens = self.shards.slice_of(batch)
         segments = Segments(tokens.segments, self.shards.context, self.shards.tensor)
         segments.starts(batch.device)
         self.stateful.begin(segments, batch.device)
+        self.rotary.begin(tokens)
         with self.routers.watch(own_routing(batch, tokens)) as routings:
             hidden = self.model.base_model(
                 input_ids=tokens.input_ids[None],
