@@ -85,8 +85,9 @@ def _outputs(packed: PackedModel, output: OutputName, sequences: Sequence[Tensor
     """The outputs of each of ``sequences``, packed."""
     batch = SequenceBatch.from_sequences(sequences).to(_device(packed))
     with torch.no_grad():
-        values = packed(batch, (output,))[output].float()
-    return values.split(1 if output == "scores" else batch.lengths)
+        values: Tensor = packed(batch, (output,))[output].float()
+    parts: Sequence[Tensor] = values.split(1 if output == "scores" else batch.lengths)
+    return parts
 
 
 @contextmanager
