@@ -11,9 +11,10 @@ from transformers import GPT2Config, LlamaConfig, LlavaConfig
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import demonstration_batch, preference_batch
-from core_rl_trainer.data.encoding import context_length, encode_chat, encode_completion, encode_prompt
+from core_rl_trainer.data.encoding import encode_chat, encode_completion, encode_prompt
 from core_rl_trainer.data.examples import check_demonstration, check_preference
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS
+from core_rl_trainer.data.tokenizers import context_length
 
 BOS, EOS = support.BOS, support.EOS
 TEMPLATE = (

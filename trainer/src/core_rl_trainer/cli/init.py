@@ -52,7 +52,7 @@ def init(
 
     if output.exists() and not force:
         raise ConfigError(f"{output} exists; --force overwrites it, --output FILE writes another one")
-    from core_rl_trainer.data.encoding import context_length
+    from core_rl_trainer.data.tokenizers import context_length
     from core_rl_trainer.recipe.starter import StarterTask, columns_from, render_recipe, reward_reference
 
     task = StarterTask(

@@ -15,9 +15,9 @@ from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXI
 from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
 from core_rl_trainer.algorithms.updates import UpdatesConfig
-from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.data.kinds import PROMPTS
 from core_rl_trainer.data.statistics import describe_data
+from core_rl_trainer.data.tokenizers import context_length, load_tokenizer
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload

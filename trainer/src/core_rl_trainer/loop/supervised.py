@@ -23,9 +23,9 @@ from core_rl_trainer.data.batches import (
     preference_batch,
     prompt_loader,
 )
-from core_rl_trainer.data.encoding import context_length, load_tokenizer
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, Sample
 from core_rl_trainer.data.statistics import describe_data
+from core_rl_trainer.data.tokenizers import context_length, load_tokenizer
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.loop import Clock
