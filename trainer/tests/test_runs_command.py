@@ -67,6 +67,8 @@ def test_runs_have_state_progress_and_the_command_that_goes_on(
     }
     assert runs["b"]["reason"] == "callback 'stop': good <enough>" and runs["c"]["reason"] == ""
     assert runs["a"]["metric"] == "loss" and runs["a"]["value"] > 0
+    assert {run["evaluation"] for run in runs.values()} == {"eval_loss"} and runs["a"]["evaluation_value"] > 0
+    assert all(run["started"] <= run["updated"] for run in runs.values())
     assert runs["a"]["command"] == f"core-rl train {root}/runs/a/recipe.yaml steps=2"
     assert runs["c"]["command"] == f"core-rl train {root}/runs/below/c/recipe.yaml"
     here = Path.cwd()

@@ -133,6 +133,7 @@ def test_a_run_leaves_metrics_a_picture_and_a_model(unbroken: Path, start: Path)
     assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4]
     assert (unbroken / "curve.svg").read_text().startswith("<svg")
     assert any((unbroken / "tensorboard").iterdir())
+    assert not list(unbroken.glob("*weights*"))
     page = (unbroken / "index.html").read_text()
     assert ">complete<" in page and "Mismatch" in page and "&lt;s&gt;3+1=" in page
     samples = read_steps(unbroken / "samples.jsonl")

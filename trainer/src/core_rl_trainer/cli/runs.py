@@ -31,7 +31,7 @@ def runs(
         bool, typer.Option("--json", help="Print the runs, or the differences, as JSON.")
     ] = False,
 ) -> None:
-    """List the runs below DIR with state, step, reward or loss, and how to go on.
+    """List the runs below DIR with state, date, step, reward or loss, evaluation, and how to go on.
 
     'diff A B' writes a page with the fields in which two runs differ and the curves of both.
 
@@ -83,11 +83,16 @@ def _print(found: Sequence[RunSummary]) -> None:
 
     table = Table("run", "state", box=None, padding=(0, 2, 0, 0))
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("newest", no_wrap=True)
+    table.add_column("newest")
+    table.add_column("evaluation")
+    table.add_column("updated (UTC)")
     for run in found:
-        value = "-" if run.value is None else f"{run.value:.4g}"
-        newest = f"{run.metric} {value}" if run.metric else "-"
-        table.add_row(escape(str(run.path)), run.state, f"{run.step}/{run.steps}", newest)
+        newest = _metric(run.metric, run.value)
+        evaluation = _metric(run.evaluation, run.evaluation_value)
+        updated = run.updated[:16] if run.updated else "-"
+        table.add_row(
+            escape(str(run.path)), run.state, f"{run.step}/{run.steps}", newest, evaluation, updated
+        )
     console = Console()
     console.print(table)
     for run in found:
@@ -96,6 +101,12 @@ def _print(found: Sequence[RunSummary]) -> None:
             typer.echo(f"\n{run.path} {run.state}{reason}\n  {run.command}")
     if any(run.state == "complete" for run in found):
         typer.echo("\nA complete run goes on with more steps: core-rl train RUN/recipe.yaml steps=N")
+
+
+def _metric(name: str | None, value: float | None) -> str:
+    if name is None:
+        return "-"
+    return f"{name} -" if value is None else f"{name} {value:.4g}"
 
 
 def _diff(first: Path, second: Path, output: Path | None, as_json: bool) -> None:

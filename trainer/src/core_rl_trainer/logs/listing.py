@@ -23,6 +23,8 @@ State = Literal["running", "complete", "stopped", "interrupted"]
 
 HEADLINES = ("reward", "loss", "eval_reward", "eval_loss")
 """The metric that is shown of a run: the first of these that it has."""
+EVALUATIONS = ("eval_reward", "eval_reward_greedy", "eval_accuracy", "eval_loss")
+"""The metric of the evaluations that is shown: the first of these that the run has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,13 @@ class RunSummary:
     """The name of the reward or the loss; None before the first row of metrics."""
     value: float | None
     """Its newest value; None also where it is not finite."""
+    evaluation: str | None
+    """The name of the metric of the newest evaluation; None before the first."""
+    evaluation_value: float | None
+    started: str | None
+    """When the run began, in UTC; None where a version without this field wrote the run."""
+    updated: str | None
+    """When the run last wrote its page: for a run that ended, its end."""
     command: str | None
     """The command that continues the run, or extends one that is complete; None while it is running."""
     recipe: Mapping[str, Any]
@@ -77,7 +86,8 @@ def read_run(path: Path) -> RunSummary:
         ) from error
     state = _state(path, status, bool(result))
     rows = read_rows(path)
-    metric, value = _headline(rows)
+    metric, value = _newest(rows, HEADLINES)
+    evaluation, evaluation_value = _newest(rows, EVALUATIONS)
     return RunSummary(
         path=path,
         state=state,
@@ -86,6 +96,10 @@ def read_run(path: Path) -> RunSummary:
         steps=steps,
         metric=metric,
         value=value,
+        evaluation=evaluation,
+        evaluation_value=evaluation_value,
+        started=status.get("started"),
+        updated=status.get("updated"),
         command=None
         if state == "running"
         else _command(path, status, steps * 2 if state == "complete" else None),
@@ -122,8 +136,9 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _headline(rows: Sequence[Row]) -> tuple[str | None, float | None]:
-    for metric in HEADLINES:
+def _newest(rows: Sequence[Row], metrics: Sequence[str]) -> tuple[str | None, float | None]:
+    """The first of ``metrics`` in ``rows``, and its newest value."""
+    for metric in metrics:
         values = [row[metric] for row in rows if metric in row]
         if values:
             return metric, values[-1]

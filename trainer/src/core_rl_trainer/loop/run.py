@@ -145,6 +145,7 @@ def _train(
     _warn_of_ended_schedule(recipe, directory)
     done = checkpoint.step if checkpoint else -1
     with (
+        directory.transfer(),
         RunRecords(recipe, directory, done, prepared.placements) as records,
         prepared.open(directory, hosts) as loop,
     ):

@@ -8,12 +8,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
 from core_rl.checkpoint.copies import CheckpointCopies
+from core_rl.checkpoint.local import LocalPlace
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.logs.step_log import read_steps
@@ -107,7 +109,9 @@ class RunDirectory:
         """``source`` is the checkpoint of another run from which a new one starts; ``now`` as for `find_source`."""
         self.path = recipe.directory
         self.weights = self.path / "weights"
-        """The directory through which weights go to the rollout engine."""
+        """The directory through which weights go to the rollout engine; removed by `transfer`."""
+        self.rendezvous = self.weights.with_suffix(".rendezvous")
+        """The file through which sender and receiver of weights meet, where no weights go through the disk."""
         self.model = self.path / "model"
         """The trained model in Hugging Face format."""
         self.adapter = self.path / "adapter"
@@ -177,6 +181,15 @@ class RunDirectory:
             "picture": str(self.picture),
         }
 
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """On leaving, the files through which weights go are removed: a run that resumes writes them again."""
+        try:
+            yield
+        finally:
+            LocalPlace(str(self.weights)).remove()
+            self.rendezvous.unlink(missing_ok=True)
+
     def reopen(self) -> None:
         """The finished run goes on: it has no result until it is finished again."""
         (self.path / RESULT).unlink(missing_ok=True)
@@ -189,7 +202,15 @@ class RunDirectory:
 
     def write_status(self, status: str, problem: str) -> None:
         """Record whether the run is ``running``, ``stopped`` or ``complete``, and the ``problem`` that stopped it."""
-        values = {"status": status, "problem": problem, "working_directory": str(Path.cwd())}
+        path, now = self.path / STATUS, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        values = {
+            "status": status,
+            "problem": problem,
+            "working_directory": str(Path.cwd()),
+            "started": before.get("started", now),
+            "updated": now,
+        }
         self._write(STATUS, json.dumps(values, indent=2) + "\n")
 
     def add_restart(self, row: Mapping[str, Any]) -> None:
