@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from core_rl.checkpoint.weight_files import read_index
 from core_rl.distributed.agreement import describe, error_of
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
@@ -197,7 +198,7 @@ class TensorFiles:
         single = directory / f"{prefix}.safetensors"
         self._place = f"{directory}/{prefix}"
         if index.is_file():
-            weight_map = _read_index(index)
+            weight_map = read_index(index)
             files = {name: SafetensorsFile(directory / name) for name in sorted(set(weight_map.values()))}
             self._files = {name: files[file] for name, file in weight_map.items()}
         elif single.is_file():
@@ -241,16 +242,3 @@ class TensorFiles:
     def _check(self, name: str) -> None:
         if name not in self._files:
             raise WeightsError(f"{self._place} holds no tensor {name!r}")
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        places = {file: PurePosixPath(file) for file in weight_map.values()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{index.name} is not an index of safetensors files: {error}") from error
-    # Names only: in the cache of the Hub, the files themselves are links out of the directory.
-    outside = sorted(file for file, place in places.items() if place.is_absolute() or ".." in place.parts)
-    if outside:
-        raise CheckpointDamaged(f"{index.name} names {outside[0]!r}, which lies outside of its directory")
-    return weight_map

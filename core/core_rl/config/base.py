@@ -14,6 +14,9 @@ from core_rl.errors import ConfigError, raise_all
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
+SHOWN_CHARACTERS = 80
+"""The longest value that an error shows in full."""
+
 
 class Config(BaseModel):
     """A frozen, keyword-only record that refuses unknown fields.
@@ -54,14 +57,26 @@ def _numbers_by_truth(values: Mapping[str, Any], parsed: Config, prefix: str = "
 
 
 def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:
-    location = ".".join(str(part) for part in detail["loc"]) or "(the whole config)"
+    location = ".".join(str(part) for part in detail["loc"])
     value = hidden(str(detail["loc"][-1]) if detail["loc"] else "", detail["input"])
+    message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        return f"unknown field {location!r} = {value!r}{_suggestion(kind, detail['loc'])}"
+        return f"unknown field {location!r}{_shown(value)}{_suggestion(kind, detail['loc'])}"
     if detail["type"] == "missing":
         return f"field {location!r} is required; set it"
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"field {location!r} = {value!r}: {message}"
+    if not location:
+        return message
+    if isinstance(value, Mapping) and detail["type"] == "value_error":
+        return f"section {location!r}: {message}"
+    return f"field {location!r}{_shown(value)}: {message}"
+
+
+def _shown(value: object) -> str:
+    """`` = VALUE`` for a short value, nothing for a section or a list that fills lines."""
+    text = repr(value)
+    if len(text) <= SHOWN_CHARACTERS:
+        return f" = {text}"
+    return f" = {text[:SHOWN_CHARACTERS]}..." if isinstance(value, str) else ""
 
 
 def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from core_rl.errors import ConfigError
 
-__all__ = ["HIDDEN", "SecretReference", "hidden", "literal_secrets"]
+__all__ = ["HIDDEN", "SecretReference", "hidden", "literal_secrets", "unset_references"]
 
 HIDDEN = "***"
 """The text that stands for a secret in messages."""
@@ -62,6 +62,33 @@ class SecretReference:
         if found is None:
             raise ValueError(HOW)
         return cls(found[1])
+
+
+def unset_references(values: Mapping[str, Any], known: Collection[str] = ()) -> list[str]:
+    """A sentence for each ``${env:NAME}`` in ``values``, at any depth, whose variable is not set or in ``known``."""
+    return [
+        f"field {path!r} = {value!r}: the environment variable {name} is not set; export it before the start"
+        for path, value in _leaves(values, "")
+        if (name := _name_of(value)) is not None and name not in known and not os.environ.get(name)
+    ]
+
+
+def _name_of(value: object) -> str | None:
+    """The variable that ``value`` refers to; None for other values."""
+    if isinstance(value, SecretReference):
+        return value.name
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else match[1]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The dotted path of each value below ``value`` that is no mapping or list."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 def literal_secrets(values: Mapping[str, Any]) -> list[str]:

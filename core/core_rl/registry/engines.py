@@ -25,6 +25,7 @@ __all__ = [
     "EngineEntry",
     "Registration",
     "declared_engines",
+    "engine_names",
     "get_spec",
     "installable_engines",
     "list_engines",
@@ -83,6 +84,11 @@ def list_engines() -> list[EngineEntry]:
         dataclasses.replace(entry, error=_ambiguous(entry.name, entries)) if counts[entry.name] > 1 else entry
         for entry in read
     ]
+
+
+def engine_names() -> list[str]:
+    """Names of all engines that are installed or registered, and of those that an extra of core-rl installs."""
+    return sorted({*(entry.name for entry in _claims()), *installable_engines()})
 
 
 def get_spec(name: str) -> EngineSpec:

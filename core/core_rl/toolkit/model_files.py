@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
 
 from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
+from core_rl.checkpoint.weight_files import pickled_weights
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError, UnsupportedCapability
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
@@ -35,8 +36,6 @@ __all__ = [
     "require_text_model",
 ]
 
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
 
 def model_files(model: ModelConfig) -> TensorFiles:
     """The files of ``model.path``; raises `ConfigError` for damaged ones, and where all weights are pickled."""
@@ -44,9 +43,8 @@ def model_files(model: ModelConfig) -> TensorFiles:
     try:
         return TensorFiles(directory, "model")
     except CheckpointNotFound as error:
-        pickled = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
         reason = "there are no weights in it"
-        if pickled:
+        if pickled := pickled_weights(directory):
             reason = (
                 f"its weights are pickled ({', '.join(pickled[:3])}), and unpickling can run any code; load it once "
                 "in transformers and call save_pretrained(), which writes safetensors"

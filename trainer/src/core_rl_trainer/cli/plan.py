@@ -32,6 +32,8 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     for role in plan.roles:
         if role.ranks:
             console.print(_ranks(role))
+    for remark in plan.remarks:
+        console.print(f"[yellow]remark:[/] {escape(remark)}", soft_wrap=True)
     console.print(
         "Nothing was started; the memory is an estimate, without what frameworks take for themselves."
     )

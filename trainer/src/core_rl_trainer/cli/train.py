@@ -37,10 +37,12 @@ def train(
 
     Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
     """
+    from core_rl_trainer.loop.preflight import preflight
     from core_rl_trainer.recipe.engines import check_recipe
 
     changes = overrides or []
     chosen = check_recipe(recipe, changes)  # before torch is imported, which takes seconds
+    preflight(chosen)
     if dry_run:
         _print_plan(chosen, as_json)
         return

@@ -30,7 +30,9 @@ from core_rl_trainer.loop.callbacks import Callbacks
 from core_rl_trainer.loop.cluster import check_machines, open_cluster
 from core_rl_trainer.loop.online import prepare_online
 from core_rl_trainer.loop.parts import has_portable, readable_part
+from core_rl_trainer.loop.preflight import preflight
 from core_rl_trainer.loop.prepared import PreparedRun
+from core_rl_trainer.loop.remarks import plan_remarks
 from core_rl_trainer.loop.restarts import Restarts
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.loop.run_plan import RunPlan, plan_run
@@ -73,9 +75,12 @@ def train(
     console, signals = console or Console(stderr=True), StopSignals()
     with signals.caught():
         chosen = load_recipe(recipe, overrides)
+        remarks = preflight(chosen)
         called = Callbacks(chosen, callbacks)
         prepared = prepare(chosen)
         chosen = called.recipe = prepared.recipe
+        for remark in (*remarks, *plan_remarks(chosen, prepared)):
+            logger.warning("%s", remark)
         console.print(prepared.data.line(), highlight=False, soft_wrap=True)
         with open_run_directory(chosen) as directory:
             result = directory.result()
@@ -184,10 +189,11 @@ def _warn_of_ended_schedule(recipe: Recipe, directory: RunDirectory) -> None:
 
 def dry_run(recipe: Recipe) -> RunPlan:
     """The plan of `train`. The recipe is checked and the data is read; nothing starts, nothing is written."""
+    remarks = preflight(recipe)
     Callbacks(recipe)
     prepared = prepare(recipe)
     find_source(prepared.recipe)
-    return plan_run(prepared.recipe, prepared)
+    return plan_run(prepared.recipe, prepared, (*remarks, *plan_remarks(prepared.recipe, prepared)))
 
 
 def prepare(recipe: Recipe) -> PreparedRun:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -22,7 +21,6 @@ from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.identity import RunIdentity
 from core_rl_trainer.loop.run_files import (
     IDENTITY,
-    LOCK,
     METRICS,
     PAGE,
     PICTURE,
@@ -31,6 +29,7 @@ from core_rl_trainer.loop.run_files import (
     RESULT,
     STATUS,
 )
+from core_rl_trainer.loop.run_lock import locked
 from core_rl_trainer.loop.source import find_source
 from core_rl_trainer.recipe.recipe import HERE, Recipe
 
@@ -79,25 +78,8 @@ def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     """
     path, now = recipe.directory, RunIdentity.of(recipe)
     source = find_source(recipe, now)
-    with _lock_file(path) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another process is at work in {path}; wait for its end, or set output_dir"
-            ) from error
+    with locked(path):
         yield RunDirectory(recipe, source, now)
-
-
-def _lock_file(path: Path) -> TextIO:
-    """The open lock file in ``path``, which is made where it is missing."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        return (path / LOCK).open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir = {str(path)!r}: {error.strerror} ({error.filename}); name a directory that can be written"
-        ) from error
 
 
 class RunDirectory:

@@ -123,9 +123,11 @@ class RunPlan:
     cluster: str
     """The machines, in words."""
     roles: tuple[RolePlan, ...]
+    remarks: tuple[str, ...] = ()
+    """Settings that are probably not meant."""
 
 
-def plan_run(recipe: Recipe, prepared: PreparedRun) -> RunPlan:
+def plan_run(recipe: Recipe, prepared: PreparedRun, remarks: tuple[str, ...] = ()) -> RunPlan:
     """The plan of ``recipe``. Models are counted, not built; nothing is started."""
     workload, steps = prepared.workload, recipe.steps
     sequences = workload.examples_per_step * workload.sequences_per_example
@@ -151,6 +153,7 @@ def plan_run(recipe: Recipe, prepared: PreparedRun) -> RunPlan:
         colocated=recipe.colocated,
         cluster=str(recipe.cluster),
         roles=tuple(_role(role, prepared, sequences, recipe.micro_batch_tokens) for role in prepared.roles),
+        remarks=remarks,
     )
 
 

@@ -16,6 +16,7 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
+from core_rl_trainer.loop.preflight import preflight
 from core_rl_trainer.loop.prepared import PreparedRun
 from core_rl_trainer.loop.run import prepare
 from core_rl_trainer.recipe.placement import RankSlot
@@ -62,6 +63,7 @@ def submit(path: Path, overrides: Sequence[str]) -> Submission:
     _check_type(path, overrides)
     changes = [*overrides, "cluster.type=slurm"]
     recipe = load_recipe(path, changes)
+    preflight(recipe, driver_here=False)
     # This machine need not have the devices of the job.
     prepared = prepare(recipe.model_copy(update={"device": "auto"}))
     request = machine_request(recipe, prepared)

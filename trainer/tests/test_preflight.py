@@ -1,0 +1,113 @@
+"""Checks before torch is imported: weights, directories, environment and sections, by name."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import training_support as support
+
+from core_rl.checkpoint.weight_files import check_weight_files
+from core_rl.errors import ConfigError
+from core_rl_trainer.loop.preflight import preflight
+from core_rl_trainer.recipe.recipe import load_recipe
+
+WEIGHTS = "model.safetensors"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n"
+
+
+def _pickled(model: Path) -> None:
+    (model / WEIGHTS).rename(model / "pytorch_model.bin")
+
+
+def _truncated(model: Path) -> None:
+    (model / WEIGHTS).write_bytes((model / WEIGHTS).read_bytes()[:-100])
+
+
+def _indexed(model: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": WEIGHTS}}
+    (model / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "messages"),
+    [
+        (lambda model: (model / WEIGHTS).unlink(), ["there are no weights in it"]),
+        (_pickled, ["its weights are pickled (pytorch_model.bin)", "save_pretrained()"]),
+        (_truncated, [f"{WEIGHTS}: truncated: ", "by its header"]),
+        (lambda model: (model / WEIGHTS).write_text("<html>"), [f"{WEIGHTS}: no safetensors file"]),
+        (lambda model: (model / WEIGHTS).write_text(POINTER), ["a pointer of Git LFS", "git lfs pull"]),
+        (lambda model: (model / "tokenizer.json").write_text(POINTER), ["tokenizer.json: a pointer of Git"]),
+        (_indexed, ["model-00001-of-00002.safetensors: missing", f"{WEIGHTS}: lacks 'b'"]),
+    ],
+)
+@pytest.mark.parametrize("field", ["model.path", "reward_model.path"])
+def test_damaged_weights_name_field_and_file(
+    start: Path, tmp_path: Path, field: str, damage: Callable[[Path], None], messages: list[str]
+) -> None:
+    shutil.copytree(start / "model", tmp_path / "model")
+    damage(tmp_path / "model")
+    values = support.recipe_values(start, tmp_path / "out")
+    with pytest.raises(ConfigError) as raised:
+        preflight(load_recipe(values, [f"{field}={tmp_path / 'model'}"]))
+    assert str(raised.value).startswith(f"recipe: {field} = ")
+    assert all(message in str(raised.value) for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engines.fdsp.layout.dp=2", "engines.fdsp: no engine is called 'fdsp'; did you mean 'fsdp'?"),
+        (
+            "engines.reference-rollout.options.api_key=${env:CORE_RL_UNSET}",
+            "'engines.reference-rollout.options.api_key' = '${env:CORE_RL_UNSET}': the environment variable",
+        ),
+        ("output_dir={file}", "output_dir = '{file}': Not a directory ({file})"),
+        ("output_dir={file}/run", "output_dir = '{file}/run': Not a directory ({file})"),
+        ("model.lora={rank: 4, path: /nowhere}", "model.lora.path = '/nowhere': there is no such directory"),
+    ],
+)
+def test_wrong_fields_are_named_without_torch(
+    start: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    (tmp_path / "file").touch()
+    override, message = (text.replace("{file}", str(tmp_path / "file")) for text in (override, message))
+    recipe = load_recipe(support.recipe_values(start, tmp_path / "out"), [override])
+    with pytest.raises(ConfigError) as raised:
+        preflight(recipe)
+    assert message in str(raised.value)
+
+
+def test_locked_directory_is_refused_first(start: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(support.recipe_values(start, tmp_path))
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process is at work there"):
+            preflight(recipe)
+    assert preflight(recipe) == ()
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.5, True), (1.1, False)])
+def test_small_disk_is_refused_or_remarked(
+    start: Path, tmp_path: Path, share: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(support.recipe_values(start, tmp_path / "out"), ["keep=4", "save_every=1"])
+    weights = check_weight_files(Path(recipe.model.path))
+    needed = 4 * 12 * weights.parameters + weights.size
+    usage = shutil.disk_usage(tmp_path)._replace(free=int(share * needed))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    if refused:
+        with pytest.raises(ConfigError, match="checkpoints and exports take about"):
+            preflight(recipe)
+    else:
+        assert "checkpoints and exports take about" in preflight(recipe)[0]
+
+
+def test_sections_of_unused_engines_are_remarked(start: Path, tmp_path: Path) -> None:
+    values = support.recipe_values(start, tmp_path / "out", engines={"fsdp": {"layout": {"dp": 2}}})
+    (remark,) = preflight(load_recipe(values))
+    assert remark == "engines.fsdp not read: the engines of this recipe are reference and reference-rollout"
