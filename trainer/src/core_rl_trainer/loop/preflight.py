@@ -155,7 +155,7 @@ def _disk_remarks(recipe: Recipe, weights: Mapping[str, WeightFiles]) -> Iterato
 def _saved_bytes(recipe: Recipe, weights: Mapping[str, WeightFiles]) -> float:
     """A lower bound of the bytes that the run holds in ``output_dir`` at its end."""
     model, critic = weights["model.path"], weights.get("critic.path", weights["model.path"])
-    checkpoints = min(recipe.keep, -(-recipe.steps // recipe.save_every))
+    checkpoints = max(1, min(recipe.keep, -(-recipe.steps // recipe.save_every)))  # steps = 0: epochs
     state = 0.0 if recipe.model.lora is not None else _state_bytes(model, recipe.optimizer)
     if recipe.critic is not None:
         state += _state_bytes(critic, recipe.critic.optimizer)
