@@ -97,6 +97,12 @@ def test_typed_cells_become_text_or_errors(
     assert checked == texts
 
 
+def test_csv_in_directories_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "train.csv").write_text("prompt,answer\n1=,068\n2=,NA\n3=,\n4=,0.50\n5=,true\n")
+    assert [row["answer"] for row in rows(read(tmp_path / "sums"))] == ["068", "NA", "", "0.50", "true"]
+
+
 def test_messages_have_no_keys_of_others(tmp_path: Path) -> None:
     calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("sum", "product")]
     chats = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.examples import Examples
-from core_rl_trainer.data.tables import TableExamples, chosen_split, import_datasets
+from core_rl_trainer.data.tables import TableExamples, chosen_split, import_datasets, load_tables
 
 __all__ = ["read_hub"]
 
@@ -47,13 +47,13 @@ def _load(datasets: ModuleType, name: str, revision: str | None, config: str | N
     if _offline() and revision is not None:
         if snapshot is None:
             raise FileNotFoundError(f"{name}@{revision} is not in the cache")
-        return datasets.load_dataset(snapshot, config)
+        return load_tables(datasets, snapshot, config)
     try:
-        return datasets.load_dataset(name, config, revision=revision)
+        return load_tables(datasets, name, config, revision)
     except (OSError, errors.HTTPError):  # type: ignore[attr-defined]
         if snapshot is None:
             raise
-        return datasets.load_dataset(snapshot, config)
+        return load_tables(datasets, snapshot, config)
 
 
 def _snapshot(name: str, revision: str | None) -> str | None:

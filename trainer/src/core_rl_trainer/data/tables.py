@@ -21,6 +21,7 @@ __all__ = [
     "TableExamples",
     "chosen_split",
     "import_datasets",
+    "load_tables",
     "read_directory",
     "read_table_file",
 ]
@@ -110,13 +111,26 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
     datasets = import_datasets(f"{path} is a directory")
     try:
         saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-        table = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), config)
+        table = datasets.load_from_disk(str(path)) if saved else load_tables(datasets, str(path), config)
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name one that does"
         ) from error
     return TableExamples(str(path), chosen_split(str(path), table, split, default_split))
+
+
+def load_tables(datasets: ModuleType, name: str, config: str | None, revision: str | None = None) -> Any:
+    """All splits of a dataset; cells of CSV files stay texts."""
+    builder = datasets.load_dataset_builder(name, config, revision=revision)
+    tables = datasets.load_dataset(name, config, revision=revision)
+    if not hasattr(builder.config, "keep_default_na"):
+        return tables
+    columns = next(iter(tables.values())).column_names  # whose types are guessed
+    texts = datasets.Features({column: datasets.Value("string") for column in columns})
+    return datasets.load_dataset(
+        name, config, revision=revision, features=texts, keep_default_na=False, na_filter=False
+    )
 
 
 def chosen_split(origin: str, found: Any, split: str | None, default_split: str | None) -> Any:
