@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from core_rl.errors import (
+    BatchError,
     ConfigError,
     EngineAmbiguous,
     EngineBroken,
@@ -12,6 +13,7 @@ from core_rl.errors import (
     EngineNotFound,
     NothingLearned,
     StoppedBySignal,
+    UnsupportedCapability,
 )
 
 __all__ = ["SIGNAL_BASE", "ExitCode", "exit_code_of"]
@@ -28,7 +30,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """An engine, a checkpoint, a rollout, a callback or a check failed."""
     USAGE = 2
-    """An argument, a field of a recipe or an engine's name is wrong. Nothing was started."""
+    """An argument, a field of a recipe, its data or an engine's name is wrong. Nothing was started."""
     NOTHING_LEARNED = 3
     """The field ``stop_on`` of the recipe ended the run. The last good checkpoint is kept."""
     STOPPED = 75
@@ -41,6 +43,8 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (StoppedBySignal, ExitCode.STOPPED),
     (NothingLearned, ExitCode.NOTHING_LEARNED),
     (ConfigError, ExitCode.USAGE),
+    (UnsupportedCapability, ExitCode.USAGE),
+    (BatchError, ExitCode.USAGE),
     (EngineNotFound, ExitCode.USAGE),
     (EngineAmbiguous, ExitCode.USAGE),
     (EngineBroken, ExitCode.USAGE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import training_support as support
 
 from core_rl.checkpoint.weight_files import check_weight_files
-from core_rl.errors import ConfigError
+from core_rl.errors import BatchError, ConfigError, CoreRLError, LayoutError, RankDied, UnsupportedCapability
+from core_rl.exit_codes import exit_code_of
 from core_rl_trainer.loop.preflight import preflight
+from core_rl_trainer.loop.run import dry_run
 from core_rl_trainer.recipe.recipe import load_recipe
 
 WEIGHTS = "model.safetensors"
@@ -111,3 +114,30 @@ def test_sections_of_unused_engines_are_remarked(start: Path, tmp_path: Path) ->
     values = support.recipe_values(start, tmp_path / "out", engines={"fsdp": {"layout": {"dp": 2}}})
     (remark,) = preflight(load_recipe(values))
     assert remark == "engines.fsdp not read: the engines of this recipe are reference and reference-rollout"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["engines.fsdp.layout.tp=3"],
+            "tp=3 does not divide num_attention_heads=2 and num_key_value_heads=1",
+        ),
+        (["engines.fsdp.layout.cp=4"], "2 attention heads cannot be spread over cp=4 ranks"),
+        (["engines.fsdp.layout={dp: 2, ep: 2}"], "ep=2 for LlamaForCausalLM, which has no experts"),
+    ],
+)
+def test_layouts_are_compared_with_the_model(
+    start: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    recipe = load_recipe(support.recipe_values(start, tmp_path / "out", engine="fsdp"), overrides)
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        dry_run(recipe)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError, 2), (LayoutError, 2), (UnsupportedCapability, 2), (BatchError, 2), (RankDied, 1)],
+)
+def test_exit_codes_follow_the_table(error: type[CoreRLError], code: int) -> None:
+    assert exit_code_of(error("")) == code

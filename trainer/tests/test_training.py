@@ -69,8 +69,14 @@ def test_a_wrong_recipe_names_field_value_and_fix(
     ("overrides", "message"),
     [
         (["engine=referense"], "Did you mean 'reference'"),
-        (["engine=reference-rollout"], "is for inference; this field needs one for train"),
-        (["rollout.engine=reference"], "is for train; this field needs one for inference"),
+        (
+            ["engine=reference-rollout"],
+            "engine = 'reference-rollout': this engine is for inference",
+        ),
+        (
+            ["rollout.engine=reference"],
+            "rollout.engine = 'reference': this engine is for train",
+        ),
         (["engines.reference.layuot.dp=2"], "engine 'reference': unknown field 'layuot'"),
         (["algorithm.type_=grop"], "no interface 'grop'; did you mean 'grpo'"),
         (["algorithm.args.clip=0.1"], "unknown field 'clip'"),

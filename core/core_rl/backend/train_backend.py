@@ -149,6 +149,12 @@ class TrainBackend(ABC, Generic[C]):
     def teardown(self) -> None:
         """Free what `groups` and `build` made beyond what dropping the object frees; also after a failed build."""
 
+    def check_model(self, config: C) -> None:
+        """Raise `ConfigError` or `UnsupportedCapability` where the layout does not fit the model.
+
+        Called in the driver before any rank starts, so that nothing may be built with memory. `build` checks the same.
+        """
+
     def scheduling(self, config: C) -> Scheduling:
         """Resources that one rank needs. No collective, and before `build`."""
         return Scheduling(gpu=int(wants_cuda(config.device)))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.config.engine import ModelConfig
-from core_rl.toolkit.build import building, finished, model_family, read_config
 from core_rl.toolkit.experts import expert_modules
+from core_rl.toolkit.meta_build import model_on_meta
 
 __all__ = ["Footprint", "footprint_of"]
 
@@ -45,11 +44,8 @@ class Footprint:
 
 def footprint_of(model: ModelConfig) -> Footprint:
     """Build ``model`` on the meta device, which takes no memory, and count. Raises `ConfigError` as `build_model`."""
-    config = read_config(model)
-    with building(model), torch.device("meta"):
-        built = model_family(model).from_config(config, dtype=torch.float32)
-    built = finished(built, model, seed=0, experts="eager")
-    text = config.get_text_config()
+    built = model_on_meta(model)
+    text = built.config.get_text_config()
     outside = _outside(built)
     return Footprint(
         parameters=_count(built.parameters()),

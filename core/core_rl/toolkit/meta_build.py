@@ -33,7 +33,7 @@ from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import checkpoint_name, fresh_adapter
 from core_rl.toolkit.model_files import model_files, name_as_in_files
 
-__all__ = ["Unloaded", "build_on_meta", "digest_of_directory"]
+__all__ = ["Unloaded", "build_on_meta", "digest_of_directory", "model_on_meta"]
 
 COMPARED_BYTES = 16 * 2**20
 """Two tensors are compared in pieces of about this size, in bytes."""
@@ -69,6 +69,14 @@ class Unloaded:
                 root.get_submodule(owner).register_parameter(last, root.get_parameter(first))
         for module, name, value in self._computed:
             module._buffers[name] = value.to(device)
+
+
+def model_on_meta(model: ModelConfig) -> PreTrainedModel:
+    """The module of ``model``, its adapter and head included, without memory; raises `ConfigError` as `build_model`."""
+    config = read_config(model)
+    with building(model), torch.device("meta"):
+        built: PreTrainedModel = model_family(model).from_config(config, dtype=torch.float32)
+    return finished(built, model, seed=0, experts="eager")
 
 
 def build_on_meta(

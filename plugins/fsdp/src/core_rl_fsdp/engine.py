@@ -25,7 +25,7 @@ from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
-from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.meta_build import build_on_meta, model_on_meta
 from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl_fsdp.activation_offload import ActivationOffload
@@ -58,6 +58,10 @@ class FSDPBackend(HFBackend[FSDPConfig]):
     def teardown(self) -> None:
         if self._joined is not None:
             self._joined.leave()
+
+    def check_model(self, config: FSDPConfig) -> None:
+        if config.layout.world_size > config.layout.dp or config.layout.ep > 1:
+            _check_layout(model_on_meta(config.model), config.layout)
 
     def build(self, context: BuildContext[FSDPConfig]) -> None:
         options, chosen = context.config.options, context.config.model

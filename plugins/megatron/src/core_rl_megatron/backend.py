@@ -41,6 +41,7 @@ from core_rl_megatron.overlap import Buckets
 from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
+from core_rl_megatron.translation import check_model_layout
 
 __all__ = ["MegatronBackend"]
 
@@ -58,6 +59,9 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     _in_groups: bool = False
 
     # ---------------------------------------------------------------- building
+
+    def check_model(self, config: MegatronConfig) -> None:
+        check_model_layout(config, read_config(config.model))
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
         parallel_state.check_megatron()

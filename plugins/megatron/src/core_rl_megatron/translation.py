@@ -17,7 +17,7 @@ from core_rl.toolkit.attention import check_heads
 from core_rl_megatron.choices import uses_fusions
 from core_rl_megatron.config import MegatronConfig
 
-__all__ = ["family_of", "transformer_config"]
+__all__ = ["check_model_layout", "family_of", "transformer_config"]
 
 
 FAMILIES: dict[str, dict[str, bool]] = {
@@ -79,16 +79,23 @@ def _misfits(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> It
         yield f"ep={layout.ep} does not divide num_experts={experts}; change ep"
 
 
+def check_model_layout(config: MegatronConfig, model: PretrainedConfig) -> None:
+    """Raise as `transformer_config` does, for numbers of ``model`` that the layout does not divide."""
+    family_of(model)
+    layout = config.layout
+    misfits = _misfits(model, layout, layout.pp * config.options.virtual_stages)
+    raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", misfits)
+    check_heads(model.num_attention_heads // layout.tp, layout.cp)
+
+
 def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> TransformerConfig:
     """Megatron's config of ``model`` at the layout of ``config``.
 
     Raises `UnsupportedCapability` for a family or variant that has no mapping, and `LayoutError` where
     the layout divides something unevenly.
     """
+    check_model_layout(config, model)
     family, layout, options = family_of(model), config.layout, config.options
-    misfits = _misfits(model, layout, layout.pp * options.virtual_stages)
-    raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", misfits)
-    check_heads(model.num_attention_heads // layout.tp, layout.cp)
     half = config.dtype == "bfloat16"
     return TransformerConfig(
         num_layers=model.num_hidden_layers,

@@ -49,7 +49,11 @@ def require_memory(recipe: Recipe, plan: Plan) -> None:
         )
     weights = sum(file.stat().st_size for file in Path(recipe.model.path).glob("*.safetensors"))
     servers = plan.rollout[0].supports(Capability.LAUNCH_SERVER)
-    needed = 2 * weights if servers else min(weights, 2 * WeightUpdateMeta.bucket_bytes)
+    needed = (
+        2 * weights + WeightUpdateMeta.bucket_bytes
+        if servers
+        else min(weights, 2 * WeightUpdateMeta.bucket_bytes)
+    )
     try:
         require_shared_memory(needed, f"rollout.sync = 'tensor' for the weights in {recipe.model.path!r}")
     except WeightsError as error:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.guards import require_sync
+from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.algorithms.fields import REFERENCE
@@ -185,6 +187,8 @@ def _train_plan(
     spec, config = engine_config(recipe, recipe.engine, "train", fields, own)
     assert isinstance(config, TrainEngineConfig)
     guards.check_config(spec, config)
+    backend: AnyTrainBackend = load_backend(spec)()
+    backend.check_model(config)
     return spec, config
 
 

@@ -29,7 +29,8 @@ def engine_config(
     """
     spec = get_spec(name)
     if spec.kind != kind:
-        raise ConfigError(f"the engine {name!r} is for {spec.kind}; this field needs one for {kind}")
+        field = "engine" if kind == "train" else "rollout.engine"
+        raise ConfigError(f"{field} = {name!r}: this engine is for {spec.kind}; name one for {kind}")
     common = {"dtype": recipe.dtype, "device": recipe.device, "seed": recipe.seed}
     section = recipe.engines.get(name, {})
     return spec, parse_config(load_config(spec), {**common, **fields, **section, **own}, f"engine {name!r}")
