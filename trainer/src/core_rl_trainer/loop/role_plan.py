@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from core_rl.backend.train_backend import AnyTrainBackend
+from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
@@ -187,7 +187,8 @@ def _train_plan(
     spec, config = engine_config(recipe, recipe.engine, "train", fields, own)
     assert isinstance(config, TrainEngineConfig)
     guards.check_config(spec, config)
-    backend: AnyTrainBackend = load_backend(spec)()
+    backend = load_backend(spec)()
+    assert isinstance(backend, TrainBackend)  # of a spec of this kind
     backend.check_model(config)
     return spec, config
 
