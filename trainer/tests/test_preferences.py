@@ -86,6 +86,12 @@ def test_dpo_losses_are_the_papers(loss: DPOLoss, lengths: list[int], seed: int)
     assert metrics["preference_loss"].result() == pytest.approx(expected, rel=1e-11)
 
 
+def test_ties_count_as_half_in_reward_accuracy() -> None:
+    batch = pair_batch([2, 3], 0)
+    _, metrics = RewardLoss()(ModelOutput(scores=torch.ones(2, dtype=torch.float64)), batch)
+    assert metrics["accuracy"].result() == 0.5
+
+
 @pytest.mark.parametrize("center", [0.0, 0.3])
 @pytest.mark.parametrize("margin", [False, True])
 @settings(max_examples=25, deadline=None)

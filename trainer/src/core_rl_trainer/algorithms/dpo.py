@@ -81,7 +81,7 @@ class DPOLoss:
     def _metrics(self, losses: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
         means = {
             "preference_loss": losses,
-            "accuracy": (chosen > rejected).to(losses.dtype),
+            "accuracy": torch.heaviside(chosen - rejected, losses.new_tensor(0.5)),  # a tie counts as a half
             "reward_gap": self.beta * (chosen - rejected),
             "reward_chosen": self.beta * chosen,
             "reward_rejected": self.beta * rejected,

@@ -48,7 +48,7 @@ class RewardLoss:
         total = (losses + self.center_coef * (chosen + rejected).square()).sum()
         means = {
             "preference_loss": losses,
-            "accuracy": (chosen > rejected).to(scores.dtype),
+            "accuracy": torch.heaviside(chosen - rejected, scores.new_tensor(0.5)),  # a tie counts as a half
             "score_gap": chosen - rejected,
             "score_chosen": chosen,
             "score_rejected": rejected,
