@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import os
 import re
 import sys
 from contextlib import closing
@@ -193,6 +194,29 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(log._file, "write", full, raising=False)
         with pytest.raises(CheckpointError, match="metrics.jsonl: No space left"):
             log.write(0, {"reward": 1.0})
+
+
+def _write_all(directory: RunDirectory) -> None:
+    directory.write_page("page", "picture")
+    directory.write_status("running", "")
+    directory.finish({})
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("name", ["index.html", "curve.svg", "status.json", "result.json"])
+def test_unwritable_run_file_is_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    directory, write = RunDirectory(_recipe(tmp_path)), Path.write_text
+
+    def refuse(path: Path, text: str, encoding: str) -> int:
+        if name in path.name:
+            raise OSError(code, os.strerror(code))
+        return write(path, text, encoding=encoding)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / name}: {os.strerror(code)}; free"):
+        _write_all(directory)
 
 
 def test_another_recipe_is_refused_with_the_differing_fields(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Self
 
-from core_rl.errors import RunStopped
+from core_rl.errors import CheckpointError, RunStopped
 from core_rl.pages.chart import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
@@ -88,5 +88,5 @@ class RunRecords:
         try:
             text = str(error) if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}"
             self.draw("stopped", text.rstrip(": "))
-        except OSError as second:
+        except CheckpointError as second:
             logger.warning("the page of the run could not be written: %s", second)

@@ -16,7 +16,7 @@ import yaml
 from core_rl.checkpoint.copies import CheckpointCopies
 from core_rl.checkpoint.local import LocalPlace
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
-from core_rl.errors import ConfigError, raise_all
+from core_rl.errors import CheckpointError, ConfigError, raise_all
 from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.identity import RunIdentity
 from core_rl_trainer.loop.run_files import (
@@ -258,9 +258,16 @@ class RunDirectory:
         return RunIdentity(recipe=recipe, **identity)
 
     def _write(self, name: str, text: str) -> None:
+        """Replace the file ``name``. Raises `CheckpointError` where it cannot be written; it is as before then."""
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path / name)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.path / name}: {error.strerror}; free space or make the directory writable, then "
+                "the same command resumes from the last checkpoint"
+            ) from error
 
     def _clear(self) -> None:
         """Remove the files of a run, and nothing else; the recipe last, since it identifies the others."""
