@@ -25,8 +25,10 @@ from core_rl.launch.hosts.local import LocalHosts
 from core_rl.toolkit.build import build_model, use_experts_kernel
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe
+from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.cli.plan import print_plan
 from core_rl_trainer.loop import roles, supervised
+from core_rl_trainer.loop.role_plan import plan_roles
 from core_rl_trainer.loop.run import prepare
 from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.loop.run_plan import MemoryEstimate, RunPlan, estimate_memory
@@ -51,6 +53,19 @@ def test_a_plan_counts_what_the_run_will_do(start: Path, tmp_path: Path) -> None
     assert roles["actor"].ranks[0].micro_batches == 9  # two sequences of nine tokens fit into twenty
     assert roles["reference"].memory.gradients == roles["reference"].memory.moments == 0
     assert roles["critic"].memory.logits == 0
+
+
+@pytest.mark.parametrize("path", [None, "adapter"])
+def test_reference_has_the_initial_adapter(start: Path, tmp_path: Path, path: str | None) -> None:
+    (tmp_path / "adapter").mkdir()
+    lora = LoraConfig(rank=4, path=None if path is None else str(tmp_path / path))
+    values = support.recipe_values(start, tmp_path / "out")
+    values["model"] = {"path": str(start / "model"), "lora": lora.model_dump()}
+    trainers = plan_roles(load_recipe(values), frozenset({REFERENCE})).trainers
+    assert ("reference" in trainers) == (path is not None)
+    if path is not None:
+        reference = trainers["reference"][1]
+        assert (reference.model.lora, reference.optimizer) == (lora, None)
 
 
 def test_epochs_become_steps_of_the_data(start: Path, tmp_path: Path) -> None:

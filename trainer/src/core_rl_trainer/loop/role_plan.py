@@ -35,7 +35,7 @@ class Plan:
 
     trainers: Mapping[str, TrainPlan]
     """By role: ``actor`` and, where the run has them, ``critic``, ``reference`` and ``reward``. There is no
-    ``reference`` where it is the actor with its adapter off."""
+    ``reference`` where it is the actor with its adapter off: with a new adapter."""
     rollout: tuple[EngineSpec, InferenceEngineConfig]
     colocated: bool
     cluster: ClusterSection
@@ -151,8 +151,7 @@ def _sharing(recipe: Recipe, plan: Plan) -> Plan:
 
 def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
     """Spec and config of the model that is trained. Raises as `plan_roles` does."""
-    lora = recipe.model.lora.model_dump() if recipe.model.lora is not None else None
-    model = {"path": recipe.model.path, "head": head, "lora": lora}
+    model = recipe.model.model_dump() | {"head": head}
     plan = _train_plan(recipe, model, recipe.optimizer.model_dump())
     if recipe.save_portable_every:
         require_portable(plan[0])
@@ -169,8 +168,9 @@ def _other_trainers(recipe: Recipe, wanted_fields: frozenset[str]) -> dict[str, 
     if (critic := recipe.critic) is not None:
         model = {"path": critic.path or recipe.model.path, "head": "value"}
         found["critic"] = _train_plan(recipe, model, critic.optimizer.model_dump(), critic.layout)
-    if REFERENCE in wanted_fields and recipe.model.lora is None:
-        found["reference"] = _train_plan(recipe, {"path": recipe.model.path}, None)
+    lora = recipe.model.lora
+    if REFERENCE in wanted_fields and (lora is None or lora.path is not None):
+        found["reference"] = _train_plan(recipe, recipe.model.model_dump(), None)
     if (reward := recipe.reward_model) is not None:
         found["reward"] = _train_plan(recipe, {"path": reward.path, "head": "reward"}, None, reward.layout)
     return found

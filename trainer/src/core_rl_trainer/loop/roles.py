@@ -59,7 +59,7 @@ class Roles:
 
     @contextmanager
     def as_reference(self) -> Iterator[EngineGroup]:
-        """The reference policy: a group of its own, or the actor with its adapter off."""
+        """The reference policy: a group of its own, or the actor with its adapter off where that began as new."""
         if self.reference is not None:
             with self.working(self.reference) as group:
                 yield group

@@ -27,7 +27,7 @@ class ModelSection(Config):
     path: str
     """A directory in Hugging Face format with its tokenizer, or a Hub id ``organization/name[@revision]``."""
     lora: LoraConfig | None = None
-    """Train an adapter instead of the weights; the reference is then the same model with its adapter off."""
+    """Train an adapter instead of the weights; the reference has the one of ``path``, or none."""
 
 
 class CriticSection(Config):
