@@ -11,7 +11,12 @@ from transformers import GPT2Config, LlamaConfig, LlavaConfig
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import demonstration_batch, preference_batch
-from core_rl_trainer.data.encoding import encode_chat, encode_completion, encode_prompt
+from core_rl_trainer.data.encoding import (
+    encode_chat,
+    encode_completion,
+    encode_demonstration,
+    encode_prompt,
+)
 from core_rl_trainer.data.examples import check_demonstration, check_preference
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS
 from core_rl_trainer.data.tokenizers import context_length
@@ -180,3 +185,78 @@ def test_the_context_is_that_of_the_text_model(config: Any, tmp_path: Path) -> N
 def test_a_directory_without_a_config_has_no_context(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         context_length(str(tmp_path))
+
+
+CALLING = (
+    "{% if tools %}{{ tools | length }}{% endif %}{% for message in messages %}"
+    "{{ '+' if message.role == 'user' else '=' }}{{ message.content.split('9')[-1] }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{% if message.role == 'assistant' %}</s>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+CALLS = [{"type": "function", "function": {"name": "7", "arguments": {}}}]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+@pytest.mark.parametrize(
+    ("example", "whole", "trained"),
+    [
+        ({"messages": [user("1"), assistant("2")], "tools": [{"a": 1}, {}]}, "<s>2+1=2</s>", "2</s>"),
+        ({"messages": [user("1"), assistant("2")], "tools": '[{"a": 1}]'}, "<s>1+1=2</s>", "2</s>"),
+        ({"messages": [user("1"), assistant(None, tool_calls=CALLS)]}, "<s>+1=7</s>", "7</s>"),
+        (
+            {"messages": [user("1"), assistant("2", weight=0), user("3"), assistant("4", weight=1)]},
+            "<s>+1=2</s>+3=4</s>",
+            "4</s>",
+        ),
+        (
+            {"messages": [user("1"), assistant("2"), user("3"), assistant("4", trainable=False)]},
+            "<s>+1=2</s>",
+            "2</s>",
+        ),
+        ({"prompt": [user("1")], "answer": "2", "tools": [{}]}, "<s>1+1=2</s>", "2</s>"),
+    ],
+)
+def test_tools_and_marks_reach_the_template(example: dict[str, Any], whole: str, trained: str) -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = CALLING
+    ids, mask = encode_demonstration(tokenizer, example)
+    assert (tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) == (whole, trained)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"messages": [user("1"), assistant("8 9 2")]}, "drops 'content' of a turn of 'assistant'"),
+        ({"messages": [user("1"), assistant("2", reasoning_content="5")]}, "drops 'reasoning_content'"),
+        ({"messages": [user("1"), assistant("2", weight=0)]}, "no turn of the assistant to train"),
+        ({"messages": [user("1"), assistant("2", weight=0.5)]}, "weight = 0.5"),
+        ({"messages": [user("1") | {"trainable": True}, assistant("2")]}, "only the assistant's are trained"),
+        ({"messages": [user("1"), assistant("2")], "tools": ["search"]}, "no list of schemas"),
+        ({"messages": [user("1"), assistant("2")], "tools": "search"}, "are no JSON"),
+        ({"prompt": "1=", "answer": "2", "tools": [{}]}, "tools need chat messages"),
+        ({"prompt": [user("1"), assistant("2")], "answer": "3"}, "ends with a turn of the assistant"),
+    ],
+)
+def test_text_lost_by_rendering_is_refused(example: dict[str, Any], message: str) -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.chat_template = CALLING
+    with pytest.raises(BatchError, match=message):
+        encode_demonstration(tokenizer, example)
+
+
+def test_templates_unable_to_render_are_refused(chatty: Any) -> None:
+    chat = {"messages": CHAT, "tools": [{"name": "search"}]}
+    with pytest.raises(BatchError, match="has 'tools', which the chat template does not show"):
+        encode_demonstration(chatty, chat)
+    named = support.make_tokenizer()
+    named.chat_template = {"tool_use": TEMPLATE, "rag": TEMPLATE}
+    with pytest.raises(ConfigError, match="the chat templates 'tool_use', 'rag' and none called 'default'"):
+        encode_demonstration(named, {"messages": CHAT})

@@ -120,7 +120,12 @@ def _is_chat(value: Any) -> bool:
         and all(
             isinstance(message, Mapping)
             and _is_text(message.get("role"))
-            and isinstance(message.get("content"), str)
+            and (isinstance(message.get("content"), str) or _calls_tools(message))
             for message in value
         )
     )
+
+
+def _calls_tools(message: Mapping[str, Any]) -> bool:
+    """Whether a message without content calls tools, as OpenAI's format has it."""
+    return message.get("content") is None and bool(message.get("tool_calls"))

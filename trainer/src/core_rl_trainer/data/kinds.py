@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.encoding import encode_completion, encode_demonstration, encode_prompt
+from core_rl_trainer.data.encoding import (
+    encode_completion,
+    encode_demonstration,
+    encode_prompt,
+    refuse_open_turn,
+)
 from core_rl_trainer.data.examples import (
     Example,
     ExampleCheck,
@@ -55,7 +60,8 @@ class ExampleKind:
 
 
 def _encode_prompt(tokenizer: PreTrainedTokenizerBase, example: Example) -> Sample:
-    ids = encode_prompt(tokenizer, example["prompt"])
+    refuse_open_turn(example["prompt"])
+    ids = encode_prompt(tokenizer, example["prompt"], example.get("tools"))
     if not ids:
         raise BatchError("the prompt has no tokens; remove it or check the tokenizer")
     return {**example, "prompt_ids": ids}
@@ -68,7 +74,7 @@ def _encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Example) 
 
 def _encode_pair(tokenizer: PreTrainedTokenizerBase, example: Example) -> Sample:
     return {
-        name: encode_completion(tokenizer, example["prompt"], example[name])
+        name: encode_completion(tokenizer, example["prompt"], example[name], example.get("tools"))
         for name in ("chosen", "rejected")
     }
 
