@@ -145,7 +145,7 @@ TWO_BY_TWO = {"actor": [0, 1], "critic": [2, 3], "reference": [3, 2]}
         ({"placement": {"critic": [3]}}, (None, None, "actor"), "030", "actor and reference live"),
         ({"placement": {"actor": [1], "critic": [1]}}, (None, "actor", None), "110", "actor and critic live"),
         (DP2, (None, "actor", "actor"), ("01", "01", "01"), "live in the same 2 processes."),
-        (DP2 | {"critic": {"layout": {"tp": 2}}}, (None, None, "actor"), ("01", "01", "01"), "actor and ref"),
+        (DP2 | {"critic": {"layout": {"cp": 2}}}, (None, None, "actor"), ("01", "01", "01"), "actor and ref"),
         (DP2 | {"placement": TWO_BY_TWO}, (None, None, None), ("01", "23", "32"), None),
     ],
     ids=["all", "no turns", "a device of its own", "two on one device", "two ranks", "layout", "order"],

@@ -38,6 +38,7 @@ def stand_in(
 
     monkeypatch.setattr("core_rl_trainer.loop.run.run_recipe", run_recipe)
     monkeypatch.setattr("core_rl_trainer.recipe.engines.check_recipe", lambda *_: None)
+    monkeypatch.setattr("core_rl_trainer.loop.preflight.preflight", lambda *_: None)
     return calls
 
 

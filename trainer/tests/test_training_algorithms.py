@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -259,7 +260,8 @@ def test_a_sync_that_takes_too_long_names_its_time_limit(
 def test_shared_memory_that_is_too_small_is_named_before_anything_starts(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_bavail=1, f_blocks=64, f_frsize=1024))
+    full, statvfs = SimpleNamespace(f_bavail=1, f_blocks=64, f_frsize=1024), os.statvfs
+    monkeypatch.setattr("os.statvfs", lambda path: full if str(path) == "/dev/shm" else statvfs(path))
     with pytest.raises(ConfigError, match=r"rollout.sync = 'tensor' for the weights .* of shared memory"):
         run(tmp_path, support.recipe_values(start, tmp_path / "out", rollout={"sync": "tensor"}))
     assert not (tmp_path / "out").exists()
