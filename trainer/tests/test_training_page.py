@@ -170,10 +170,16 @@ def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
         "critic": Placement(slots=two, colocated_with="actor"),
         "reward": Placement(slots=(RankSlot(1, 3),)),
     }
-    text = RunPage(recipe(tmp_path), tmp_path, places).render(ROWS, [], status="running")
-    assert "<th>actor</th><td>2 ranks, on devices 0, 1, in processes of its own</td>" in text
-    assert "<th>critic</th><td>2 ranks, on devices 0, 1, in the processes of the actor</td>" in text
-    assert "<th>reward</th><td>1 rank, on device 3 of machine 1, in a process of its own</td>" in text
+    engines = dict.fromkeys(places, "fsdp") | {"rollout": "vllm"}
+    text = RunPage(recipe(tmp_path), tmp_path, places, engines).render(ROWS, [], status="running")
+    fsdp = "<code>fsdp</code>"
+    assert f"<th>actor</th><td>{fsdp}: 2 ranks, on devices 0, 1, in processes of its own</td>" in text
+    assert f"<th>critic</th><td>{fsdp}: 2 ranks, on devices 0, 1, in the processes of the actor</td>" in text
+    assert (
+        f"<th>reward</th><td>{fsdp}: 1 rank, on device 3 of machine 1, in a process of its own</td>" in text
+    )
+    assert "<th>rollout</th><td><code>vllm</code></td>" in text
+    assert "with fsdp and vllm <span" in text
 
 
 def test_a_long_answer_is_shortened(tmp_path: Path) -> None:

@@ -65,11 +65,16 @@ class RunPage:
     """Renders the page of a run of ``recipe``; it needs nothing else: no network, no script, no other file."""
 
     def __init__(
-        self, recipe: Recipe, directory: Path, placements: Mapping[str, Placement] = MappingProxyType({})
+        self,
+        recipe: Recipe,
+        directory: Path,
+        placements: Mapping[str, Placement] = MappingProxyType({}),
+        engines: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``placements`` are those of the train roles."""
+        """``placements`` and names of ``engines`` by role."""
         self._recipe = recipe
         self._placements = placements
+        self._engines = engines
         self._directory = directory
         self._machine = run_machine(recipe)
         self._environment = page_environment(TEMPLATES)
@@ -105,6 +110,7 @@ class RunPage:
             "charts": charts_of(rows),
             "samples": _by_step(samples),
             "placements": self._placements,
+            "engines": self._engines,
             "restarts": restarts,
         }
         return self._environment.get_template("run.html.jinja").render(values)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-__all__ = ["TrainingProgress", "print_result"]
+__all__ = ["TERMINAL", "TrainingProgress", "print_result", "say"]
+
+TERMINAL = logging.getLogger("core_rl_trainer.terminal")
+"""The lines on the terminal, for the log file of a run alone."""
+TERMINAL.propagate = False
+TERMINAL.setLevel(logging.INFO)
 
 LINES = 10
 """The approximate number of lines that a run prints where there is no terminal."""
+
+SHORTEST = 0.05
+"""The shortest phase, in seconds, whose time is printed."""
 
 
 HELD_OUT = {
@@ -25,7 +43,7 @@ HELD_OUT = {
 
 
 class TrainingProgress(Progress):
-    """Shows reward and a KL, or the loss, tokens per second and the time that is left."""
+    """Shows the phase before the first step; then reward and a KL, or the loss, tokens per second and the time left."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         super().__init__(
@@ -33,24 +51,50 @@ class TrainingProgress(Progress):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[headline]}"),
+            TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
             disable=not _shows_bar(console),
         )
         self._total = total
+        self._done = done
+        self._seconds: dict[str, float] = {}
         self._task = self.add_task("training", total=total, completed=done, headline="-")
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show the phase ``name`` before the first step, with its time."""
+        if self.disable:
+            say(self.console, f"{name} …")
+        self.reset(self._task, description=name, completed=self._done)
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def begin_steps(self) -> None:
+        """Show the training from here on, and the times of the phases before it."""
+        shown = {name: seconds for name, seconds in self._seconds.items() if seconds >= SHORTEST}
+        times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shown.items())
+        say(self.console, f"ready after {sum(self._seconds.values()):.1f} s: {times}")
+        self.reset(self._task, description="training", completed=self._done)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of ``step``."""
         headline = f"{_headline(metrics)}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self.update(self._task, completed=step, headline=headline)
-        if self.disable and step % max(1, self._total // LINES) == 0:
-            self.say(f"step {step}/{self._total}  {headline}")
+        if step % max(1, self._total // LINES) == 0:
+            line = f"step {step}/{self._total}  {headline}"
+            if self.disable:
+                say(self.console, line)
+            else:
+                TERMINAL.info(line)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line, above a bar where there is one, and to the log of the run."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    TERMINAL.info(text)
 
 
 def _shows_bar(console: Console) -> bool:
@@ -70,15 +114,15 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the end of a run: the change of the evaluation metrics, and the paths of its files."""
     if result.get("stopped"):
         text = f"stopped after step {result['steps']} by the {result['stopped']}; the same run again goes on from there"
-        console.print(text, highlight=False, soft_wrap=True)
+        say(console, text)
     before, after = result["before"], result["after"]
     for name, label in HELD_OUT.items():
         if name in after:
             change = after[name] - before[name]
-            console.print(
+            say(
+                console,
                 f"evaluation, {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
-                highlight=False,
             )
     for name in ("model", "adapter", "best_model", "page", "picture", "metrics"):
         if result.get(name):
-            console.print(f"{name}: {result[name]}", highlight=False, soft_wrap=True)
+            say(console, f"{name}: {result[name]}")

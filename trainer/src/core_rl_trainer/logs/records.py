@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class RunRecords:
     """Everything in the run's directory that a person reads, continuing after ``step`` (-1: from the start).
 
-    ``placements`` are those of the train roles, for the page.
+    ``placements`` and names of ``engines``, by role, are for the page.
     """
 
     def __init__(
@@ -36,13 +36,14 @@ class RunRecords:
         directory: RunDirectory,
         step: int,
         placements: Mapping[str, Placement] = MappingProxyType({}),
+        engines: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._directory = directory
         values = recipe.model_dump(mode="json")
         boards = [] if recipe.wandb is None else [WandbBoard(recipe.wandb, directory.path, values)]
         self._metrics = MetricsLog(directory.path, step, boards)
         self._samples = StepLog(directory.path / "samples.jsonl", step)
-        self._page = RunPage(recipe, directory.path, placements)
+        self._page = RunPage(recipe, directory.path, placements, engines)
         self.best: Mapping[str, Any] | None = None
         """The best model so far, for the page."""
 

@@ -40,6 +40,8 @@ class TrainingLoop:
     is the same; the weight version of a completion depends on the clock, within the bound.
     """
 
+    start_phase = "first weights to the rollout engine"
+
     def __init__(
         self,
         recipe: Recipe,

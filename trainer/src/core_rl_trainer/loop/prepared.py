@@ -26,6 +26,9 @@ __all__ = ["Loop", "Placement", "PreparedRun", "Workload"]
 class Loop(Protocol):
     """The operations of a run on its engines."""
 
+    start_phase: str
+    """The work of `start`, for the progress of the run."""
+
     def start(self) -> None:
         """Prepare the first step."""
 
@@ -108,6 +111,10 @@ class PreparedRun:
             for name, placement in self.placements.items()
             if name != "rollout"
         }
+
+    def engines(self) -> dict[str, str]:
+        """By role, the name of its engine."""
+        return {name: spec.name for name, (spec, _) in self.roles.items()}
 
     def trained(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
         """The roles whose state a checkpoint holds."""

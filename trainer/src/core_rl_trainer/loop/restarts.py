@@ -19,6 +19,7 @@ from core_rl.errors import (
     UnsupportedCapability,
     raise_all,
 )
+from core_rl_trainer.logs.progress import say
 from core_rl_trainer.loop.parts import own_format
 from core_rl_trainer.loop.role_plan import TrainPlan
 from core_rl_trainer.loop.run_directory import RunDirectory
@@ -89,7 +90,7 @@ class Restarts:
         reason = loss.message.partition("\n")[0]
         text = f"restart {self._done} of {recipe.cluster.restarts}, from {start}, on {recipe.cluster.number}: {reason}"
         logger.info("%s", text)
-        self._console.print(text, highlight=False, soft_wrap=True)
+        say(self._console, text)
         self._directory.add_restart(
             {
                 "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",

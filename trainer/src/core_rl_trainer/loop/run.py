@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from core_rl_trainer.algorithms.interface import (
 )
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.callbacks import Callback
-from core_rl_trainer.logs.progress import print_result
+from core_rl_trainer.logs.progress import TrainingProgress, print_result, say
 from core_rl_trainer.logs.records import RunRecords
+from core_rl_trainer.logs.terminal_log import TerminalLog
 from core_rl_trainer.logs.wandb_log import require_wandb
 from core_rl_trainer.loop.callbacks import Callbacks
 from core_rl_trainer.loop.cluster import check_machines, open_cluster
@@ -72,8 +74,8 @@ def train(
     callback; `RunStopped` where a signal or ``stop_on`` ends the run.
     """
     end_if_rank_imports_script()
-    console, signals = console or Console(stderr=True), StopSignals()
-    with signals.caught():
+    console, signals, log = console or Console(stderr=True), StopSignals(), TerminalLog()
+    with log.attached(), signals.caught():
         chosen = load_recipe(recipe, overrides)
         remarks = preflight(chosen)
         called = Callbacks(chosen, callbacks)
@@ -81,19 +83,20 @@ def train(
         chosen = called.recipe = prepared.recipe
         for remark in (*remarks, *plan_remarks(chosen, prepared)):
             logger.warning("%s", remark)
-        console.print(prepared.data.line(), highlight=False, soft_wrap=True)
+        say(console, prepared.data.line())
         with open_run_directory(chosen) as directory:
+            log.open(directory.log)
             result = directory.result()
             checkpoint = directory.checkpoint() if _goes_on(chosen, result) else None
             if result is not None and (checkpoint is None or not _left_to_do(chosen, prepared, checkpoint)):
                 text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
-                console.print(text, highlight=False, soft_wrap=True)
+                say(console, text)
             else:
                 with called:
                     result = _trained(chosen, prepared, directory, console, signals, called)
             print_result(console, result)
             if not result.get("stopped") and (url := push_run(chosen, directory, result)) is not None:
-                console.print(f"uploaded to {url}", highlight=False, soft_wrap=True)
+                say(console, f"uploaded to {url}")
     return result
 
 
@@ -151,15 +154,18 @@ def _train(
     done = checkpoint.step if checkpoint else -1
     with (
         directory.transfer(),
-        RunRecords(recipe, directory, done, prepared.placements) as records,
-        prepared.open(directory, hosts) as loop,
+        RunRecords(recipe, directory, done, prepared.placements, prepared.engines()) as records,
+        TrainingProgress(console, recipe.steps, max(done, 0)) as progress,
+        ExitStack() as engines,
     ):
+        with progress.phase("building engines"):
+            loop = engines.enter_context(prepared.open(directory, hosts))
         run = RunSteps(
             recipe=recipe,
             directory=directory,
             loop=loop,
             records=records,
-            console=console,
+            progress=progress,
             signals=signals,
             callbacks=callbacks,
         )

@@ -21,6 +21,7 @@ from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.loop.identity import RunIdentity
 from core_rl_trainer.loop.run_files import (
     IDENTITY,
+    LOG,
     METRICS,
     PAGE,
     PICTURE,
@@ -41,6 +42,7 @@ OWNED = (
     STATUS,
     RESULT,
     METRICS,
+    LOG,
     RESTARTS,
     "samples.jsonl",
     "tensorboard",
@@ -104,6 +106,8 @@ class RunDirectory:
         """A link to that model."""
         self.picture = self.path / PICTURE
         """The rewards, or the losses, over the steps."""
+        self.log = self.path / LOG
+        """The lines of the terminal."""
         self.page = self.path / PAGE
         """The page that shows the run."""
         url = recipe.checkpoint_url

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["IDENTITY", "LOCK", "METRICS", "PAGE", "PICTURE", "RECIPE", "RESTARTS", "RESULT", "STATUS"]
+__all__ = ["IDENTITY", "LOCK", "LOG", "METRICS", "PAGE", "PICTURE", "RECIPE", "RESTARTS", "RESULT", "STATUS"]
 
 RECIPE = "recipe.yaml"
 """The recipe with all defaults."""
@@ -20,5 +20,7 @@ PAGE = "index.html"
 """The page that shows the run."""
 PICTURE = "curve.svg"
 """The rewards, or the losses, over the steps."""
+LOG = "run.log"
+"""The lines of the terminal and warnings, with times."""
 LOCK = ".lock"
 """Locked as long as a process is at work on the run."""

@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.errors import NothingLearned
-from core_rl_trainer.logs.progress import TrainingProgress
+from core_rl_trainer.logs.progress import TrainingProgress, say
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.loop.bad_weights import require_finite_weights, weights_are_blamed
 from core_rl_trainer.loop.best_model import BestModel
@@ -35,7 +33,7 @@ class RunSteps:
     directory: RunDirectory
     loop: Loop
     records: RunRecords
-    console: Console
+    progress: TrainingProgress
     signals: StopSignals
     callbacks: Callbacks
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -59,27 +57,31 @@ class RunSteps:
         self.records.best = best.state_dict()
         watch = Watch(recipe.stop_on)
         self._saver = RunSaver(directory.checkpoints, self.loop.wait_for_parts, partial(self._saved, best))
-        with TrainingProgress(self.console, recipe.steps, done) as progress, self._saver.completed():
-            self._begin(checkpoint, best, progress)
+        with self._saver.completed():
+            self._begin(checkpoint, best)
+            self.progress.begin_steps()
             with self.signals.during_steps():
                 while done < recipe.steps and self.callbacks.stopped is None:
                     done += 1
-                    self._step(done, best, watch, progress)
+                    self._step(done, best, watch)
                 self._complete(checkpoint, best)
         return self._result(done, best)
 
-    def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel, progress: TrainingProgress) -> None:
+    def _begin(self, checkpoint: RunCheckpoint | None, best: BestModel) -> None:
+        progress = self.progress
         if checkpoint is not None:
-            progress.say(
-                f"resuming from the checkpoint of step {checkpoint.step} in {checkpoint.path.parents[1]}"
-            )
-            self.loop.restore(checkpoint)
+            place = checkpoint.path.parents[1]
+            say(progress.console, f"resuming from the checkpoint of step {checkpoint.step} in {place}")
+            with progress.phase("loading the checkpoint"):
+                self.loop.restore(checkpoint)
             self.evaluations = dict(checkpoint.state["evaluations"])
             self.callbacks.step = checkpoint.step
         else:
             with weights_are_blamed(self.recipe):
-                self.loop.start()
-                metrics = self._evaluate(0, best)
+                with progress.phase(self.loop.start_phase):
+                    self.loop.start()
+                with progress.phase("first evaluation"):
+                    metrics = self._evaluate(0, best)
             require_finite_weights(self.recipe, metrics)
             self.records.write(0, metrics)
             self.callbacks.evaluation_end(0, metrics)
@@ -87,13 +89,13 @@ class RunSteps:
                 self._save(0, best)
         self.records.draw()
 
-    def _step(self, step: int, best: BestModel, watch: Watch, progress: TrainingProgress) -> None:
+    def _step(self, step: int, best: BestModel, watch: Watch) -> None:
         """One step with its evaluation, its records and its checkpoint, as far as they are due."""
         recipe, records = self.recipe, self.records
         with weights_are_blamed(recipe) if step == 1 else nullcontext():
             metrics = self.loop.step(step)
         self._saver.finish_if_written()
-        progress.show(step, metrics)
+        self.progress.show(step, metrics)
         last = step == recipe.steps
         evaluated = last or _is_due(step, recipe.eval_every)
         evaluation = self._evaluate(step, best) if evaluated else {}

@@ -117,6 +117,8 @@ class SupervisedLoop:
     ) -> None:
         self._tokenizer_path = recipe.model.path
         self._interface = interface
+        with_reference = REFERENCE in interface.wanted_fields
+        self.start_phase = "log-probs of the reference" if with_reference else "first step"
         self._engine = engine
         self._datasets = {"train": data.train} | ({} if data.held_out is None else {"eval": data.held_out})
         self._directory = directory
