@@ -169,15 +169,26 @@ def test_roles_on_devices_of_their_own_give_the_same_curve_and_stay(
 
 
 def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Path, tmp_path: Path) -> None:
+    """In evaluations too, whose prompts are those of the training here."""
     section = {"path": str(reward_model / "model"), "weight": 2.0}
-    algorithm = {"type_": "rloo"}
     values = support.recipe_values(
-        start, tmp_path / "out", algorithm=algorithm, reward=None, reward_model=section, steps=2
+        start,
+        tmp_path / "out",
+        algorithm={"type_": "rloo"},
+        rewards=[{"function": "core_rl_trainer.rewards.text:text_match", "weight": 0.5}],
+        reward_model=section,
+        colocated=True,
+        steps=2,
     )
-    run(tmp_path, values)
+    del values["reward"]
+    result = run(tmp_path, values)
     row = support.curve(tmp_path / "out")[1]
-    assert row["reward"] != 0
     assert row["groups_without_signal"] == 0
+    for prefix, metrics in (("", row), ("eval_", result["before"])):
+        expected = 0.5 * metrics[f"{prefix}reward/text_match"] + 2 * metrics[f"{prefix}reward/reward_model"]
+        assert metrics[f"{prefix}reward"] == pytest.approx(expected)
+        assert metrics[f"{prefix}reward/reward_model"] != 0
+    assert result["before"]["eval_reward_greedy"] != 0
 
 
 @pytest.mark.parametrize("sync", ["disk", "lora"])

@@ -131,7 +131,7 @@ class TrainingLoop:
         """Mean rewards on the evaluation prompts with the rollout engine's weights, and some completions."""
         if not self._eval_samples:
             return Evaluation(metrics={})
-        return self._rollouts.evaluate(self._eval_samples)
+        return self._rollouts.evaluate(self._eval_samples, self._scoring.evaluated)
 
     # ----------------------------------------------------------------- state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,14 +115,19 @@ class Rollouts:
 
     # ------------------------------------------------------------- evaluation
 
-    def evaluate(self, samples: Sequence[Mapping[str, Any]]) -> Evaluation:
+    def evaluate(
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        scored: Callable[[SequenceBatch, SequenceBatch], tuple[SequenceBatch, ...]],
+    ) -> Evaluation:
         """Mean rewards over ``samples``: of sampled completions, with the same seeds each time, and of greedy ones.
 
-        Some of the sampled completions are kept as text.
+        ``scored`` completes the rewards. Some of the sampled completions are kept as text.
         """
         seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
         sampled = self._completions(samples, seeded, self._recipe.eval_samples)
         greedy = self._completions(samples, self._greedy, 1)
+        sampled, greedy = scored(sampled, greedy)
         return Evaluation(
             metrics={
                 "eval_reward": float(sampled["rewards"].double().mean()),
@@ -156,7 +161,6 @@ class Rollouts:
                 reward_timeout_s=limit,
             )
         else:
-            assert user.reward is not None
             inner = SingleTurnWorkflow(
                 reward=user.reward, sampling=sampling, group_size=group_size, reward_timeout_s=limit
             )

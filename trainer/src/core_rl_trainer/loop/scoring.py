@@ -11,6 +11,7 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import RolloutError
+from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.fields import (
     ADVANTAGES,
     BEHAVIOUR,
@@ -24,6 +25,8 @@ from core_rl_trainer.algorithms.fields import (
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.reward_model import RewardModelConfig, RewardModelInterface
 from core_rl_trainer.loop.roles import Roles
+from core_rl_trainer.recipe.rewards import REWARD_MODEL
+from core_rl_trainer.rewards.terms import TERM
 
 __all__ = ["Scoring"]
 
@@ -41,7 +44,7 @@ class Scoring:
     def complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
         """``batch`` with all that the algorithm wants, and the actor's log-probs ``[T]``: the mismatch needs them."""
         wanted = self.actor.wanted_fields
-        scored = self._with_scores(batch)
+        (scored,) = self.add_scores(batch)
         with self.roles.working(self.roles.actor) as engine:
             recomputed = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
         if PROXIMAL in wanted:
@@ -57,20 +60,33 @@ class Scoring:
             scored = scored.with_sequences(**{BOOTSTRAP: valued[BOOTSTRAP]})
         return scored, recomputed
 
-    def _with_scores(self, batch: SequenceBatch) -> SequenceBatch:
-        """``batch`` with the scores of the reward model added to the rewards. `RolloutError` if one is not finite."""
+    def evaluated(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
+        """``batches`` of an evaluation, with the rewards that training uses."""
         if self.roles.reward is None:
-            return batch
+            return batches
+        with self.roles.training():
+            return self.add_scores(*batches)
+
+    def add_scores(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
+        """``batches`` with the scores of the reward model added to the rewards, and as the term ``reward_model``.
+
+        Raises `RolloutError` for a score that is not finite.
+        """
+        if self.roles.reward is None:
+            return batches
         with self.roles.working(self.roles.reward) as engine:
-            model = RewardModelInterface(RewardModelConfig())
-            scores = model.inference(engine, batch, self.mb_spec)[SCORES]
+            return tuple(self._scored(engine, batch) for batch in batches)
+
+    def _scored(self, engine: EngineGroup, batch: SequenceBatch) -> SequenceBatch:
+        model = RewardModelInterface(RewardModelConfig())
+        scores = model.inference(engine, batch, self.mb_spec)[SCORES]
         wrong = (~torch.isfinite(scores)).nonzero().flatten().tolist()
         if wrong:
             raise RolloutError(
                 f"the reward model's score of sequence {wrong[0]} is {float(scores[wrong[0]])}"
             )
         rewards = batch[REWARDS] + self.reward_weight * scores
-        return batch.with_sequences(**{REWARDS: rewards, SCORES: scores})
+        return batch.with_sequences(**{REWARDS: rewards, f"{TERM}{REWARD_MODEL}": scores})
 
     def train(self, batch: SequenceBatch) -> dict[str, float]:
         """The updates on a completed batch, the critic's first; its metrics begin with ``critic_``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.calls import call_on_loop, is_coroutine_function, name_of
-from core_rl_trainer.rewards.functions import RewardFn, load_callable
+from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
 from core_rl_trainer.rewards.process import ProcessReward
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
@@ -43,7 +43,7 @@ class LoadedCode:
 class UserCode:
     """The same, ready to be called by workflows."""
 
-    reward: RewardFn | WeightedRewards | None
+    reward: WeightedRewards
     environment: Callable[[], Environment] | None = None
     should_accept: AcceptFn | None = None
 
@@ -81,23 +81,15 @@ def open_user_code(
             for name, function in loaded.rewards.items()
         }
         yield UserCode(
-            reward=_reward(recipe, opened),
+            reward=WeightedRewards(
+                tuple(
+                    RewardTerm(name=section.label, function=opened[section.function], weight=section.weight)
+                    for section in recipe.reward_functions
+                )
+            ),
             environment=None if loaded.environment is None else partial(loaded.environment, tokenizer),
             should_accept=loaded.should_accept,
         )
-
-
-def _reward(recipe: Recipe, opened: Mapping[str, RewardFn]) -> RewardFn | WeightedRewards | None:
-    """The reward of token ids; None leaves it to the environment."""
-    if recipe.rewards:
-        terms = (
-            RewardTerm(name=section.label, function=opened[section.function], weight=section.weight)
-            for section in recipe.rewards
-        )
-        return WeightedRewards(tuple(terms))
-    if recipe.reward is not None:
-        return opened[recipe.reward]
-    return None if recipe.rollout.environment else no_reward
 
 
 def _opened(
@@ -139,12 +131,3 @@ def _close_endpoint(loop: LoopThread, reward: HttpReward) -> None:
 def _close_loop(loop: LoopThread) -> None:
     with suppress(RolloutError):  # a reward blocks it: its thread ends with the process
         loop.close(CLOSE_TIMEOUT_S)
-
-
-def no_reward(
-    prompt_ids: Sequence[int],  # noqa: ARG001
-    output_ids: Sequence[int],  # noqa: ARG001
-    data: Mapping[str, Any],  # noqa: ARG001
-) -> float:
-    """0 for every completion, where the reward model alone decides."""
-    return 0.0

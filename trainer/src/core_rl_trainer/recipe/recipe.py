@@ -23,7 +23,13 @@ from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.hub import HubSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.plain import plain_values
-from core_rl_trainer.recipe.rewards import RewardSection, duplicate_names, with_one_kind_of_reward
+from core_rl_trainer.recipe.rewards import (
+    ENVIRONMENT,
+    REWARD_MODEL,
+    RewardSection,
+    duplicate_names,
+    with_one_kind_of_reward,
+)
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
     CriticSection,
@@ -73,7 +79,7 @@ class Recipe(Config):
     the ``http://`` address of an endpoint. With an environment, the last completion is scored, and null leaves the
     rewards to the environment; null also where a reward model alone decides."""
     rewards: tuple[RewardSection, ...] = ()
-    """Several rewards instead of one: their weighted sum is trained on, and each is logged as ``reward/NAME``."""
+    """Several rewards instead of one, whose weighted sum is trained on."""
     critic: CriticSection | None = None
     """The critic, where the algorithm has one (``ppo``)."""
     reward_model: RewardModelSection | None = None
@@ -171,14 +177,21 @@ class Recipe(Config):
             )
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")
-        if twice := list(duplicate_names(self.rewards)):
+        labels = [section.label for section in self.reward_functions]
+        labels += [REWARD_MODEL] if self.reward_model is not None else []
+        labels += [ENVIRONMENT] if self.rollout.environment is not None else []
+        if twice := list(duplicate_names(labels)):
             raise ValueError("; ".join(twice))
-        named = self.reward is not None or self.rewards
-        if not named and self.reward_model is None and self.rollout.environment is None:
+        if not labels:
             raise ValueError(
                 "reward = null needs a rollout.environment that gives the rewards, or a reward_model"
             )
         return self
+
+    @property
+    def reward_functions(self) -> tuple[RewardSection, ...]:
+        """The functions of ``reward`` or ``rewards``."""
+        return (RewardSection(function=self.reward),) if self.reward is not None else self.rewards
 
     def with_steps(self, examples: int, batch_size: int) -> Recipe:
         """The recipe with the ``steps`` of its ``epochs`` over ``examples``; itself where it has steps."""

@@ -10,7 +10,18 @@ from pydantic import Field
 
 from core_rl.config.base import Config
 
-__all__ = ["RewardSection", "duplicate_names", "with_one_kind_of_reward"]
+__all__ = [
+    "ENVIRONMENT",
+    "REWARD_MODEL",
+    "RewardSection",
+    "duplicate_names",
+    "with_one_kind_of_reward",
+]
+
+REWARD_MODEL = "reward_model"
+"""The name of the metric of the reward model's scores, after ``reward/``."""
+ENVIRONMENT = "environment"
+"""The name of the metric of an environment's rewards, after ``reward/``."""
 
 
 class RewardSection(Config):
@@ -40,8 +51,8 @@ def with_one_kind_of_reward(values: Any) -> Any:
     return values | {"reward": None}
 
 
-def duplicate_names(sections: Sequence[RewardSection]) -> Iterator[str]:
+def duplicate_names(labels: Sequence[str]) -> Iterator[str]:
     """A message for each name that two rewards have."""
-    for label, count in Counter(section.label for section in sections).items():
+    for label, count in Counter(labels).items():
         if count > 1:
             yield f"{count} rewards are called {label!r}; give each a 'name' of its own"

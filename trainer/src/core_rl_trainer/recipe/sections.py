@@ -44,7 +44,10 @@ class CriticSection(Config):
 
 
 class RewardModelSection(Config):
-    """A reward model whose scores are added to the rewards: an engine of the same kind as the actor's."""
+    """A reward model, an engine of the same kind as the actor's.
+
+    Its scores are added to the rewards of training and evaluations, and logged as ``reward/reward_model``.
+    """
 
     path: str
     """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""

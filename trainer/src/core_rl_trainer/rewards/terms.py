@@ -29,7 +29,7 @@ TERM = "reward/"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardTerm:
-    """One of several rewards."""
+    """A named reward."""
 
     name: str
     """Of its metric, ``reward/NAME``."""
@@ -50,7 +50,7 @@ class Reward:
 
     total: float
     terms: Mapping[str, float] = field(default_factory=dict)
-    """Where there are several, each by its name, before its weight."""
+    """The named rewards, before their weights."""
 
 
 async def score_completion(

@@ -15,6 +15,7 @@ from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.transcript import Transcript
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Environment, Observation
+from core_rl_trainer.recipe.rewards import ENVIRONMENT
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
 from core_rl_trainer.rewards.functions import RewardFn, as_reward
 from core_rl_trainer.rewards.terms import Reward, WeightedRewards, reward_fields, score_completion
@@ -77,13 +78,14 @@ class MultiTurnWorkflow:
         try:
             prompt = await self._ask(environment, environment.reset(data), f"{subject}: reset of")
             transcript = Transcript(prompt)
-            reward = Reward(total=await self._turns(engine, environment, transcript, place))
+            earned = await self._turns(engine, environment, transcript, place)
+            reward = Reward(total=earned, terms={ENVIRONMENT: earned})
             if self.reward is not None:
                 last = transcript.last_response
                 scored = await score_completion(
                     self.reward, prompt, last, data, subject=subject, timeout_s=self.reward_timeout_s
                 )
-                reward = replace(scored, total=reward.total + scored.total)
+                reward = Reward(total=earned + scored.total, terms={**reward.terms, **scored.terms})
         finally:
             await self._ask(environment, environment.close(), f"{subject}: close of")
         return transcript, reward
