@@ -20,6 +20,7 @@ import training_support as support
 from core_rl.config.base import parse_config
 from core_rl.errors import CheckpointError, ConfigError, RolloutError
 from core_rl.pages.chart import svg_document
+from core_rl_trainer.environments import ToolEnvironment
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import main_chart
 from core_rl_trainer.logs.step_log import read_steps
@@ -139,6 +140,28 @@ def test_a_text_reward_sees_the_answer_without_special_tokens(fn: Any, expected:
     reward = TextReward(fn, tokenizer)
     ids = [*tokenizer("68", add_special_tokens=False)["input_ids"], support.EOS]
     assert asyncio.run(compute_reward(reward, [1], ids, {"answer": 68}, subject="s")) == expected
+
+
+@pytest.mark.parametrize(
+    ("skip", "ends", "text"),
+    [(True, True, "68"), (False, True, "<think>68</s>"), (False, False, "<think>68")],
+)
+def test_rewards_and_tools_see_special_tokens(skip: bool, ends: bool, text: str) -> None:
+    tokenizer = support.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    ids = tokenizer.encode("<think>68</s>" if ends else "<think>68", add_special_tokens=False)
+    texts: list[str] = []
+
+    def record(completion: str, sample: Any) -> float:
+        texts.append(completion)
+        return 0.0
+
+    def tool(completion: str, sample: Any) -> None:
+        texts.append(completion)
+
+    TextReward(record, tokenizer, skip)([1], [*ids, support.EOS], {})
+    asyncio.run(ToolEnvironment(tokenizer, tool, skip).step([*ids, support.EOS]))
+    assert texts == [text, text]
 
 
 def test_rewards_are_found_by_module_and_by_file(tmp_path: Path) -> None:

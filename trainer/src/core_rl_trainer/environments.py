@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
 from core_rl_trainer.rewards.calls import call_user, name_of
+from core_rl_trainer.rewards.text import completion_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,12 +66,16 @@ class ToolEnvironment:
     """The prompt of a sample, and a tool that replies until a completion does not call it.
 
     Only the tool's replies are encoded, without special tokens; what the model wrote stays as it is. There are
-    no rewards: those are for a reward function, which scores the last completion.
+    no rewards: those are for a reward function, which scores the last completion. With ``skip_special_tokens=False``
+    the tool sees special tokens, such as ``<tool_call>``; see `core_rl_trainer.rewards.text.completion_text`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tool: Tool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tool: Tool, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._tool = tool
+        self._skip_special_tokens = skip_special_tokens
         self._sample: Mapping[str, Any] = {}
 
     async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
@@ -79,8 +84,8 @@ class ToolEnvironment:
         return prompt
 
     async def step(self, output_ids: Sequence[int]) -> Observation:
-        completion = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
-        reply = await call_user(self._tool, str(completion), self._sample)
+        completion = completion_text(self._tokenizer, output_ids, self._skip_special_tokens)
+        reply = await call_user(self._tool, completion, self._sample)
         if reply is None:
             return Observation(done=True)
         if not isinstance(reply, str):

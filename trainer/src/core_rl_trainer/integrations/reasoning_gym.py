@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from core_rl.errors import ConfigError, RolloutError
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.calls import call_user
+from core_rl_trainer.rewards.text import completion_text
 
 try:
     import reasoning_gym
@@ -45,8 +46,9 @@ class ReasoningGymEnvironment:
     The answer is what stands in ``<answer>`` tags, or the whole completion where there are none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._entry: dict[str, Any] = {}
 
     async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
@@ -59,7 +61,7 @@ class ReasoningGymEnvironment:
         return prompt
 
     async def step(self, output_ids: Sequence[int]) -> Observation:
-        completion = str(self._tokenizer.decode(list(output_ids), skip_special_tokens=True))
+        completion = completion_text(self._tokenizer, output_ids, self._skip_special_tokens)
         score = reasoning_gym.get_score_answer_fn(self._entry["metadata"]["source_dataset"])
         reward = await call_user(score, extract_answer(completion) or completion.strip(), self._entry)
         return Observation(reward=reward, done=True)

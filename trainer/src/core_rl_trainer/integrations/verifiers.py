@@ -15,6 +15,7 @@ from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
 from core_rl_trainer.rewards.functions import as_reward
+from core_rl_trainer.rewards.text import completion_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,9 +66,15 @@ class VerifiersEnvironment:
     where the prompt is one. The reward is the weighted sum of the rubric, at the end; metrics of it have the weight 0.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, environment: MessageEnvironment) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        environment: MessageEnvironment,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._environment = environment
+        self._skip_special_tokens = skip_special_tokens
         self._state: State = {}
 
     async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
@@ -89,7 +96,7 @@ class VerifiersEnvironment:
         return ids
 
     async def step(self, output_ids: Sequence[int]) -> Observation:
-        text = str(self._tokenizer.decode(list(output_ids), skip_special_tokens=True))
+        text = completion_text(self._tokenizer, output_ids, self._skip_special_tokens)
         turn = {"prompt": self._messages(), "completion": [{"role": "assistant", "content": text}]}
         self._state["trajectory"].append(turn)
         self._state["completion"].extend(turn["completion"])

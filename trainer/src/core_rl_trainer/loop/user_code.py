@@ -77,7 +77,9 @@ def open_user_code(
         loop = LoopThread("core-rl-rewards")
         stack.callback(_close_loop, loop)
         opened = {
-            name: TextReward(_opened(recipe, name, function, loop, stack), tokenizer)
+            name: TextReward(
+                _opened(recipe, name, function, loop, stack), tokenizer, recipe.rollout.skip_special_tokens
+            )
             for name, function in loaded.rewards.items()
         }
         yield UserCode(

@@ -65,6 +65,9 @@ class RolloutSection(Config):
     reward_processes: int = Field(default=0, ge=0)
     """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
     0 computes them in threads, where it is only given up."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text of completions that rewards get. False keeps them, such as a ``<think>``
+    that is a special token; an end token at the end of a completion is left out in any case."""
     environment: str | None = None
     """``module:function`` or ``file.py:function``, called with the tokenizer for each episode: makes the
     `Environment` that replies to the model between its turns, such as a `ToolEnvironment`. Null: one turn."""

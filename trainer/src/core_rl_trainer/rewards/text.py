@@ -20,6 +20,7 @@ __all__ = [
     "NamedReward",
     "TextReward",
     "TextRewardFn",
+    "completion_text",
     "expected_answer",
     "integer_match",
     "text_match",
@@ -55,19 +56,31 @@ def expected_answer(sample: Mapping[str, Any]) -> Any:
     return sample["answer"]
 
 
-class TextReward:
-    """A `TextRewardFn` as the reward of a workflow, which sees token ids. Special tokens are left out."""
+def completion_text(
+    tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int], skip_special_tokens: bool
+) -> str:
+    """The text of a completion: without special tokens, or with all of them but the end token that it stops at."""
+    ids = list(output_ids)
+    if not skip_special_tokens and ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def __init__(self, fn: TextRewardFn, tokenizer: PreTrainedTokenizerBase) -> None:
+
+class TextReward:
+    """A `TextRewardFn` as the reward of a workflow, which sees token ids; see `completion_text`."""
+
+    def __init__(
+        self, fn: TextRewardFn, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True
+    ) -> None:
         self.__name__ = name_of(fn)
         self.__wrapped__ = self._fn = fn
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
 
     def __call__(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]
     ) -> float | Awaitable[float]:
-        completion = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
-        return self._fn(str(completion), data)
+        return self._fn(completion_text(self._tokenizer, output_ids, self._skip_special_tokens), data)
 
 
 @dataclass(frozen=True)
