@@ -51,7 +51,9 @@ def load(
     tokenizer: Any, kind: ExampleKind = PROMPTS, seed: int = 0, budget: int = 1000, **section: Any
 ) -> TrainingData:
     values = parse_config(DataSection, section, "data")
-    return load_training_data(values, kind, tokenizer, seed, limit=LIMIT, budget=budget)
+    return load_training_data(
+        values, kind, tokenizer, seed, limit=LIMIT, budget=budget, vocabulary=len(tokenizer)
+    )
 
 
 def answers(data: TrainingData, count: int) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 import training_support as support
 from transformers import BertConfig
 
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.loop.run import dry_run
 from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.recipe.recipe import load_recipe
@@ -31,7 +31,10 @@ def few_embeddings(config: dict[str, Any]) -> None:
     ("change", "message"),
     [
         (encoder, "of type 'bert' is an encoder: each token sees those after it"),
-        (few_embeddings, r"its tokenizer has ids up to \d+, and the model embeddings for 5"),
+        (
+            few_embeddings,
+            r"train.jsonl: line 1: .*has the token '.', id \d+, and the model has embeddings for",
+        ),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
@@ -50,8 +53,57 @@ def test_models_without_log_probs_of_all_tokens(
     (model / "config.json").write_text(json.dumps(config))
     values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
     values["model"] = {"path": str(model)}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(CoreRLError, match=message):
         dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
+
+
+def _edited(path: Path, **fields: Any) -> None:
+    """``path``, a link, as a JSON file with other ``fields``."""
+    values = json.loads(path.read_text()) | fields
+    path.unlink()
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        ("grpo", {}),
+        ("ppo", {"critic": {}}),
+        ("sft", {}),
+        ("dpo", {"data": "pairs.jsonl"}),
+        ("reward_model", {"data": "pairs.jsonl"}),
+    ],
+)
+@pytest.mark.parametrize("end", [None, "stop_token_ids", "config"])
+def test_runs_need_an_end_token(
+    start: Path, tmp_path: Path, algorithm: str, changes: dict[str, Any], end: str | None
+) -> None:
+    model = tmp_path / "model"
+    _link(start, model)
+    _edited(model / "tokenizer_config.json", eos_token=None)
+    _edited(model / "config.json", eos_token_id=support.EOS if end == "config" else None)
+    (model / "generation_config.json").unlink()
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm}, **changes)
+    data = str(start / changes.get("data", "train.jsonl"))
+    values |= {"model": {"path": str(model)}, "data": {"train": data}}
+    del values["eval_every"]
+    values["rollout"] |= {"stop_token_ids": [support.EOS]} if end == "stop_token_ids" else {}
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    if end == "config" or (end is not None and algorithm in ("grpo", "ppo")):
+        assert dict(dry_run(recipe).end_tokens) == {support.EOS: "</s>"}
+        return
+    with pytest.raises(ConfigError, match=r"there is no end token in tokenizer_config\.json"):
+        dry_run(recipe)
+
+
+def test_token_ids_beyond_the_vocabulary(start: Path, tmp_path: Path) -> None:
+    values = support.recipe_values(start, tmp_path / "out")
+    values["rollout"] |= {"stop_token_ids": [2, 99], "logit_bias": {15: 1.0}, "off_distribution": "warn"}
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    with pytest.raises(
+        ConfigError, match=r"stop_token_ids has the token id 99; .*0 to 14[\s\S]*logit_bias has .* 15"
+    ):
+        dry_run(recipe)
 
 
 def _link(start: Path, model: Path) -> None:

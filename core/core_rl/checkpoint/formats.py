@@ -20,6 +20,7 @@ from core_rl.checkpoint.adapters import load_adapter, save_adapter
 from core_rl.checkpoint.background import BackgroundSave, Later, Write
 from core_rl.checkpoint.contents import Contents, load_parts, publish_save
 from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.end_tokens import end_tokens, write_end_tokens
 from core_rl.checkpoint.model_files import copy_model_files, copy_tokenizer
 from core_rl.checkpoint.sharded import load_sharded, save_sharded
 from core_rl.checkpoint.shards import ShardFiles, write_copies
@@ -47,9 +48,12 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
         config.save_pretrained(directory)
         copy_model_files(contents.config.model.path, directory)
         copy_tokenizer(meta.tokenizer_path, contents.config.model.path, directory)
+        if contents.config.model.head == "lm":
+            write_end_tokens(directory, config, ends)
 
     config = copy.deepcopy(contents.backend.hf_config())
     config.dtype = contents.config.dtype
+    ends = end_tokens(config, contents.config.model.path, meta.tokenizer_path)
     state = {"model": contents.fingerprint(), "version": contents.progress.version}
     return publish_save(
         contents, meta, write, state, lambda: _tensors_later(contents, {"model": kinds}, write_rest)

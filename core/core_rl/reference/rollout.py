@@ -23,6 +23,7 @@ from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict, check_source
 from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.end_tokens import end_tokens
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
@@ -72,7 +73,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         self._unseeded = 0
         self._served_version = 0
         model = self._load(self.config.model)
-        self._eos_token_ids = _token_ids(model)
+        self._eos_token_ids = end_tokens(model.config, self.config.model.path)
         self._adopt(model)
         return ModelLimits.of(model.config)
 
@@ -283,13 +284,3 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
                 logits = self._model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
                 results.append(read(ids, torch.log_softmax(logits / temperature, dim=-1)))
         return results
-
-
-def _token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The end-of-sequence tokens of the model: of its generation config, else of its config."""
-    found = model.generation_config.eos_token_id
-    if found is None:
-        found = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(int(token) for token in found)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from core_rl.backend.inference_backend import ModelLimits
+from core_rl.checkpoint.end_tokens import end_tokens
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 from core_rl.servers.adapters import AdapterForm
@@ -27,7 +27,7 @@ class ServedModel:
     path: Path
     limits: ModelLimits
     eos: frozenset[int]
-    """End-of-sequence tokens, those of the config and of the generation config: servers stop at both."""
+    """End tokens of config, generation config and tokenizer."""
     shapes: dict[str, tuple[int, ...]]
     """Names and shapes of the tensors of an export."""
     config: PretrainedConfig
@@ -46,7 +46,7 @@ class ServedModel:
         return ServedModel(
             path=path,
             limits=ModelLimits.of(config),
-            eos=_eos(config, path),
+            eos=frozenset(end_tokens(config, path)),
             shapes=exported_shapes(model),
             config=config,
         )
@@ -55,10 +55,3 @@ class ServedModel:
     def digest(self) -> str:
         """The digest of its weights, as a train engine computes it for the base of an adapter."""
         return digest_of_directory(self.path, self.config)
-
-
-def _eos(config: PretrainedConfig, path: Path) -> frozenset[int]:
-    found = [getattr(config.get_text_config(), "eos_token_id", None)]
-    if (path / "generation_config.json").is_file():
-        found.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    return frozenset(chain.from_iterable([of] if isinstance(of, int) else of or () for of in found))

@@ -12,7 +12,7 @@ from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import RolloutError
 from core_rl.servers.pool import BLOCK, SLACK, PrefixRouter
 from core_rl.servers.wire import StaleServer
-from core_rl_sglang.responses import generation_body, to_response
+from core_rl_sglang.responses import SglangWire, generation_body, to_response
 
 EOS = {2, 5}
 
@@ -49,6 +49,14 @@ def test_answers_end_as_the_contract_says(
     found = to_response(request, generated(ids, {"type": finish}), EOS, "here:1")
     assert (list(found.output_ids), found.stop_reason) == (kept, reason)
     assert len(found.logprobs) == len(found.versions) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sent"), [({}, [2, 5]), ({"stop_token_ids": (9,)}, [2, 5, 9]), ({"ignore_eos": True}, [])]
+)
+def test_requests_stop_at_all_end_tokens(sampling: dict[str, Any], sent: list[int]) -> None:
+    request = LLMRequest(input_ids=(1,), sampling=SamplingParams(**sampling))
+    assert SglangWire().generation(request, EOS)["sampling_params"]["stop_token_ids"] == sent
 
 
 def test_a_request_that_was_aborted_in_the_queue_has_no_tokens() -> None:

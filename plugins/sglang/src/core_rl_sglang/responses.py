@@ -23,7 +23,7 @@ class SglangWire(Wire):
     rid = "rid"
 
     def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
-        return generation_body(request, request.rid)
+        return generation_body(request, request.rid, eos)
 
     def adapter_fields(self, name: str | None) -> dict[str, str]:
         return {} if name is None else {"lora_path": name}
@@ -63,22 +63,27 @@ class SglangWire(Wire):
         return read
 
 
-def generation_body(request: LLMRequest, rid: str) -> dict[str, Any]:
-    """The body of ``POST /generate``. ``rid`` is new for each attempt: a server aborts by the beginning of a name."""
+def generation_body(request: LLMRequest, rid: str, eos: Collection[int] = ()) -> dict[str, Any]:
+    """The body of ``POST /generate``; ``eos`` are the model's end tokens.
+
+    ``rid`` is new for each attempt: a server aborts by the beginning of a name.
+    """
     return {
         "rid": rid,
         "input_ids": list(request.input_ids),
-        "sampling_params": _sampling(request.sampling),
+        "sampling_params": _sampling(request.sampling, eos),
         "return_logprob": True,
     }
 
 
-def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
     """All parameters that could otherwise come from the model's generation config."""
     top_k, top_p = sampling.top_k, sampling.top_p
     if top_k == 1 and not sampling.greedy:
         # SGLang takes top_k = 1 for greedy decoding, and reports log-probs without the temperature then.
         top_k, top_p = None, MOST_LIKELY_ONLY
+    # A server without a tokenizer knows the end tokens of the model's configs alone.
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
     found: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -89,7 +94,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "presence_penalty": sampling.presence_penalty,
         "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": list(sampling.stop_token_ids),
+        "stop_token_ids": sorted(stops),
     }
     if sampling.logit_bias:
         found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}

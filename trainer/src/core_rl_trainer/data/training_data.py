@@ -16,6 +16,7 @@ from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDa
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
+from core_rl_trainer.data.vocabulary import within_vocabulary
 from core_rl_trainer.recipe.data import DataSection, DataSource
 
 if TYPE_CHECKING:
@@ -57,13 +58,21 @@ def load_training_data(
     *,
     limit: int | None,
     budget: int,
+    vocabulary: int,
 ) -> TrainingData:
     """The examples of ``section``, encoded; those of ``eval_fraction`` are drawn by ``seed``.
 
-    ``limit`` is the most tokens of a sequence, None for any number, and ``budget`` those of a unit. Raises
-    `ConfigError` and `BatchError` for data that is missing, of another type, or damaged.
+    ``limit`` is the most tokens of a sequence, None for any number, and ``budget`` those of a unit. The model has
+    embeddings for ``vocabulary`` ids. Raises `ConfigError` and `BatchError` for data that is missing, of another
+    type, or damaged.
     """
-    encoder = _Encoder(section=section, kind=kind, tokenizer=tokenizer, limit=limit, budget=budget)
+    encoder = _Encoder(
+        section=section,
+        kind=within_vocabulary(kind, vocabulary),
+        tokenizer=tokenizer,
+        limit=limit,
+        budget=budget,
+    )
     sources = [_open(section, kind, source, "train") for source in section.train]
     held_out = [_open(section, kind, source, None).examples for source in section.eval or ()]
     examples = [opened.examples for opened in sources]

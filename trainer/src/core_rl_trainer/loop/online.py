@@ -17,8 +17,14 @@ from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
 from core_rl_trainer.algorithms.updates import UpdatesConfig
 from core_rl_trainer.data.kinds import PROMPTS
 from core_rl_trainer.data.statistics import describe_data
-from core_rl_trainer.data.tokenizers import context_length, load_tokenizer
+from core_rl_trainer.data.tokenizers import (
+    context_length,
+    load_tokenizer,
+    require_end_tokens,
+    vocabulary_size,
+)
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
+from core_rl_trainer.data.vocabulary import check_token_ids
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.loop.restarts import check_layouts
@@ -48,9 +54,15 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     plan = plan_roles(recipe, algorithm.wanted_fields)
     check_layouts(recipe, lambda fewer: plan_roles(fewer, algorithm.wanted_fields).trained())
     loaded = load_user_code(recipe)
-    tokenizer = load_tokenizer(recipe.model.path)
+    tokenizer, vocabulary = load_tokenizer(recipe.model.path), vocabulary_size(recipe.model.path)
+    sampling = recipe.rollout
+    settings = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
+    check_token_ids(settings, vocabulary)
+    ends = require_end_tokens(tokenizer, sampling.stop_token_ids, sampling.stop)
     limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
-    data = load_training_data(recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget)
+    data = load_training_data(
+        recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget, vocabulary=vocabulary
+    )
     recipe = recipe.with_steps(len(data.train), recipe.rollout.prompts_per_step)
 
     @contextmanager
@@ -70,6 +82,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
         data=describe_data(
             data, seed=recipe.seed, batch_size=recipe.rollout.prompts_per_step, ranks=1, budget=None
         ),
+        end_tokens=ends,
         open=opened,
         memory_sender=plan.sender().machine if recipe.rollout.sync == "tensor" else None,
     )

@@ -100,6 +100,8 @@ class PreparedRun:
     """Of the train roles, and of the rollout engine where the recipe gives one."""
     workload: Workload
     data: DataStatistics
+    end_tokens: Mapping[int, str]
+    """Ids and texts of the tokens that end a sequence."""
     open: Callable[[RunDirectory, Hosts], AbstractContextManager[Loop]]
     memory_sender: int | None = None
     """The machine from which weights go through shared memory (``tensor``); None where they go otherwise."""

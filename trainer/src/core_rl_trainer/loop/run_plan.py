@@ -27,7 +27,7 @@ knows what is gathered and kept of routed tokens (`TrainEngineConfig.expert_rows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,8 @@ class RunPlan:
     steps: int
     workload: Workload
     data: DataStatistics
+    end_tokens: Mapping[int, str]
+    """Ids and texts of the tokens that end a sequence."""
     passes: float
     """Over the examples to train on."""
     sequences_per_step: int
@@ -143,6 +145,7 @@ def plan_run(recipe: Recipe, prepared: PreparedRun, remarks: tuple[str, ...] = (
         steps=steps,
         workload=workload,
         data=prepared.data,
+        end_tokens=prepared.end_tokens,
         passes=steps * workload.examples_per_step / workload.examples,
         sequences_per_step=sequences,
         tokens_per_step=sequences * workload.longest,

@@ -25,7 +25,12 @@ from core_rl_trainer.data.batches import (
 )
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, Sample
 from core_rl_trainer.data.statistics import describe_data
-from core_rl_trainer.data.tokenizers import context_length, load_tokenizer
+from core_rl_trainer.data.tokenizers import (
+    context_length,
+    load_tokenizer,
+    require_end_tokens,
+    vocabulary_size,
+)
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.loop.loop import Clock
@@ -57,10 +62,15 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         )
     plan = plan_supervised(recipe, interface)
     check_layouts(recipe, lambda fewer: {MODEL: plan_supervised(fewer, interface)})
-    tokenizer, limit = load_tokenizer(recipe.model.path), context_length(recipe.model.path)
+    path = recipe.model.path
+    tokenizer, limit = load_tokenizer(path), context_length(path)
+    ends = require_end_tokens(tokenizer)
     kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
     size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
-    data = load_training_data(recipe.data, kind, tokenizer, recipe.seed, limit=limit, budget=budget)
+    vocabulary = vocabulary_size(path)
+    data = load_training_data(
+        recipe.data, kind, tokenizer, recipe.seed, limit=limit, budget=budget, vocabulary=vocabulary
+    )
     recipe = recipe.with_steps(len(data.train), size)
 
     @contextmanager
@@ -87,6 +97,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         placements={MODEL: placement},
         workload=workload,
         data=statistics,
+        end_tokens=ends,
         open=opened,
     )
 

@@ -1,0 +1,90 @@
+"""End tokens of a model: of its tokenizer and its configs, in one set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+
+from core_rl.checkpoint.end_tokens import end_tokens, write_end_tokens
+from core_rl.errors import ConfigError
+
+TOKENS = ["a", "b", "<pad>", "<s>", "</s>", "<|end|>", "<|eot|>"]
+END, EOT = 5, 6
+
+
+def save_model(directory: Path, eos: str | None = None, generation: Any = None, **config: Any) -> Path:
+    AutoConfig.for_model("qwen2", vocab_size=len(TOKENS), **config).save_pretrained(directory)
+    if eos is not None:
+        words = Tokenizer(models.WordLevel({token: n for n, token in enumerate(TOKENS)}, unk_token="a"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token=eos).save_pretrained(directory)
+    if generation is not None:
+        GenerationConfig(eos_token_id=generation).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("eos", "config", "generation", "expected"),
+    [
+        (None, None, None, ()),
+        ("<|eot|>", None, None, (EOT,)),
+        ("<|eot|>", END, None, (END, EOT)),
+        ("<|eot|>", 4, [END, EOT], (4, END, EOT)),
+        (None, [4, END], None, (4, END)),
+        (None, 4, END, (4, END)),
+        ("<|eot|>", 99, [100, -1], (EOT,)),
+    ],
+)
+def test_end_tokens_unite_tokenizer_and_configs(
+    tmp_path: Path, eos: str | None, config: Any, generation: Any, expected: tuple[int, ...]
+) -> None:
+    directory = save_model(tmp_path, eos, generation, eos_token_id=config)
+    assert end_tokens(AutoConfig.from_pretrained(directory), directory) == expected
+
+
+def test_nested_text_configs_have_end_tokens(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "gemma3", text_config={"vocab_size": 8, "eos_token_id": 4}, eos_token_id=[END]
+    )
+    assert end_tokens(config, None) == (4, END)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '"other"', '{"added_tokens": []}'])
+def test_unreadable_tokenizers_have_no_end_token(tmp_path: Path, text: str) -> None:
+    directory = save_model(tmp_path, eos_token_id=END)
+    (directory / "tokenizer.json").write_text(text)
+    assert end_tokens(AutoConfig.from_pretrained(directory), directory) == (END,)
+
+
+def test_unreadable_generation_configs_are_named(tmp_path: Path) -> None:
+    directory = save_model(tmp_path, eos_token_id=END)
+    (directory / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+        end_tokens(AutoConfig.from_pretrained(directory), directory)
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends", "written"),
+    [
+        (None, (END,), None),
+        (None, (END, EOT), [END, EOT]),
+        ({"temperature": 0.5, "eos_token_id": 4}, (4, EOT), [4, EOT]),
+        ({"eos_token_id": [EOT, 4]}, (4, EOT), [EOT, 4]),
+        ({"temperature": 0.5}, (END,), [END]),
+    ],
+)
+def test_exports_stop_at_all_end_tokens(
+    tmp_path: Path, generation: dict[str, Any] | None, ends: tuple[int, ...], written: list[int] | None
+) -> None:
+    path = tmp_path / "generation_config.json"
+    if generation is not None:
+        path.write_text(json.dumps(generation))
+    config = AutoConfig.for_model("qwen2", eos_token_id=END)
+    write_end_tokens(tmp_path, config, ends)
+    saved = json.loads(path.read_text()) if path.is_file() else {}
+    assert saved.get("eos_token_id") == written
+    assert saved.get("temperature") == (generation or {}).get("temperature")
