@@ -18,6 +18,7 @@ from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.continued import MAX_ABORTS, generate_whole
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Observation
+from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
 
 STOP = 9
@@ -151,9 +152,19 @@ def last_token(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mappi
     return float(output_ids[-1])
 
 
-def test_a_reward_function_scores_the_last_response() -> None:
-    batch = play(MultiTurnWorkflow(environment=Script, reward=last_token), TALK, Counter())
+def last_tokens(prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], data: Any) -> list[float]:
+    return [last_token(prompt_ids, output_ids, data) for output_ids in completions]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [last_token, WeightedRewards((RewardTerm(name="last", function=last_tokens, batched=True),))],
+    ids=["single", "batched"],
+)
+def test_a_reward_function_scores_the_last_response(reward: Any) -> None:
+    batch = play(MultiTurnWorkflow(environment=Script, reward=reward), TALK, Counter())
     assert batch["rewards"].tolist() == [105 + 1.25]
+    assert batch["reward/environment"].tolist() == [1.25]
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,21 @@ def test_a_reward_that_hangs_is_killed_with_its_children(tmp_path: Path, do: str
         assert ask(reward, "", tmp_path) == 21.0
 
 
+def lengths(completions: list[str], sample: Mapping[str, Any]) -> list[float]:
+    return [float(len(completion)) for completion in completions][sample["skip"] :]
+
+
+def test_batched_rewards_run_in_a_process() -> None:
+    with ProcessReward(lengths, timeout_s=20, batched=True) as reward:
+        assert asyncio.run(reward(["ab", "c"], {"skip": 0})) == [2.0, 1.0]
+        with pytest.raises(
+            RolloutError, match=r"it returned a list of length 1 for 2 completions \(test_process"
+        ):
+            asyncio.run(reward(["ab", "c"], {"skip": 1}))
+
+
 def test_waiting_for_a_free_process_does_not_count(tmp_path: Path) -> None:
-    async def all_at_once(reward: ProcessReward) -> list[float]:
+    async def all_at_once(reward: ProcessReward) -> list[Any]:
         data = {"do": "", "pids": str(tmp_path / "pids")}
         return await asyncio.gather(*(reward([], [1] * n, data) for n in range(200)))
 

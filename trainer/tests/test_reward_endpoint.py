@@ -16,7 +16,7 @@ from core_rl_trainer.rewards.http import HttpReward
 Answer = Callable[[dict[str, Any]], web.Response]
 
 
-async def asked(answer: Answer | None, completion: str = "4", **sample: Any) -> float:
+async def asked(answer: Answer | None, completion: str | list[str] = "4", **sample: Any) -> Any:
     """The reward of an endpoint that says ``answer``; None is an endpoint that is not there."""
 
     async def handle(request: web.Request) -> web.Response:
@@ -32,7 +32,7 @@ async def asked(answer: Answer | None, completion: str = "4", **sample: Any) -> 
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
     if answer is None:
         await runner.cleanup()
-    reward = HttpReward(f"http://127.0.0.1:{port}/score")
+    reward = HttpReward(f"http://127.0.0.1:{port}/score", batched=isinstance(completion, list))
     try:
         return await reward(completion, sample)
     finally:
@@ -54,6 +54,19 @@ def test_completion_and_sample_are_sent_without_own_fields() -> None:
 
     assert asyncio.run(asked(answer, prompt="2+2=", _number=3)) == 0.25
     assert seen == [{"completion": "4", "sample": {"prompt": "2+2="}}]
+
+
+def test_batched_endpoint_gets_all_completions() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> web.Response:
+        seen.append(body)
+        return web.json_response({"rewards": [0.25, 1]})
+
+    assert asyncio.run(asked(answer, ["4", "5"], prompt="2+2=")) == [0.25, 1]
+    assert seen == [{"completions": ["4", "5"], "sample": {"prompt": "2+2="}}]
+    with pytest.raises(RolloutError, match=r'JSON object \{"rewards": \[NUMBER, …\]\}'):
+        asyncio.run(asked(lambda _: web.json_response({"rewards": [True, 1]}), ["4", "5"]))
 
 
 def test_an_overloaded_endpoint_is_asked_again() -> None:

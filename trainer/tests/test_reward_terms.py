@@ -60,6 +60,52 @@ def test_a_term_that_fails_is_named() -> None:
         asyncio.run(workflow.arun_episode(Echo(), {"prompt_ids": [5, 6]}, 0))
 
 
+class Batched:
+    """A batched reward, called with ``calls``; returns ``value`` or the position of each completion."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.calls: list[Any] = []
+        self._value = value
+
+    def __call__(self, prompt_ids: Any, completions: Any, data: Any) -> Any:
+        self.calls.append((list(prompt_ids), [list(ids) for ids in completions]))
+        return list(range(len(completions))) if self._value is None else self._value
+
+
+def batched_workflow(reward: Any) -> SingleTurnWorkflow:
+    terms = (
+        RewardTerm(name="length", function=length, weight=0.5),
+        RewardTerm(name="position", function=reward, weight=-1.0, batched=True),
+    )
+    return SingleTurnWorkflow(reward=WeightedRewards(terms), group_size=3)
+
+
+@pytest.mark.parametrize("value", [None, (0, 1, 2), torch.tensor([0, 1, 2])])
+def test_batched_rewards_score_a_group_at_once(value: Any) -> None:
+    reward = Batched(value)
+    batch = asyncio.run(batched_workflow(reward).arun_episode(Echo(), {"prompt_ids": [5, 6]}, 0))
+    assert batch is not None
+    assert batch["reward/position"].tolist() == [0, 1, 2]
+    torch.testing.assert_close(batch["rewards"], 0.5 * batch["reward/length"] - batch["reward/position"])
+    assert reward.calls == [([5, 6], [[5, 6]] * 3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 2.0], r"returned a list of length 2 for 3 completions.*\nfix: return a list"),
+        (0.5, "returned 0.5, not a list of 3 numbers"),
+        ("abc", "returned 'abc', not a list of 3 numbers"),
+        ({"a": 1.0}, "returned {.a.: 1.0}, not a list of 3 numbers"),
+        ([1.0, None, 2.0], "for completion 1, returned None, not a number"),
+        ([1.0, 2.0, float("nan")], "for completion 2, returned nan; rewards are finite"),
+    ],
+)
+def test_wrong_batched_rewards_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(RolloutError, match=f"(?s)sample 4: the reward function Batched,? {message}"):
+        asyncio.run(batched_workflow(Batched(value)).arun_episode(Echo(), {"prompt_ids": [5, 6]}, 4))
+
+
 REWARD = "core_rl_trainer.rewards.text:text_match"
 MODULE = "core_rl_trainer.rewards.text"
 

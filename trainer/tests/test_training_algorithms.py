@@ -175,18 +175,24 @@ def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Pat
         start,
         tmp_path / "out",
         algorithm={"type_": "rloo"},
-        rewards=[{"function": "core_rl_trainer.rewards.text:text_match", "weight": 0.5}],
+        rewards=[
+            {"function": "core_rl_trainer.rewards.text:text_match", "weight": 0.5},
+            {"function": f"{tmp_path}/ranks.py:ranks", "batched": True},
+        ],
         reward_model=section,
         colocated=True,
         steps=2,
     )
     del values["reward"]
+    (tmp_path / "ranks.py").write_text("def ranks(texts, sample):\n    return [*range(len(texts))]\n")
     result = run(tmp_path, values)
     row = support.curve(tmp_path / "out")[1]
+    assert row["reward/ranks"] == (values["rollout"]["group_size"] - 1) / 2
     assert row["groups_without_signal"] == 0
     for prefix, metrics in (("", row), ("eval_", result["before"])):
-        expected = 0.5 * metrics[f"{prefix}reward/text_match"] + 2 * metrics[f"{prefix}reward/reward_model"]
-        assert metrics[f"{prefix}reward"] == pytest.approx(expected)
+        terms = {name: metrics[f"{prefix}reward/{name}"] for name in ("text_match", "reward_model", "ranks")}
+        total = 0.5 * terms["text_match"] + 2 * terms["reward_model"] + terms["ranks"]
+        assert metrics[f"{prefix}reward"] == pytest.approx(total)
         assert metrics[f"{prefix}reward/reward_model"] != 0
     assert result["before"]["eval_reward_greedy"] != 0
 

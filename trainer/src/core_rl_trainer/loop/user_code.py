@@ -13,12 +13,14 @@ from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.recipe.rewards import RewardSection
+from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.calls import call_on_loop, is_coroutine_function, name_of
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
 from core_rl_trainer.rewards.process import ProcessReward
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
-from core_rl_trainer.rewards.text import NamedReward, TextReward, TextRewardFn
+from core_rl_trainer.rewards.text import BatchedTextReward, NamedReward, TextReward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +35,8 @@ CLOSE_TIMEOUT_S = 1.0
 class LoadedCode:
     """Functions that a recipe names, loaded."""
 
-    rewards: Mapping[str, TextRewardFn]
-    """By the name in the recipe."""
+    rewards: Mapping[tuple[str, bool], Callable[..., Any]]
+    """By the name in the recipe, and whether they are batched."""
     environment: Callable[..., Environment] | None
     should_accept: AcceptFn | None
 
@@ -50,18 +52,21 @@ class UserCode:
 
 def load_user_code(recipe: Recipe) -> LoadedCode:
     """The functions that ``recipe`` names. Raises `ConfigError`."""
-    named = {f"rewards.{n}.function": section.function for n, section in enumerate(recipe.rewards)}
-    if recipe.reward is not None:
-        named["reward"] = recipe.reward
+    single = ["reward"] if recipe.reward is not None else []
+    fields = single or [f"rewards.{n}.function" for n in range(len(recipe.rewards))]
     chosen = recipe.rollout
     return LoadedCode(
         rewards={
-            name: HttpReward(name) if is_url(name) else load_callable(field, name)
-            for field, name in named.items()
+            section.call: _loaded(field, *section.call)
+            for field, section in zip(fields, recipe.reward_functions, strict=True)
         },
         environment=_optional("rollout.environment", chosen.environment),
         should_accept=_optional("rollout.should_accept", chosen.should_accept),
     )
+
+
+def _loaded(field: str, name: str, batched: bool) -> Callable[..., Any]:
+    return HttpReward(name, batched) if is_url(name) else load_callable(field, name)
 
 
 def _optional(field: str, name: str | None) -> Any:
@@ -77,15 +82,14 @@ def open_user_code(
         loop = LoopThread("core-rl-rewards")
         stack.callback(_close_loop, loop)
         opened = {
-            name: TextReward(
-                _opened(recipe, name, function, loop, stack), tokenizer, recipe.rollout.skip_special_tokens
-            )
-            for name, function in loaded.rewards.items()
+            call: _opened(recipe.rollout, call, function, loop, stack)
+            for call, function in loaded.rewards.items()
         }
+        skip_special_tokens = recipe.rollout.skip_special_tokens
         yield UserCode(
             reward=WeightedRewards(
                 tuple(
-                    RewardTerm(name=section.label, function=opened[section.function], weight=section.weight)
+                    _term(section, opened[section.call], tokenizer, skip_special_tokens)
                     for section in recipe.reward_functions
                 )
             ),
@@ -94,18 +98,40 @@ def open_user_code(
         )
 
 
+def _term(
+    section: RewardSection,
+    function: Callable[..., Any],
+    tokenizer: PreTrainedTokenizerBase,
+    skip_special_tokens: bool,
+) -> RewardTerm:
+    on_text = BatchedTextReward if section.batched else TextReward
+    return RewardTerm(
+        name=section.label,
+        function=on_text(function, tokenizer, skip_special_tokens),
+        weight=section.weight,
+        batched=section.batched,
+    )
+
+
 def _opened(
-    recipe: Recipe, name: str, function: TextRewardFn, loop: LoopThread, stack: ExitStack
-) -> TextRewardFn:
+    rollout: RolloutSection,
+    call: tuple[str, bool],
+    function: Callable[..., Any],
+    loop: LoopThread,
+    stack: ExitStack,
+) -> Callable[..., Any]:
     """``function`` where it is to run: at an endpoint, in processes, on the loop of rewards, or in threads."""
-    chosen = recipe.rollout
     if isinstance(function, HttpReward):
         stack.callback(_close_endpoint, loop, function)
         return _OnLoop(function, loop)
-    if chosen.reward_processes:
-        assert chosen.reward_timeout_s is not None
+    if rollout.reward_processes:
+        assert rollout.reward_timeout_s is not None
+        name, batched = call
         remote = ProcessReward(
-            NamedReward(name), processes=chosen.reward_processes, timeout_s=chosen.reward_timeout_s
+            NamedReward(name),
+            processes=rollout.reward_processes,
+            timeout_s=rollout.reward_timeout_s,
+            batched=batched,
         )
         return stack.enter_context(remote)
     return _OnLoop(function, loop) if is_coroutine_function(function) else function
@@ -119,9 +145,8 @@ class _OnLoop:
         self.__wrapped__ = function
         self._loop = loop
 
-    async def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float:
-        value: float = await call_on_loop(self._loop, self.__wrapped__, completion, sample)
-        return value
+    async def __call__(self, *args: Any) -> Any:
+        return await call_on_loop(self._loop, self.__wrapped__, *args)
 
 
 def _close_endpoint(loop: LoopThread, reward: HttpReward) -> None:

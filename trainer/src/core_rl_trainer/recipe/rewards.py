@@ -34,6 +34,15 @@ class RewardSection(Config):
     name: str | None = Field(default=None, min_length=1)
     """The metric is ``reward/NAME``; by default the name of the function, or of the endpoint's last part."""
 
+    batched: bool = False
+    """Call the function once for all completions of a prompt, with the list of their texts and the example. It returns
+    a list with a number for each, as a judge model or a reward relative to the group needs."""
+
+    @property
+    def call(self) -> tuple[str, bool]:
+        """The function and the form of its calls; sections that share both share its processes."""
+        return self.function, self.batched
+
     @property
     def label(self) -> str:
         """The name of its metric, after ``reward/``."""

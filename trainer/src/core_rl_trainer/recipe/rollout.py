@@ -61,7 +61,7 @@ class RolloutSection(Config):
     them by those of another prompt. ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without
     a signal, as DAPO (arXiv:2503.14476) does."""
     reward_timeout_s: float | None = Field(default=None, gt=0.0)
-    """The time limit of the reward of one completion, in seconds; null for that of ``timeout_s``."""
+    """The time limit of one call of a reward, in seconds; null for that of ``timeout_s``."""
     reward_processes: int = Field(default=0, ge=0)
     """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
     0 computes them in threads, where it is only given up."""

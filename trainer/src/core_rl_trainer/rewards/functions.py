@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import ConfigError, RolloutError
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from core_rl.data.batch import SequenceBatch
 
 __all__ = [
+    "BatchedRewardFn",
     "RewardFn",
     "as_reward",
+    "as_rewards",
     "compute_reward",
+    "compute_rewards",
     "load_callable",
     "rewards_differ",
 ]
@@ -41,6 +44,17 @@ class RewardFn(Protocol):
     ) -> float | Awaitable[float]: ...
 
 
+class BatchedRewardFn(Protocol):
+    """Scores the completions of one prompt together, such as with a judge model, or relative to each other.
+
+    Returns a number for each of ``completions``, in their order. Otherwise as `RewardFn`.
+    """
+
+    def __call__(
+        self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], data: Mapping[str, Any], /
+    ) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+
+
 async def compute_reward(
     reward: RewardFn,
     prompt_ids: Sequence[int],
@@ -56,9 +70,30 @@ async def compute_reward(
     longer than ``timeout_s``, or returns something else.
     """
     who = f"{subject}: the reward function {name_of(reward)}"
-    called = call_user(reward, prompt_ids, output_ids, data)
-    value = await guarded(called, subject=who, timeout_s=timeout_s, function=reward, setting=LIMIT)
+    value = await _returned(reward, prompt_ids, output_ids, data, subject=who, timeout_s=timeout_s)
     return as_reward(value, who, place_of(reward))
+
+
+async def compute_rewards(
+    reward: BatchedRewardFn,
+    prompt_ids: Sequence[int],
+    completions: Sequence[Sequence[int]],
+    data: Mapping[str, Any],
+    *,
+    subject: str,
+    timeout_s: float | None = None,
+) -> list[float]:
+    """Call ``reward`` once for all ``completions``. Raises as `compute_reward` does."""
+    who = f"{subject}: the reward function {name_of(reward)}"
+    value = await _returned(reward, prompt_ids, completions, data, subject=who, timeout_s=timeout_s)
+    return as_rewards(value, len(completions), who, place_of(reward))
+
+
+async def _returned(
+    reward: Callable[..., object], *args: object, subject: str, timeout_s: float | None
+) -> object:
+    called = call_user(reward, *args)
+    return await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
 
 
 def as_reward(value: object, subject: str, place: str = "") -> float:
@@ -74,6 +109,20 @@ def as_reward(value: object, subject: str, place: str = "") -> float:
             f"{subject} returned {number}; rewards are finite{place}\nfix: return a finite number"
         )
     return number
+
+
+def as_rewards(value: object, count: int, subject: str, place: str = "") -> list[float]:
+    """``value``, a list, array or tensor, as ``count`` finite floats; else a `RolloutError`, as of `as_reward`."""
+    values = value.tolist() if hasattr(value, "tolist") else value
+    fix = "fix: return a list with a float for each completion, in their order"
+    if not isinstance(values, list | tuple):
+        shown = textwrap.shorten(repr(value), SHOWN)
+        raise RolloutError(f"{subject} returned {shown}, not a list of {count} numbers{place}\n{fix}")
+    if len(values) != count:
+        raise RolloutError(
+            f"{subject} returned a list of length {len(values)} for {count} completions{place}\n{fix}"
+        )
+    return [as_reward(number, f"{subject}, for completion {n},", place) for n, number in enumerate(values)]
 
 
 def _no_number(subject: str, value: object, place: str) -> str:

@@ -36,11 +36,12 @@ class _Unavailable(RolloutError):
 class HttpReward:
     """A `TextRewardFn` that posts ``{"completion": text, "sample": {…}}`` and reads ``{"reward": number}``.
 
+    A batched one is a `BatchedTextRewardFn`: it posts ``completions``, a list of texts, and reads ``rewards``.
     An endpoint that cannot be reached, or is overloaded (status 429 or 5xx), is asked `ATTEMPTS` times. Belongs to
     the event loop of its first call, on which `close` runs too. Raises `ConfigError` where aiohttp is not installed.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, batched: bool = False) -> None:
         try:
             import aiohttp  # noqa: F401
         except ImportError as error:
@@ -49,15 +50,18 @@ class HttpReward:
             ) from error
         self.__name__ = url
         self._url = url
+        self._batched = batched
         self._session: aiohttp.ClientSession | None = None
 
-    async def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float:
-        """The reward. Raises `RolloutError` for an endpoint that refuses, or answers something else."""
+    async def __call__(self, completion: str | list[str], sample: Mapping[str, Any], /) -> Any:
+        """The reward, or the list of rewards. Raises `RolloutError` for a status or an answer that is no reward."""
         # Fields that begin with _ are the trainer's own.
         fields = {name: value for name, value in sample.items() if not name.startswith("_")}
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return _reward_in(await self._post({"completion": completion, "sample": fields}))
+                name = "completions" if self._batched else "completion"
+                content = await self._post({name: completion, "sample": fields})
+                return _rewards_in(content) if self._batched else _reward_in(content)
             except _Unavailable as error:
                 if attempt == ATTEMPTS:
                     raise RolloutError(
@@ -94,18 +98,34 @@ class HttpReward:
 
 
 def _reward_in(content: bytes) -> float:
-    try:
-        found = json.loads(content)
-        number = found["reward"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RolloutError(_unusable(content)) from error
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise RolloutError(_unusable(content))
+    number = _field(content, "reward", "NUMBER")
+    if not _is_number(number):
+        raise _unusable(content, "reward", "NUMBER")
     return float(number)
 
 
-def _unusable(content: bytes) -> str:
-    return f'answered {_shown(content)}\nfix: the endpoint answers with the JSON object {{"reward": NUMBER}}'
+def _rewards_in(content: bytes) -> list[Any]:
+    numbers = _field(content, "rewards", "[NUMBER, …]")
+    if not isinstance(numbers, list) or not all(map(_is_number, numbers)):
+        raise _unusable(content, "rewards", "[NUMBER, …]")
+    return numbers
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _field(content: bytes, name: str, form: str) -> Any:
+    try:
+        return json.loads(content)[name]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unusable(content, name, form) from error
+
+
+def _unusable(content: bytes, name: str, form: str) -> RolloutError:
+    return RolloutError(
+        f'answered {_shown(content)}\nfix: the endpoint answers with the JSON object {{"{name}": {form}}}'
+    )
 
 
 def _shown(content: bytes) -> str:

@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -24,7 +24,7 @@ from core_rl.launch.process import start_process
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import end_with_driver
 from core_rl_trainer.rewards.calls import ENDINGS, describe_error, name_of, place_of
-from core_rl_trainer.rewards.functions import LIMIT, as_reward
+from core_rl_trainer.rewards.functions import LIMIT, as_reward, as_rewards
 
 __all__ = ["ProcessReward"]
 
@@ -42,14 +42,15 @@ class ProcessReward:
     For functions that hang, crash or hold the interpreter lock: a call that takes longer is an error, and its
     process is killed with all of its children; the next call gets a new one. So is a process that dies. The time
     in which a call waits for a free process does not count. Awaiting a call runs it; it takes any
-    arguments that can be pickled, and ``fn``, a plain or a coroutine function, can be pickled too.
+    arguments that can be pickled, and ``fn``, a plain or a coroutine function, can be pickled too. A ``batched`` one
+    returns a list with a number for each completion of its last argument but one.
 
     Processes end with `close`, and with the process that made them, however that ends. A script that makes them
     needs the ``__main__`` guard.
     """
 
     def __init__(
-        self, fn: Callable[..., float | Awaitable[float]], *, processes: int = 1, timeout_s: float
+        self, fn: Callable[..., Any], *, processes: int = 1, timeout_s: float, batched: bool = False
     ) -> None:
         if processes < 1 or timeout_s <= 0:
             raise ConfigError(
@@ -66,20 +67,20 @@ class ProcessReward:
             ) from error
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._workers = [_Worker(pickled, place_of(fn), self._closed) for _ in range(processes)]
+        self._workers = [_Worker(pickled, batched, place_of(fn), self._closed) for _ in range(processes)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         # One thread for each process: a call waits in the threads' queue until a process is free.
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="core-rl-reward")
 
-    async def __call__(self, *args: Any) -> float:
-        """The reward. Raises `RolloutError` when the function raises, hangs, or ends its process."""
+    async def __call__(self, *args: Any) -> Any:
+        """The reward, or the list of rewards. Raises `RolloutError` where the function raises, hangs or crashes."""
         if self._closed.is_set():
             raise EngineStateError(f"the processes of the reward function {self.__name__} are closed")
         return await asyncio.wrap_future(self._threads.submit(self._call, args))
 
-    def _call(self, args: tuple[Any, ...]) -> float:
+    def _call(self, args: tuple[Any, ...]) -> Any:
         worker = self._idle.get()
         try:
             return worker.call(args, self._timeout_s)
@@ -105,19 +106,20 @@ class ProcessReward:
 class _Worker:
     """One process, started when it is needed. One thread calls; any may kill."""
 
-    def __init__(self, pickled: bytes, place: str, closed: threading.Event) -> None:
+    def __init__(self, pickled: bytes, batched: bool, place: str, closed: threading.Event) -> None:
         self._pickled = pickled
+        self._batched = batched
         self._place = place
         self._closed = closed
         self._process: BaseProcess | None = None
         self._tree: ProcessTree | None = None
         self._connection: Connection | None = None
 
-    def call(self, args: tuple[Any, ...], timeout_s: float) -> float:
+    def call(self, args: tuple[Any, ...], timeout_s: float) -> Any:
         try:
             if self._process is None:
                 self._start()
-            return as_reward(self._ask(args, timeout_s), "it", self._place)
+            return self._ask(args, timeout_s)
         except (EOFError, OSError) as error:
             code = self.stop()
             if self._closed.is_set():
@@ -130,7 +132,7 @@ class _Worker:
     def _start(self) -> None:
         self._connection, theirs = Pipe()
         try:
-            self._process = start_process(worker_main, (theirs,), "core-rl reward")
+            self._process = start_process(worker_main, (theirs, self._batched), "core-rl reward")
             assert self._process.pid is not None
             self._tree = ProcessTree(self._process.pid)
         finally:
@@ -188,7 +190,7 @@ class _Worker:
         return code
 
 
-def worker_main(connection: Connection) -> None:
+def worker_main(connection: Connection, batched: bool) -> None:
     """Answer each message with ``(True, value)``, or ``(False, message)``; the first one holds the function."""
     end_with_driver()
     functions: list[Callable[..., Any]] = []
@@ -203,7 +205,7 @@ def worker_main(connection: Connection) -> None:
         connection.send(_outcome(pickle.loads, lambda: functions.append(pickle.loads(pickled))))  # noqa: S301 (the driver's)
         while functions:
             args = connection.recv()
-            connection.send(_outcome(functions[0], lambda: _reward(functions[0], args)))  # noqa: B023 (called now)
+            connection.send(_outcome(functions[0], lambda: _rewards(functions[0], args, batched)))  # noqa: B023 (called now)
 
 
 def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
@@ -215,10 +217,12 @@ def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
         return False, describe_error(error, function)
 
 
-def _reward(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
+def _rewards(function: Callable[..., Any], args: tuple[Any, ...], batched: bool) -> float | list[float]:
     value = function(*args)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
+    if batched:
+        return as_rewards(value, len(args[-2]), "it", place_of(function))
     return as_reward(value, "it", place_of(function))
 
 

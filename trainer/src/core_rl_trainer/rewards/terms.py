@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl_trainer.rewards.calls import gather_group
-from core_rl_trainer.rewards.functions import RewardFn, compute_reward
+from core_rl_trainer.rewards.functions import BatchedRewardFn, RewardFn, compute_reward, compute_rewards
 
 __all__ = [
     "TERM",
+    "GroupScorer",
     "Reward",
     "RewardTerm",
     "WeightedRewards",
     "reward_fields",
     "reward_metrics",
-    "score_completion",
 ]
 
 TERM = "reward/"
@@ -33,8 +34,10 @@ class RewardTerm:
 
     name: str
     """Of its metric, ``reward/NAME``."""
-    function: RewardFn
+    function: RewardFn | BatchedRewardFn
     weight: float = 1.0
+    batched: bool = False
+    """Whether ``function`` is a `BatchedRewardFn`."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +56,77 @@ class Reward:
     """The named rewards, before their weights."""
 
 
-async def score_completion(
-    reward: RewardFn | WeightedRewards,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    data: Mapping[str, Any],
-    *,
-    subject: str,
-    timeout_s: float | None = None,
-) -> Reward:
-    """The reward of one completion. Raises as `compute_reward` does, which each function gets ``timeout_s`` for."""
+class GroupScorer:
+    """Rewards of the ``size`` completions of one sample. Belongs to the running event loop."""
 
-    async def value_of(function: RewardFn) -> float:
-        return await compute_reward(
-            function, prompt_ids, output_ids, data, subject=subject, timeout_s=timeout_s
+    def __init__(
+        self,
+        reward: RewardFn | WeightedRewards,
+        data: Mapping[str, Any],
+        *,
+        size: int,
+        subject: str,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._data = data
+        self._subject = subject
+        self._timeout_s = timeout_s
+        if not isinstance(reward, WeightedRewards):
+            reward = WeightedRewards((RewardTerm(name="", function=reward),))
+        self._terms = reward.terms
+        self._groups = {term.name: _Group(size) for term in self._terms if term.batched}
+
+    async def score(self, member: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Reward:
+        """The reward of completion ``member``, once batched functions have scored all of them.
+
+        Raises as `compute_reward` does, whose time limit is that of each call.
+        """
+        values = await gather_group(self._value(term, member, prompt_ids, output_ids) for term in self._terms)
+        pairs = list(zip(self._terms, values, strict=True))
+        return Reward(
+            total=sum(term.weight * value for term, value in pairs),
+            terms={term.name: value for term, value in pairs if term.name},
         )
 
-    if not isinstance(reward, WeightedRewards):
-        return Reward(total=await value_of(reward))
-    values = await gather_group(value_of(term.function) for term in reward.terms)
-    pairs = list(zip(reward.terms, values, strict=True))
-    return Reward(
-        total=sum(term.weight * value for term, value in pairs),
-        terms={term.name: value for term, value in pairs},
-    )
+    async def _value(
+        self, term: RewardTerm, member: int, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> float:
+        if not term.batched:
+            subject = f"{self._subject}, completion {member}"
+            function = cast("RewardFn", term.function)
+            return await compute_reward(
+                function, prompt_ids, output_ids, self._data, subject=subject, timeout_s=self._timeout_s
+            )
+        group = self._groups[term.name]
+        if group.add(member, output_ids):
+            rewards = await compute_rewards(
+                cast("BatchedRewardFn", term.function),
+                prompt_ids,
+                group.completions(),
+                self._data,
+                subject=self._subject,
+                timeout_s=self._timeout_s,
+            )
+            group.rewards.set_result(rewards)
+        return (await group.rewards)[member]
+
+
+class _Group:
+    """Completions that wait for a batched function, which the last of them calls."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._completions: dict[int, Sequence[int]] = {}
+        self.rewards: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+
+    def add(self, member: int, output_ids: Sequence[int]) -> bool:
+        """Whether the group is complete with this completion."""
+        self._completions[member] = output_ids
+        return len(self._completions) == self._size
+
+    def completions(self) -> list[Sequence[int]]:
+        """All completions, in the order of their numbers."""
+        return [self._completions[member] for member in range(self._size)]
 
 
 def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:

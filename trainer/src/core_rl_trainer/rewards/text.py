@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "BatchedTextReward",
+    "BatchedTextRewardFn",
     "NamedReward",
     "TextReward",
     "TextRewardFn",
@@ -33,6 +35,14 @@ class TextRewardFn(Protocol):
     """Scores the text of one completion; ``sample`` is the line of the JSONL file. May be a coroutine function."""
 
     def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
+
+
+class BatchedTextRewardFn(Protocol):
+    """Scores the texts of all completions of a prompt: a number for each. Otherwise as `TextRewardFn`."""
+
+    def __call__(
+        self, completions: list[str], sample: Mapping[str, Any], /
+    ) -> Sequence[float] | Awaitable[Sequence[float]]: ...
 
 
 def text_match(completion: str, sample: Mapping[str, Any]) -> float:
@@ -66,21 +76,43 @@ def completion_text(
     return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
-class TextReward:
-    """A `TextRewardFn` as the reward of a workflow, which sees token ids; see `completion_text`."""
+class _OnText:
+    """A function of text as the reward of a workflow, which sees token ids; see `completion_text`."""
 
     def __init__(
-        self, fn: TextRewardFn, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True
+        self,
+        fn: Callable[..., Any],
+        tokenizer: PreTrainedTokenizerBase,
+        skip_special_tokens: bool = True,
     ) -> None:
         self.__name__ = name_of(fn)
         self.__wrapped__ = self._fn = fn
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
 
+    def _text(self, output_ids: Sequence[int]) -> str:
+        return completion_text(self._tokenizer, output_ids, self._skip_special_tokens)
+
+
+class TextReward(_OnText):
+    """A `TextRewardFn` as a `RewardFn`."""
+
     def __call__(
-        self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any], /
     ) -> float | Awaitable[float]:
-        return self._fn(completion_text(self._tokenizer, output_ids, self._skip_special_tokens), data)
+        value: float | Awaitable[float] = self._fn(self._text(output_ids), data)
+        return value
+
+
+class BatchedTextReward(_OnText):
+    """A `BatchedTextRewardFn` as a `BatchedRewardFn`."""
+
+    def __call__(
+        self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], data: Mapping[str, Any], /
+    ) -> Sequence[float] | Awaitable[Sequence[float]]:
+        texts = [self._text(output_ids) for output_ids in completions]
+        values: Sequence[float] | Awaitable[Sequence[float]] = self._fn(texts, data)
+        return values
 
 
 @dataclass(frozen=True)

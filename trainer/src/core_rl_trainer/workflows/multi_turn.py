@@ -18,7 +18,7 @@ from core_rl_trainer.environments import Environment, Observation
 from core_rl_trainer.recipe.rewards import ENVIRONMENT
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
 from core_rl_trainer.rewards.functions import RewardFn, as_reward
-from core_rl_trainer.rewards.terms import Reward, WeightedRewards, reward_fields, score_completion
+from core_rl_trainer.rewards.terms import GroupScorer, Reward, WeightedRewards, reward_fields
 
 __all__ = ["MultiTurnWorkflow"]
 
@@ -60,8 +60,15 @@ class MultiTurnWorkflow:
         self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
     ) -> SequenceBatch | None:
         """Play the group. Raises `RolloutError` that names the episode, the completion and the turn."""
+        scorer = GroupScorer(
+            self.reward or WeightedRewards(()),
+            data,
+            size=self.group_size,
+            subject=f"sample {episode}",
+            timeout_s=self.reward_timeout_s,
+        )
         played = await gather_group(
-            self._play(engine, data, (episode, member)) for member in range(self.group_size)
+            self._play(engine, data, scorer, (episode, member)) for member in range(self.group_size)
         )
         transcripts = [transcript for transcript, _ in played]
         return Transcript.pack(transcripts).with_sequences(
@@ -71,7 +78,11 @@ class MultiTurnWorkflow:
         )
 
     async def _play(
-        self, engine: TokenGenerator, data: Mapping[str, Any], place: tuple[int, int]
+        self,
+        engine: TokenGenerator,
+        data: Mapping[str, Any],
+        scorer: GroupScorer,
+        place: tuple[int, int],
     ) -> tuple[Transcript, Reward]:
         subject = f"sample {place[0]}, completion {place[1]}"
         environment = self.environment()
@@ -79,15 +90,10 @@ class MultiTurnWorkflow:
             prompt = await self._ask(environment, environment.reset(data), f"{subject}: reset of")
             transcript = Transcript(prompt)
             earned = await self._turns(engine, environment, transcript, place)
-            reward = Reward(total=earned, terms={ENVIRONMENT: earned})
-            if self.reward is not None:
-                last = transcript.last_response
-                scored = await score_completion(
-                    self.reward, prompt, last, data, subject=subject, timeout_s=self.reward_timeout_s
-                )
-                reward = Reward(total=earned + scored.total, terms={**reward.terms, **scored.terms})
+            scored = await scorer.score(place[1], prompt, transcript.last_response)
         finally:
             await self._ask(environment, environment.close(), f"{subject}: close of")
+        reward = Reward(total=earned + scored.total, terms={ENVIRONMENT: earned, **scored.terms})
         return transcript, reward
 
     async def _turns(

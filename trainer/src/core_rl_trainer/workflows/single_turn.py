@@ -17,7 +17,7 @@ from core_rl.rollout.workflow import RolloutWorkflow, pack_responses
 from core_rl.seeds import derive_seed
 from core_rl_trainer.rewards.calls import gather_group
 from core_rl_trainer.rewards.functions import RewardFn
-from core_rl_trainer.rewards.terms import Reward, WeightedRewards, reward_fields, score_completion
+from core_rl_trainer.rewards.terms import GroupScorer, Reward, WeightedRewards, reward_fields
 
 __all__ = ["GreedyBaselineWorkflow", "SingleTurnWorkflow"]
 
@@ -51,8 +51,15 @@ class SingleTurnWorkflow:
         if "prompt_ids" not in data:
             raise RolloutError(f"sample {episode} has no 'prompt_ids'; it has {sorted(data)}")
         prompt = tuple(int(token) for token in data["prompt_ids"])
+        scorer = GroupScorer(
+            self.reward,
+            data,
+            size=self.group_size,
+            subject=f"sample {episode}",
+            timeout_s=self.reward_timeout_s,
+        )
         scored = await gather_group(
-            self._generate(engine, prompt, data, episode, member) for member in range(self.group_size)
+            self._generate(engine, prompt, scorer, episode, member) for member in range(self.group_size)
         )
         return pack_responses([response for response, _ in scored]).with_sequences(
             group=torch.full((self.group_size,), episode, dtype=torch.long),
@@ -63,7 +70,7 @@ class SingleTurnWorkflow:
         self,
         engine: TokenGenerator,
         prompt: tuple[int, ...],
-        data: Mapping[str, Any],
+        scorer: GroupScorer,
         episode: int,
         member: int,
     ) -> tuple[LLMResponse, Reward]:
@@ -72,11 +79,7 @@ class SingleTurnWorkflow:
             self.sampling if seed is None else replace(self.sampling, seed=derive_seed(seed, episode, member))
         )
         response = await generate_whole(engine, LLMRequest(input_ids=prompt, sampling=sampling))
-        subject = f"sample {episode}, completion {member}"
-        reward = await score_completion(
-            self.reward, prompt, response.output_ids, data, subject=subject, timeout_s=self.reward_timeout_s
-        )
-        return response, reward
+        return response, await scorer.score(member, prompt, response.output_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
