@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,52 @@ def test_the_latest_is_the_newest_complete(tmp_path: Path) -> None:
     check(runs.at(10), 10)
     with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 9; it has those of steps: 10, 100"):
         runs.at(9)
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_reading_outlives_removal_by_the_run(tmp_path: Path, step: int | None) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+    with RunCheckpoints(tmp_path, keep=1).reading(step) as checkpoint:
+        save(runs, 2)
+        save(runs, 3)
+        check(checkpoint, 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_reading_takes_the_newest_after_a_race(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    runs = RunCheckpoints(tmp_path, keep=1)
+    save(runs, 1)
+    linked = LocalPlace.linked
+
+    def overtaken(place: LocalPlace) -> Any:
+        if runs.steps() == [1]:
+            save(runs, 2)
+        return linked(place)
+
+    monkeypatch.setattr(LocalPlace, "linked", overtaken)
+    with ExitStack() as stack:
+        if step is None:
+            check(stack.enter_context(runs.reading(step)), 2)
+        else:
+            with pytest.raises(CheckpointNotFound, match="no checkpoint of step 1; it has those of steps: 2"):
+                stack.enter_context(runs.reading(step))
+
+
+def test_reading_needs_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(source: str, target: str) -> None:
+        raise PermissionError(1, "Operation not permitted", target)
+
+    runs = RunCheckpoints(tmp_path, keep=1)
+    with runs.reading() as checkpoint:
+        assert checkpoint is None
+    save(runs, 1)
+    monkeypatch.setattr(os, "link", refused)
+    with runs.reading() as checkpoint:
+        check(checkpoint, 1)
 
 
 def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import pytest
 
 from core_rl.checkpoint.run import RunCheckpoints
-from core_rl.errors import CheckpointError, GroupError
+from core_rl.errors import CheckpointError, GroupError, RankFailed
 from core_rl_trainer.loop.saving import RunSaver
+from core_rl_trainer.loop.signals import resume_hint
 
 
 class Engine:
@@ -18,9 +21,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.interrupts: dict[str, int] = {}
+        """Ctrl-C during a method, as often."""
         self._parts: list[Path] = []
 
     def begin(self, directory: Path) -> None:
+        self.interrupt("begin")
         self._parts.append(directory)
         self._temporary(directory).mkdir()
 
@@ -31,9 +37,14 @@ class Engine:
             (directory / "weights").write_text("1.0")
 
     def wait(self) -> None:
+        self.interrupt("wait")
         if self.error is not None:
             raise self.error
         self.complete()
+
+    def interrupt(self, method: str) -> None:
+        for _ in range(self.interrupts.get(method, 0)):
+            os.kill(os.getpid(), signal.SIGINT)
 
     def _temporary(self, directory: Path) -> Path:
         return directory.with_name(f".{directory.name}.tmp-{'0' * 32}")
@@ -102,3 +113,61 @@ def test_what_the_background_could_not_write_is_an_error_and_hides_no_other(
         raise GroupError("rank 1 is gone")
     assert "the checkpoint of step 1 was not completed: No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def _two_steps(saver: RunSaver, engine: Engine) -> None:
+    with saver.completed():
+        saver.begin(1, {"model": engine.begin}, {})
+        engine.interrupt("step")  # noted; the step goes on to its end
+        saver.finish_if_written()
+        saver.finish()
+
+
+@pytest.mark.parametrize(
+    ("interrupts", "places"),
+    [
+        ({"begin": 1}, [1]),
+        ({"wait": 1}, [1]),
+        ({"step": 1}, [1]),
+        ({"begin": 2}, []),
+        ({"wait": 2}, []),
+        ({"step": 1, "wait": 1}, [1]),
+    ],
+)
+def test_first_interrupt_waits_for_the_checkpoint(
+    saver: RunSaver, engine: Engine, saved: list[Any], interrupts: dict[str, int], places: list[int]
+) -> None:
+    engine.interrupts = interrupts
+    with pytest.raises(KeyboardInterrupt):
+        _two_steps(saver, engine)
+    assert [step for step, _ in saved] == places
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_is_at_once_without_unwritten_checkpoint(
+    saver: RunSaver, engine: Engine, saved: list[Any]
+) -> None:
+    saver.begin(1, {"model": engine.begin}, {})
+    engine.complete()
+    engine.error = GroupError("the group has ended")  # by an interrupt inside a call
+    with pytest.raises(KeyboardInterrupt), saver.completed():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert [step for step, _ in saved] == [1]
+
+
+def test_failed_parts_are_not_put_in_place(saver: RunSaver, engine: Engine, tmp_path: Path) -> None:
+    engine.error = RankFailed("rank 0: ValueError")
+    saver.begin(1, {"model": engine.begin}, {})
+    engine.complete()
+    with pytest.raises(RankFailed):
+        saver.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hint_names_an_existing_checkpoint(engine: Engine, tmp_path: Path) -> None:
+    assert "starts from the beginning" in resume_hint(tmp_path / "none")
+    saver = RunSaver(RunCheckpoints(tmp_path / "checkpoints", keep=1), engine.wait, lambda step, path: None)
+    saver.begin(3, {"model": engine.begin}, {})
+    assert "no checkpoint yet" in resume_hint(tmp_path)
+    saver.finish()
+    assert resume_hint(tmp_path) == "the same command resumes from the checkpoint of step 3"

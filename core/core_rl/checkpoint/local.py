@@ -14,11 +14,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, seal
-from core_rl.errors import CheckpointError
+from core_rl.errors import CheckpointError, CheckpointNotFound
 
 __all__ = ["LocalPlace", "in_use", "is_temporary", "remove_stale"]
 
@@ -72,6 +72,28 @@ class LocalPlace:
     def reading(self) -> Iterator[Path]:
         """The directory to read; it may not exist."""
         yield self.current()
+
+    @contextmanager
+    def linked(self) -> Iterator[Path]:
+        """A directory with links to the files of the checkpoint, which stay when another process removes it.
+
+        The checkpoint itself where no links can be made. Raises `CheckpointNotFound` where it is gone.
+        """
+        with ExitStack() as stack:
+            yield self._link(stack)
+
+    def _link(self, stack: ExitStack) -> Path:
+        links = _temporary(self.path)
+        try:
+            links.mkdir()
+            stack.callback(shutil.rmtree, links, ignore_errors=True)
+            stack.enter_context(in_use(links))
+            shutil.copytree(self.current(), links, copy_function=os.link, dirs_exist_ok=True)
+        except OSError as error:
+            if not self.current().is_dir():
+                raise CheckpointNotFound(f"{self.path} was removed by another process") from error
+            return self.current()
+        return links
 
     def current(self) -> Path:
         """Directory of the checkpoint: its own path, or the one to which a save that died had moved it."""

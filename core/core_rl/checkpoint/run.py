@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,27 @@ class RunCheckpoints:
             before = f"go on from step {steps[-2]}" if len(steps) > 1 else "start anew"
             path = self._path(steps[-1])
             raise CheckpointDamaged(f"{error}\nRestore the file, or remove {path} to {before}") from error
+
+    @contextmanager
+    def reading(self, step: int | None = None) -> Iterator[RunCheckpoint | None]:
+        """The checkpoint of ``step``, or the newest, while a run may go on: its files stay until the context ends.
+
+        None where there is no checkpoint at all. Raises as `at` does.
+        """
+        with ExitStack() as stack:
+            yield self._linked(step, stack)
+
+    def _linked(self, step: int | None, stack: ExitStack) -> RunCheckpoint | None:
+        while steps := self.steps():
+            number = steps[-1] if step is None else step
+            try:
+                return _opened(stack.enter_context(LocalPlace(str(self._path(number))).linked()))
+            except CheckpointNotFound:
+                if step is not None or self.steps()[-1:] == [number]:
+                    return self.at(number)
+            except CheckpointDamaged:
+                return self.at(number)  # the error with the checkpoint's path
+        return None if step is None else self.at(step)
 
     def at(self, step: int) -> RunCheckpoint:
         """The checkpoint of ``step``.

@@ -52,15 +52,15 @@ def train(
     start_fork_server()  # imports torch for the ranks while this process does so for itself
     from core_rl.exit_codes import SIGNAL_BASE, ExitCode
     from core_rl_trainer.loop.run import run_recipe
-    from core_rl_trainer.loop.signals import EndedBySignal
+    from core_rl_trainer.loop.signals import EndedBySignal, resume_hint
 
     try:
         result = run_recipe(recipe, changes)
     except EndedBySignal as ended:
-        typer.secho(str(ended), err=True)
+        typer.secho(f"{ended}; {resume_hint(chosen.directory)}", err=True)
         raise typer.Exit(SIGNAL_BASE + ended.number) from None
     except KeyboardInterrupt:
-        typer.secho("interrupted; the same command resumes from the last complete checkpoint", err=True)
+        typer.secho(f"interrupted; {resume_hint(chosen.directory)}", err=True)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(result))

@@ -48,7 +48,7 @@ class TerminalLog:
         try:
             yield
         except BaseException as error:
-            TERMINAL.error("%s: %s", type(error).__name__, error)
+            TERMINAL.error("%s", f"{type(error).__name__}: {error}".rstrip(": "))
             raise
         finally:
             TERMINAL.removeHandler(self._handler)

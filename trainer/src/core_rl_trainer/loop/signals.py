@@ -1,18 +1,23 @@
-"""SIGTERM and SIGUSR1: a run saves a checkpoint at the end of its step, and ends. A second one ends it at once."""
+"""Signals that end a run: SIGTERM and SIGUSR1 at the end of a step, Ctrl-C as soon as no checkpoint is on its way.
+
+A second signal ends the run at once.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from core_rl.checkpoint.run import RunCheckpoints
 from core_rl.errors import StoppedBySignal
 
-__all__ = ["EndedBySignal", "StopSignals"]
+__all__ = ["DeferredInterrupt", "EndedBySignal", "StopSignals", "resume_hint"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +29,7 @@ class EndedBySignal(KeyboardInterrupt):
     """A signal that ends the run at once: like Ctrl-C, and like it nothing that ``except Exception`` swallows."""
 
     def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"ended at once by {number.name}; the same command resumes from the last checkpoint")
+        super().__init__(f"ended at once by {number.name}")
         self.number = number
 
 
@@ -91,3 +96,47 @@ class StopSignals:
             "%s: the run saves a checkpoint at the end of this step and ends; a second signal ends it at once",
             received.name,
         )
+
+
+class DeferredInterrupt:
+    """Ctrl-C while a checkpoint is on its way: the first waits for `raise_noted`, the second ends the run at once."""
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        """``is_busy()`` is true while a checkpoint would be lost with the engines."""
+        self._is_busy = is_busy
+        self._noted = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Inside the context, Ctrl-C is handled here, in the main thread and where Python's own handler is."""
+        mine = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not mine or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def raise_noted(self) -> None:
+        """Raise `KeyboardInterrupt` for a Ctrl-C that has waited."""
+        if self._noted:
+            self._noted = False
+            raise KeyboardInterrupt
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self._noted or not self._is_busy():
+            raise KeyboardInterrupt
+        self._noted = True
+        logger.warning(
+            "Ctrl-C: the run ends when the checkpoint on its way is in place; a second Ctrl-C ends it at once"
+        )
+
+
+def resume_hint(directory: Path) -> str:
+    """The effect of the same command on the interrupted run in ``directory``."""
+    steps = RunCheckpoints(directory / "checkpoints", keep=1).steps()
+    if not steps:
+        return "there is no checkpoint yet, and the same command starts from the beginning"
+    return f"the same command resumes from the checkpoint of step {steps[-1]}"

@@ -36,7 +36,7 @@ def export_checkpoint(
 
     It is the newest checkpoint unless ``step`` names another. The engine is that of the run's recipe, which
     ``overrides`` change: another layout where the engine declares ``resharding``. The tokenizer with its chat
-    template is written too.
+    template is written too. The run may go on meanwhile, and remove the checkpoint.
 
     Raises `ConfigError` for what is no run, has no adapter, or an ``output`` that is not empty, and
     `CheckpointNotFound` for a step that there is not.
@@ -48,9 +48,13 @@ def export_checkpoint(
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is not empty; name another directory with --output")
-    checkpoint = _checkpoint(run, step)
-    _export(recipe, checkpoint, kind, output)
-    return checkpoint.step
+    with RunCheckpoints(run / "checkpoints", keep=1).reading(step) as checkpoint:
+        if checkpoint is None:
+            raise CheckpointNotFound(
+                f"{run} has no complete checkpoint; the run writes one every save_every steps and at its end"
+            )
+        _export(recipe, checkpoint, kind, output)
+        return checkpoint.step
 
 
 def _recipe_of(run: Path, overrides: Sequence[str]) -> Recipe:
@@ -60,16 +64,6 @@ def _recipe_of(run: Path, overrides: Sequence[str]) -> Recipe:
         raise ConfigError(f"{run} holds no run: there is no {RECIPE}; name the output_dir of a run")
     recipe = parse_config(Recipe, apply_overrides(load_yaml(path), overrides), str(path))
     return with_local_models(recipe, str(path))
-
-
-def _checkpoint(run: Path, step: int | None) -> RunCheckpoint:
-    checkpoints = RunCheckpoints(run / "checkpoints", keep=1)
-    found = checkpoints.latest() if step is None else checkpoints.at(step)
-    if found is None:
-        raise CheckpointNotFound(
-            f"{run} has no complete checkpoint; the run writes one every save_every steps and at its end"
-        )
-    return found
 
 
 def _export(recipe: Recipe, checkpoint: RunCheckpoint, kind: ExportFormat, output: Path) -> None:
