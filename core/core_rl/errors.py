@@ -13,6 +13,7 @@ CoreRLError
 │   ├── OutOfDeviceMemory      a pass did not fit into the memory of the accelerator
 │   └── UnsupportedCapability  something optional that this engine does not declare
 ├── BatchError                 the data of a batch is inconsistent or does not fit
+│   └── StepError              in a run that had passed all checks of its data
 ├── LossError                  a loss function broke the loss contract
 ├── WeightsError               named tensors that are missing, unexpected or of the wrong shape
 ├── CheckpointError            a checkpoint could not be written or read
@@ -65,6 +66,7 @@ __all__ = [
     "RankTimeout",
     "RolloutError",
     "RunStopped",
+    "StepError",
     "StoppedBySignal",
     "UnsupportedCapability",
     "WeightsError",
@@ -126,6 +128,10 @@ class UnsupportedCapability(EngineError):
 
 class BatchError(CoreRLError):
     """The data of a batch is inconsistent, or does not fit the model or the budget."""
+
+
+class StepError(BatchError):
+    """The data of a step is inconsistent, in a run that had passed all checks of its data."""
 
 
 class LossError(CoreRLError):

@@ -12,6 +12,7 @@ from core_rl.errors import (
     EngineIncompatible,
     EngineNotFound,
     NothingLearned,
+    StepError,
     StoppedBySignal,
     UnsupportedCapability,
 )
@@ -28,7 +29,7 @@ class ExitCode(IntEnum):
     DONE = 0
     """The command did what it was asked for; a run is complete."""
     FAILED = 1
-    """An engine, a checkpoint, a rollout, a callback or a check failed."""
+    """An engine, a checkpoint, a rollout, a callback, a batch of a step or a check failed."""
     USAGE = 2
     """An argument, a field of a recipe, its data or an engine's name is wrong. Nothing was started."""
     NOTHING_LEARNED = 3
@@ -44,6 +45,7 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (NothingLearned, ExitCode.NOTHING_LEARNED),
     (ConfigError, ExitCode.USAGE),
     (UnsupportedCapability, ExitCode.USAGE),
+    (StepError, ExitCode.FAILED),
     (BatchError, ExitCode.USAGE),
     (EngineNotFound, ExitCode.USAGE),
     (EngineAmbiguous, ExitCode.USAGE),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ def stand_in(
         return outcome
 
     monkeypatch.setattr("core_rl_trainer.loop.run.run_recipe", run_recipe)
-    monkeypatch.setattr("core_rl_trainer.recipe.engines.check_recipe", lambda *_: None)
+    recipe = SimpleNamespace(directory=Path("no-run"))
+    monkeypatch.setattr("core_rl_trainer.recipe.engines.check_recipe", lambda *_: recipe)
     monkeypatch.setattr("core_rl_trainer.loop.preflight.preflight", lambda *_: None)
     return calls
 
@@ -112,7 +114,9 @@ OUTCOMES = [
     (errors.NothingLearned("stop_on.nan"), 3, "stop_on.nan"),
     (errors.StoppedBySignal("stopped by SIGTERM"), 75, "stopped by SIGTERM"),
     (EndedBySignal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended at once by SIGUSR1"),
-    (KeyboardInterrupt(), 130, "the same command resumes"),
+    (KeyboardInterrupt(), 130, "interrupted; there is no checkpoint yet"),
+    (errors.BatchError("line 3"), 2, "error: line 3"),
+    (errors.StepError("no field"), 1, "error: no field"),
 ]
 
 

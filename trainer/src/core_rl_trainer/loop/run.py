@@ -13,7 +13,7 @@ from rich.console import Console
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
 from core_rl.engine.updates import schedule_length
-from core_rl.errors import ConfigError, CoreRLError
+from core_rl.errors import BatchError, ConfigError, CoreRLError, StepError
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.process import end_if_rank_imports_script
 from core_rl_trainer.algorithms.interface import (
@@ -128,6 +128,8 @@ def _trained(
                 opened = True
                 check_machines(hosts, prepared, directory.path)
                 return _train(current, prepared, directory, hosts, console, signals, callbacks)
+        except BatchError as error:
+            raise StepError(str(error)) from error
         except CoreRLError as error:
             if signals.noted:  # a scheduler's signal ends ranks as well
                 raise
