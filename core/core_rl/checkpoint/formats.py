@@ -22,6 +22,7 @@ from core_rl.checkpoint.contents import Contents, load_parts, publish_save
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.end_tokens import end_tokens, write_end_tokens
 from core_rl.checkpoint.model_files import copy_model_files, copy_tokenizer
+from core_rl.checkpoint.padding import set_padding
 from core_rl.checkpoint.sharded import load_sharded, save_sharded
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
@@ -45,11 +46,13 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
             write_rest(directory)
 
     def write_rest(directory: Path) -> None:
-        config.save_pretrained(directory)
         copy_model_files(contents.config.model.path, directory)
         copy_tokenizer(meta.tokenizer_path, contents.config.model.path, directory)
         if contents.config.model.head == "lm":
             write_end_tokens(directory, config, ends)
+        else:
+            set_padding(directory, config, ends)
+        config.save_pretrained(directory)
 
     config = copy.deepcopy(contents.backend.hf_config())
     config.dtype = contents.config.dtype
