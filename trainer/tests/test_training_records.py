@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -24,6 +25,7 @@ from core_rl_trainer.environments import ToolEnvironment
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import main_chart
 from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.loop.identity import RunIdentity
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.functions import compute_reward, load_callable
@@ -252,6 +254,37 @@ def test_another_recipe_is_refused_with_the_differing_fields(tmp_path: Path) -> 
         ConfigError, match=r"(?s)fresh=true.*engine: 'reference' then, 'fsdp' now.*optimizer.lr: 0.02"
     ):
         RunDirectory(_recipe(tmp_path, engine="fsdp", optimizer={"lr": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "change"),
+    [
+        ("model/tokenizer.json", "other", "model.path/tokenizer.json: .*sha256 .* then, sha256"),
+        ("model/chat_template.jinja", "new", "model.path/chat_template.jinja: .*missing then, sha256"),
+        ("model/generation_config.json", None, "generation_config.json: .*sha256 .* then, missing now"),
+        ("adapter/adapter_model.safetensors", "other", "model.lora.path/adapter_model.safetensors: "),
+        ("model/model.safetensors", "other", None),
+    ],
+)
+def test_changed_tokenizer_or_adapter_is_refused(
+    tmp_path: Path, name: str, after: str | None, change: str | None
+) -> None:
+    files = ("tokenizer.json", "generation_config.json", "model.safetensors")
+    for path in (*(f"model/{file}" for file in files), "adapter/adapter_model.safetensors"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("before")
+    model = {"path": str(tmp_path / "model"), "lora": {"rank": 2, "path": str(tmp_path / "adapter")}}
+    recipe = _recipe(tmp_path / "out", model=model)
+    before = RunIdentity.of(recipe)
+    assert before.refused_changes(RunIdentity.of(recipe)) == []
+    (tmp_path / name).unlink(missing_ok=True)
+    if after is not None:
+        (tmp_path / name).write_text(after)
+    now = RunIdentity.of(recipe)
+    for changes in (before.refused_changes(now), before.refused_start(now)):
+        assert bool(changes) == (change is not None)
+        assert all(re.search(str(change), text) for text in changes)
+    assert replace(before, files=None).refused_changes(now) == [], "a run of an earlier version"
 
 
 def test_a_run_is_resumed_with_another_time_limit(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from core_rl.errors import CheckpointError
 
-__all__ = ["copy_model_files", "copy_tokenizer"]
+__all__ = ["copy_model_files", "copy_tokenizer", "tokenizer_files"]
 
 MODEL_FILES = ("generation_config.json", "*processor_config.json")
 """Configs of generation, and of processors that a vision tower's server reads images with."""
@@ -24,6 +24,11 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates/*",
 )
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Files of the tokenizer in ``directory``, its chat templates included; sorted."""
+    return _matching(directory, TOKENIZER_FILES)
 
 
 def copy_model_files(model_path: str | None, directory: Path) -> None:
@@ -46,9 +51,13 @@ def copy_tokenizer(tokenizer_path: str | None, model_path: str | None, directory
 
 
 def _copy(source: Path, patterns: Sequence[str], directory: Path) -> int:
-    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
-    for path in found:
+    paths = _matching(source, patterns)
+    for path in paths:
         target = directory / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
-    return len(found)
+    return len(paths)
+
+
+def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})

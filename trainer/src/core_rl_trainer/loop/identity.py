@@ -1,4 +1,4 @@
-"""What identifies a run: its recipe, the horizon of its schedule, and the content of its data files."""
+"""The identity of a run: its recipe, the horizon of its schedule, and the content of data, tokenizer and adapter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.config.base import parse_config
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
@@ -16,6 +17,7 @@ from core_rl_trainer.data.sources import data_files
 from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.plain import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.recipe.sections import ModelSection
 
 __all__ = ["RunIdentity", "differing_fields"]
 
@@ -67,6 +69,9 @@ SHARED = ("seed", "data*", "model*", "critic", "critic.path", "algorithm.type_",
 FILES = ("train", "eval")
 """Fields of the section ``data`` that name sources."""
 
+CONFIGS = ("config.json", "generation_config.json")
+"""Files next to the tokenizer's that name end tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
@@ -79,13 +84,21 @@ class RunIdentity:
     when it began. More steps do not change it, so that the learning rate never jumps."""
     data: Mapping[str, str]
     """The digests of the local data files, by field and number of the source."""
+    files: Mapping[str, str] | None = None
+    """The digests of tokenizer, chat templates, configs and adapter, by field and name of the file. None in a run of an
+    earlier version, which is not compared."""
 
     @staticmethod
     def of(recipe: Recipe) -> RunIdentity:
         """The identity of a run of ``recipe`` that begins now; reads its data files."""
         files = {name: digest for field in FILES for name, digest in _digests(recipe, field)}
         values = recipe.model_dump(mode="json", exclude={"fresh"})
-        return RunIdentity(recipe=values, schedule_steps=recipe.steps, data=files)
+        return RunIdentity(
+            recipe=values,
+            schedule_steps=recipe.steps,
+            data=files,
+            files=dict(_model_digests(recipe.model)),
+        )
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RunIdentity:
@@ -95,6 +108,10 @@ class RunIdentity:
     def to_dict(self) -> dict[str, Any]:
         """JSON."""
         return asdict(self)
+
+    def without_recipe(self) -> dict[str, Any]:
+        """As `to_dict`, for a file next to the recipe."""
+        return {name: value for name, value in self.to_dict().items() if name != "recipe"}
 
     def refused_changes(self, now: RunIdentity) -> list[str]:
         """What may not differ in ``now``, which resumes this run: field, both values, and the reason."""
@@ -121,11 +138,21 @@ class RunIdentity:
         return differing_fields(before, _sources_numbered(now.recipe, known))
 
     def _changed_files(self, now: RunIdentity) -> list[str]:
+        shared = self.data.keys() & now.data.keys()
         return [
-            f"{name}: the content of the file has changed since the run began (sha256 {self.data[name][:12]}… then, "
-            f"{digest[:12]}… now); restore it, since the order of the data would lead to other examples"
-            for name, digest in now.data.items()
-            if name in self.data and digest != self.data[name]
+            *_changes(
+                self.data, now.data, sorted(shared), "the order of the data would lead to other examples"
+            ),
+            *(
+                _changes(
+                    self.files,
+                    now.files,
+                    sorted(self.files.keys() | now.files.keys()),
+                    "the run would see other tokens, or another policy",
+                )
+                if self.files is not None and now.files is not None
+                else ()
+            ),
         ]
 
 
@@ -135,6 +162,23 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
         field: f"{field}: {_shown(field, left)} then, {_shown(field, right)} now"
         for field, (left, right) in differing_values(old, new).items()
     }
+
+
+def _changes(
+    then: Mapping[str, str], now: Mapping[str, str], names: Sequence[str], consequence: str
+) -> Iterator[str]:
+    """A message for each of the files ``names`` whose digest is another one."""
+    for name in names:
+        before, after = then.get(name), now.get(name)
+        if before != after:
+            yield (
+                f"{name}: the content of the file has changed since the run began ({_short(before)} then, "
+                f"{_short(after)} now); restore it, since {consequence}"
+            )
+
+
+def _short(digest: str | None) -> str:
+    return "missing" if digest is None else f"sha256 {digest[:12]}…"
 
 
 def _shown(field: str, value: Any) -> str:
@@ -158,6 +202,17 @@ def _digests(recipe: Recipe, field: str) -> Iterator[tuple[str, str]]:
     for number, source in enumerate(getattr(recipe.data, field) or ()):
         if files := list(data_files((source,))):
             yield f"data.{field}.{number}", _digest(Path(source.path).expanduser(), files)
+
+
+def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:
+    """Name and digest of each file that the tokens of a run, or its initial adapter, are read from."""
+    directory = Path(model.path)
+    for file in [*tokenizer_files(directory), *(directory / name for name in CONFIGS)]:
+        if file.is_file():
+            yield f"model.path/{file.relative_to(directory)}", _sha256(file)
+    if model.lora is not None and model.lora.path is not None:
+        for file in sorted(Path(model.lora.path).glob("adapter_*")):
+            yield f"model.lora.path/{file.name}", _sha256(file)
 
 
 def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:

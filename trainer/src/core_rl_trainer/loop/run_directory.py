@@ -229,7 +229,7 @@ class RunDirectory:
             begun = RunIdentity.from_dict(self._source.state["run"]) if self._source is not None else None
         if begun is not None:
             now = replace(now, schedule_steps=begun.schedule_steps)
-        self._write(IDENTITY, json.dumps({"schedule_steps": now.schedule_steps, "data": now.data}, indent=2))
+        self._write(IDENTITY, json.dumps(now.without_recipe(), indent=2))
         self._write(RECIPE, HEAD + yaml.safe_dump({**now.recipe, "output_dir": HERE}, sort_keys=False))
         return now
 
