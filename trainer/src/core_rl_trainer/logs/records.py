@@ -10,9 +10,10 @@ from typing import Any, Self
 
 from core_rl.errors import CheckpointError, RunStopped
 from core_rl.pages.chart import svg_document
-from core_rl_trainer.logs.metrics_log import MetricsLog
+from core_rl_trainer.logs.metrics_log import MetricsBoard, MetricsLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.step_log import StepLog
+from core_rl_trainer.logs.trackio_log import TrackioBoard
 from core_rl_trainer.logs.wandb_log import WandbBoard
 from core_rl_trainer.loop.evaluation import RolloutSample
 from core_rl_trainer.loop.prepared import Placement
@@ -40,7 +41,11 @@ class RunRecords:
     ) -> None:
         self._directory = directory
         values = recipe.model_dump(mode="json")
-        boards = [] if recipe.wandb is None else [WandbBoard(recipe.wandb, directory.path, values)]
+        boards: list[MetricsBoard] = []
+        if recipe.wandb is not None:
+            boards.append(WandbBoard(recipe.wandb, directory.path, values))
+        if recipe.trackio is not None:
+            boards.append(TrackioBoard(recipe.trackio, directory.path, values))
         self._metrics = MetricsLog(directory.path, step, boards)
         self._samples = StepLog(directory.path / "samples.jsonl", step)
         self._page = RunPage(recipe, directory.path, placements, engines)

@@ -11,7 +11,7 @@ from core_rl.errors import ConfigError
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import WandbSection
 
-__all__ = ["WandbBoard", "require_wandb"]
+__all__ = ["WandbBoard", "require_wandb", "run_identifier"]
 
 IDENTIFIER = ".wandb-run"
 """The file that holds the run's identifier, so that a run that resumes is the same run there."""
@@ -39,7 +39,7 @@ class WandbBoard:
                 group=section.group,
                 tags=section.tags,
                 mode=section.mode,
-                id=_identifier(directory / IDENTIFIER),
+                id=run_identifier(directory / IDENTIFIER),
                 resume="allow",
                 dir=str(directory),
                 config=dict(config),
@@ -69,7 +69,8 @@ def _load() -> Any:
     return wandb
 
 
-def _identifier(path: Path) -> str:
+def run_identifier(path: Path) -> str:
+    """The identifier of a run in the file ``path``; a new one where there is none."""
     if not path.is_file():
         path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
     return path.read_text(encoding="utf-8")

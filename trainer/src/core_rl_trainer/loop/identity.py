@@ -31,6 +31,7 @@ CHANGEABLE = (
     "checkpoint_url",
     "stop_on*",
     "wandb*",
+    "trackio*",
     "push_to_hub*",
     "callbacks",
     "placement*",

@@ -27,6 +27,7 @@ from core_rl_trainer.callbacks import Callback
 from core_rl_trainer.logs.progress import TrainingProgress, print_result, say
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.terminal_log import TerminalLog
+from core_rl_trainer.logs.trackio_log import require_trackio
 from core_rl_trainer.logs.wandb_log import require_wandb
 from core_rl_trainer.loop.callbacks import Callbacks
 from core_rl_trainer.loop.cluster import check_machines, open_cluster
@@ -222,6 +223,7 @@ def prepare(recipe: Recipe) -> PreparedRun:
 
 def _prepared(recipe: Recipe) -> PreparedRun:
     require_wandb(recipe)
+    require_trackio(recipe.trackio)
     require_hub(recipe)
     algorithm = _make_algorithm(recipe)
     if isinstance(algorithm, SupervisedInterface):

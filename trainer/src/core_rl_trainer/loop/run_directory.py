@@ -48,6 +48,7 @@ OWNED = (
     "tensorboard",
     "wandb",
     ".wandb-run",
+    ".trackio-run",
     "checkpoints",
     "weights",
     "model",

@@ -38,6 +38,7 @@ from core_rl_trainer.recipe.sections import (
     RewardModelSection,
     StopSection,
     TimeoutsSection,
+    TrackioSection,
     WandbSection,
 )
 
@@ -117,6 +118,8 @@ class Recipe(Config):
     """Keep the model of the best evaluation as ``best_model``, next to the checkpoints, in Hugging Face format."""
     wandb: WandbSection | None = None
     """Show the metrics in Weights & Biases as well."""
+    trackio: TrackioSection | None = None
+    """Show the metrics in Trackio as well."""
     push_to_hub: HubSection | None = None
     """Upload the result of the complete run to the Hugging Face Hub. It may change when a run is resumed: a complete
     run is uploaded then."""

@@ -17,6 +17,7 @@ __all__ = [
     "RewardModelSection",
     "StopSection",
     "TimeoutsSection",
+    "TrackioSection",
     "WandbSection",
 ]
 
@@ -106,3 +107,16 @@ class WandbSection(Config):
     """Words to find it by."""
     mode: Literal["online", "offline"] = "online"
     """``offline`` writes to ``output_dir/wandb``, for ``wandb sync``."""
+
+
+class TrackioSection(Config):
+    """A run in Trackio (``pip install trackio``), with the same values as ``metrics.jsonl``."""
+
+    project: str = "core-rl"
+    """The project there."""
+    name: str | None = None
+    """The run's name there; null for that of ``output_dir``, with an identifier behind it."""
+    group: str | None = None
+    """Runs that belong together."""
+    space_id: str | None = None
+    """A Space of the Hugging Face Hub for the dashboard, ``organization/name``; null for this machine."""
