@@ -334,6 +334,28 @@ def test_groups_without_signal_are_left_out(caplog: pytest.LogCaptureFixture) ->
     assert "nothing to train" in caplog.text
 
 
+@pytest.mark.parametrize("whitened", [False, True])
+def test_truncated_completions_are_masked(whitened: bool) -> None:
+    """Their rewards count in the baseline, and no metric of the loss counts their tokens."""
+    batch, truncated = rollout_batch(), [1, 4, 5]
+    reasons = ["length" if number in truncated else "stop" for number in range(6)]
+    batch = replace(batch, meta={**batch.meta, "stop_reason": reasons})
+    left = [number for number in range(6) if number not in truncated]
+    actor = PPOActorInterface(PPOActorConfig(mask_truncated_completions=True, whiten_advantages=whitened))
+    prepared, engine = actor.prepare(batch), BigramEngine()
+    expected = PPOActorInterface(PPOActorConfig()).prepare(batch).select(left)
+    if whitened:
+        mask = expected.loss_mask
+        expected = expected.with_tokens(advantages=whiten(expected["advantages"], mask))
+    torch.testing.assert_close(prepared["advantages"], expected["advantages"])
+    actor.train_step(engine, batch, ONE)
+    assert engine.batches[0].num_sequences == len(left)
+    all_truncated = replace(batch, meta={**batch.meta, "stop_reason": ["length"] * 6})
+    assert actor.train_step(engine, all_truncated, ONE)["updates"] == 0
+    with pytest.raises(BatchError, match="mask_truncated_completions needs the meta field 'stop_reason'"):
+        actor.prepare(rollout_batch())
+
+
 def test_equal_rewards_train_nothing_but_break_nothing() -> None:
     actor, engine = PPOActorInterface(PPOActorConfig(recompute_logprobs=False)), BigramEngine()
     batch = drop_tokens(rollout_batch(), "prox_logprobs").with_sequences(rewards=torch.ones(6))

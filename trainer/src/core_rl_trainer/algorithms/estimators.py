@@ -18,6 +18,7 @@ from core_rl_trainer.algorithms import advantages as rules
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, GROUP, TOKEN_REWARDS, VALUES
 from core_rl_trainer.algorithms.gae import gae_advantages, returns_to_go
 from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
+from core_rl_trainer.algorithms.shaping import truncated_sequences
 
 __all__ = [
     "GAE",
@@ -127,17 +128,13 @@ class GAE(AdvantageEstimator):
     fields: ClassVar[frozenset[str]] = frozenset({VALUES, BOOTSTRAP})
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
-        last = batch[BOOTSTRAP] * _truncated(batch) if self.bootstrap_truncated else None
+        last = None
+        if self.bootstrap_truncated:
+            bootstrap = batch[BOOTSTRAP]
+            last = bootstrap * truncated_sequences(batch, "bootstrap_truncated").to(bootstrap)
         return gae_advantages(
             batch[TOKEN_REWARDS], batch[VALUES], batch, gamma=self.gamma, lam=self.lam, last_values=last
         )
-
-
-def _truncated(batch: SequenceBatch) -> Tensor:
-    """1 for sequences that ended at the limit of tokens, else 0."""
-    if "stop_reason" not in batch.meta:
-        raise BatchError("bootstrap_truncated needs the meta field 'stop_reason'; the batch has none")
-    return batch[BOOTSTRAP].new_tensor([reason == "length" for reason in batch.meta["stop_reason"]])
 
 
 BUILT_IN = ("grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")

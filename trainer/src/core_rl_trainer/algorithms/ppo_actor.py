@@ -34,7 +34,12 @@ from core_rl_trainer.algorithms.kl import KLController, KLEstimator, kl_estimate
 from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig
 from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
 from core_rl_trainer.algorithms.policy_loss import PolicyLoss
-from core_rl_trainer.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
+from core_rl_trainer.algorithms.shaping import (
+    groups_with_signal,
+    overlong_penalty,
+    token_rewards,
+    truncated_sequences,
+)
 from core_rl_trainer.algorithms.updates import UpdatesConfig, merge_updates, peers, run_updates
 
 __all__ = ["OverlongConfig", "PPOActorConfig", "PPOActorInterface"]
@@ -86,6 +91,9 @@ class PPOActorConfig(UpdatesConfig):
     """Bring advantages to mean 0 and variance 1 over the tokens of the global batch."""
     drop_equal_groups: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+    mask_truncated_completions: bool = False
+    """Leave completions that were cut off out of the loss (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
+    Their rewards count in the baseline of their group."""
     overlong: OverlongConfig | None = None
     """Subtract a penalty from the reward of completions that are nearly too long."""
     max_kl: float | None = Field(default=None, gt=0.0)
@@ -115,6 +123,11 @@ class PPOActorConfig(UpdatesConfig):
             raise ValueError("correction weighs recomputed log-probs; it needs recompute_logprobs = true")
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target adapts kl_coef, which never leaves 0; set kl_coef above 0")
+        if self.mask_truncated_completions and getattr(self.advantage, "bootstrap_truncated", False):
+            raise ValueError(
+                "mask_truncated_completions leaves truncated completions out of the loss, so that "
+                "advantage.bootstrap_truncated has no effect; set one of them to false"
+            )
         return self
 
 
@@ -158,7 +171,8 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         """``batch`` with ``token_rewards``, ``advantages`` and, where there are values, ``returns [T]``.
 
         Everything is taken over all sequences of ``batch``, and of the ranks of ``comm``, each of which holds
-        whole groups. With ``drop_equal_groups``, groups without signal are left out; the result may be empty.
+        whole groups. ``drop_equal_groups`` leaves groups without signal out, and ``mask_truncated_completions``
+        truncated sequences, after the advantages; the result may be empty.
         Raises `BatchError` that lists the missing fields, or names a reward that is not finite.
         """
         comm, chosen = comm or Comm(), self.config
@@ -173,7 +187,11 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if chosen.drop_equal_groups:
             kept = groups_with_signal(batch[REWARDS], batch[GROUP])
             batch = batch.select(kept.nonzero().flatten().tolist())
-        return batch.with_tokens(**self._advantages(batch, comm))
+        batch = batch.with_tokens(**self._advantages(batch, comm))
+        if chosen.mask_truncated_completions:
+            truncated = truncated_sequences(batch, "mask_truncated_completions")
+            batch = batch.select((~truncated).nonzero().flatten().tolist())
+        return batch.with_tokens(**self._weights(batch, comm))
 
     def _penalties(self, batch: SequenceBatch) -> torch.Tensor | None:
         """The KL penalty that is subtracted from the reward of each token, ``[T]``."""
@@ -182,16 +200,19 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         return self._kl.coef * self._divergence(batch, self.config.kl_estimator)
 
     def _advantages(self, batch: SequenceBatch, comm: Comm) -> dict[str, torch.Tensor]:
-        chosen = self.config
-        advantages = chosen.advantage(batch, comm).float()
-        found = {ADVANTAGES: advantages}
-        if VALUES in batch:
-            found[RETURNS] = masked_fill(batch[VALUES], batch.loss_mask) + advantages
+        advantages = self.config.advantage(batch, comm).float()
+        if VALUES not in batch:
+            return {ADVANTAGES: advantages}
+        return {ADVANTAGES: advantages, RETURNS: masked_fill(batch[VALUES], batch.loss_mask) + advantages}
+
+    def _weights(self, batch: SequenceBatch, comm: Comm) -> dict[str, torch.Tensor]:
+        """Fields over the sequences that are trained: whitened advantages, and weights of off-policy tokens."""
+        chosen, fields = self.config, dict[str, torch.Tensor]()
         if chosen.whiten_advantages:
-            found[ADVANTAGES] = whiten(advantages, batch.loss_mask, comm)
+            fields[ADVANTAGES] = whiten(batch[ADVANTAGES], batch.loss_mask, comm)
         if chosen.correction is not None:
-            found[IMPORTANCE] = chosen.correction.limited(chosen.correction.ratios(batch))
-        return found
+            fields[IMPORTANCE] = chosen.correction.limited(chosen.correction.ratios(batch))
+        return fields
 
     def _divergence(self, batch: SequenceBatch, estimator: KLEstimator) -> torch.Tensor:
         """Estimates of KL(policy || reference) before the updates, ``[T]``."""
@@ -214,7 +235,10 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
             batch = self.prepare(batch, comm)
         require_fields("the PPO actor", batch, {LOSS_MASK, BEHAVIOUR, *self._used_in_loss()})
         if not comm.sum([float(batch.num_sequences)])[0]:
-            logger.warning("no group has rewards that differ: nothing to train in this step")
+            logger.warning(
+                "nothing to train in this step: all groups have equal rewards (drop_equal_groups), or all completions "
+                "are truncated (mask_truncated_completions)"
+            )
             return {"updates": 0.0, "update_successful": 0.0}
         loss = self.loss().spec(chosen.temperature)
         updates = run_updates(engine, batch, loss, mb_spec, chosen, chosen.max_kl)

@@ -10,7 +10,7 @@ from core_rl.data.outputs import masked_fill, segment_sum
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms.fields import check_finite
 
-__all__ = ["groups_with_signal", "overlong_penalty", "token_rewards"]
+__all__ = ["groups_with_signal", "overlong_penalty", "token_rewards", "truncated_sequences"]
 
 
 def token_rewards(rewards: Tensor, batch: SequenceBatch, penalties: Tensor | None = None) -> Tensor:
@@ -49,6 +49,16 @@ def overlong_penalty(batch: SequenceBatch, max_length: int, buffer: int) -> Tens
         )
     lengths = segment_sum(batch.loss_mask.float(), batch.cu_seqlens)
     return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def truncated_sequences(batch: SequenceBatch, setting: str) -> Tensor:
+    """Whether each sequence ended at the limit of tokens, or of turns; bool ``[B]``.
+
+    Raises `BatchError` that names the ``setting`` where the batch does not hold stop reasons.
+    """
+    if "stop_reason" not in batch.meta:
+        raise BatchError(f"{setting} needs the meta field 'stop_reason'; the batch has none")
+    return torch.tensor([reason == "length" for reason in batch.meta["stop_reason"]], dtype=torch.bool)
 
 
 def groups_with_signal(rewards: Tensor, group: Tensor) -> Tensor:

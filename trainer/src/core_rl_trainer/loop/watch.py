@@ -153,7 +153,10 @@ def _why_skipped(metrics: Metrics) -> str:
     if _not_finite(metrics):
         cause = "the loss or a gradient is not finite"
     elif metrics.get("updates") == 0:
-        cause = "no prompt has completions whose rewards differ (drop_equal_groups)"
+        cause = (
+            "no completion is left to train: the rewards of each prompt are equal (drop_equal_groups), or completions "
+            "are truncated (mask_truncated_completions)"
+        )
     else:
         cause = "no token of the batches counts in the loss; look at the loss masks of the data"
     return f"every update was skipped: {cause}"
