@@ -90,7 +90,7 @@ def test_runs_need_an_end_token(
     values["rollout"] |= {"stop_token_ids": [support.EOS]} if end == "stop_token_ids" else {}
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
     if end == "config" or (end is not None and algorithm in ("grpo", "ppo")):
-        assert dict(dry_run(recipe).end_tokens) == {support.EOS: "</s>"}
+        assert dry_run(recipe).end_tokens.texts == {support.EOS: "</s>"}
         return
     with pytest.raises(ConfigError, match=r"there is no end token in tokenizer_config\.json"):
         dry_run(recipe)

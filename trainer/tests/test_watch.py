@@ -11,6 +11,7 @@ import pytest
 
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
+from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.loop.watch import Verdict, Watch
 from core_rl_trainer.recipe.sections import StopSection
 
@@ -29,7 +30,7 @@ EQUAL = {"reward": 1.0, "reward_min": 1.0, "groups_without_signal": 1.0, "advant
 
 
 def see(changes: list[dict[str, float]], base: dict[str, float], **stop_on: Any) -> list[Verdict | None]:
-    watch = Watch(parse_config(StopSection, stop_on))
+    watch = Watch(parse_config(StopSection, stop_on), EndTokens(texts={2: "</s>"}, turn_end=None))
     return [watch.see(step, base | change) for step, change in enumerate(changes, start=1)]
 
 
@@ -57,6 +58,14 @@ def see(changes: list[dict[str, float]], base: dict[str, float], **stop_on: Any)
             ["step 4: the reward has fallen to 0.001, .* after a mean of 0.5"],
         ),
         (GOOD, [{"reward": 0.01}] + [{"reward": 0.0}] * 4, []),
+        (GOOD, [{"truncated": 1.0}, {"truncated": 1.0}, {"truncated": 0.9}] * 3, []),
+        (
+            GOOD,
+            [{"truncated": 1.0, "completion_tokens": 12.0}] * 5,
+            [
+                r"step 3: all completions are truncated, after 12 tokens .* \(</s> \(2\)\): rollout.max_new_tokens is"
+            ],
+        ),
     ],
 )
 def test_warnings_name_the_cause_once(
@@ -94,3 +103,10 @@ def test_a_rule_ends_the_run_after_so_many_steps(
 def test_a_rule_is_on_off_or_a_number_of_steps(value: object) -> None:
     with pytest.raises(ConfigError, match="no_signal"):
         parse_config(StopSection, {"no_signal": value})
+
+
+def test_truncation_blames_the_turn_end_of_templates(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(StopSection(), EndTokens(texts={2: "</s>"}, turn_end="<|eot|> (7)"))
+    for step in range(1, 4):
+        watch.see(step, GOOD | {"truncated": 1.0})
+    assert "the chat template ends a turn with <|eot|> (7), which is no end token; add it to" in caplog.text

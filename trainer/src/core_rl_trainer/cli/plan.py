@@ -56,7 +56,7 @@ def _run(plan: RunPlan) -> Table:
             "each step",
             f"{sequences} of at most {workload.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
         ),
-        ("end tokens", ", ".join(f"{text} ({token})" for token, text in plan.end_tokens.items())),
+        ("end tokens", str(plan.end_tokens)),
         ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens{filled}"),
         ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
         ("cluster", plan.cluster),

@@ -15,12 +15,12 @@ from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXI
 from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
 from core_rl_trainer.algorithms.updates import UpdatesConfig
+from core_rl_trainer.data.end_tokens import require_end_tokens
 from core_rl_trainer.data.kinds import PROMPTS
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.tokenizers import (
     context_length,
     load_tokenizer,
-    require_end_tokens,
     vocabulary_size,
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
@@ -82,7 +82,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
         data=describe_data(
             data, seed=recipe.seed, batch_size=recipe.rollout.prompts_per_step, ranks=1, budget=None
         ),
-        end_tokens=ends,
+        end_tokens=ends.for_data(opened.examples[0] for opened in data.sources),
         open=opened,
         memory_sender=plan.sender().machine if recipe.rollout.sync == "tensor" else None,
     )

@@ -171,6 +171,7 @@ def _train(
             progress=progress,
             signals=signals,
             callbacks=callbacks,
+            end_tokens=prepared.end_tokens,
         )
         result = run.run(checkpoint)
         loop.save_model(directory.model)

@@ -10,6 +10,7 @@ from typing import Any
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.errors import NothingLearned
+from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.logs.progress import TrainingProgress, say
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.loop.bad_weights import require_finite_weights, weights_are_blamed
@@ -36,6 +37,7 @@ class RunSteps:
     progress: TrainingProgress
     signals: StopSignals
     callbacks: Callbacks
+    end_tokens: EndTokens
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
     _saver: RunSaver = field(init=False)
@@ -55,7 +57,7 @@ class RunSteps:
             checkpoint.state.get("best") if checkpoint and own else None,
         )
         self.records.best = best.state_dict()
-        watch = Watch(recipe.stop_on)
+        watch = Watch(recipe.stop_on, self.end_tokens)
         self._saver = RunSaver(directory.checkpoints, self.loop.wait_for_parts, partial(self._saved, best))
         with self._saver.completed():
             self._begin(checkpoint, best)

@@ -23,12 +23,12 @@ from core_rl_trainer.data.batches import (
     preference_batch,
     prompt_loader,
 )
+from core_rl_trainer.data.end_tokens import require_end_tokens
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, Sample
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.tokenizers import (
     context_length,
     load_tokenizer,
-    require_end_tokens,
     vocabulary_size,
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
@@ -97,7 +97,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         placements={MODEL: placement},
         workload=workload,
         data=statistics,
-        end_tokens=ends,
+        end_tokens=ends.for_data(opened.examples[0] for opened in data.sources),
         open=opened,
     )
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.recipe.sections import StopSection
 
 __all__ = ["Verdict", "Watch"]
@@ -51,7 +52,7 @@ class _Rule:
 class Watch:
     """Sees the metrics of every step."""
 
-    def __init__(self, stop_on: StopSection) -> None:
+    def __init__(self, stop_on: StopSection, end_tokens: EndTokens) -> None:
         self._lowest, self._highest, self._best = math.inf, -math.inf, -math.inf
         self._rules = (
             _Rule(
@@ -73,6 +74,11 @@ class Watch:
                 applies=lambda metrics: metrics.get("update_successful") == 0,
                 explain=_why_skipped,
                 stop_after=_patience(stop_on.skipped),
+            ),
+            _Rule(
+                name="truncated",
+                applies=lambda metrics: metrics.get("truncated") == 1,
+                explain=lambda metrics: _why_truncated(metrics, end_tokens),
             ),
             _Rule(name="floor", applies=self._has_fallen, explain=self._why_fallen),
         )
@@ -146,6 +152,24 @@ def _why_no_signal(metrics: Metrics) -> str:
         f"the completions of each prompt all have the same reward ({metrics['reward']:g} on average), so that nothing "
         "is learned from comparing them. Look at samples.jsonl and at the reward function; prompts that are much too "
         "hard or too easy, and a low rollout.temperature, do the same"
+    )
+
+
+def _why_truncated(metrics: Metrics, end_tokens: EndTokens) -> str:
+    if end_tokens.turn_end is not None:
+        cause = (
+            f"the chat template ends a turn with {end_tokens.turn_end}, which is no end token; add it to "
+            "rollout.stop_token_ids, or to eos_token_id in generation_config.json"
+        )
+    else:
+        cause = (
+            "rollout.max_new_tokens is too small for them, or the model does not write an end token; look at the last "
+            "tokens in samples.jsonl, and train it with SFT first where it does not"
+        )
+    length = metrics.get("completion_tokens", 0.0)
+    return (
+        f"all completions are truncated, after {length:,.0f} tokens on average, without an end token ({end_tokens}): "
+        f"{cause}"
     )
 
 
