@@ -20,7 +20,13 @@ from core_rl.pages.chart import POINTS, Chart
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.page import RunPage, charts_of
 from core_rl_trainer.logs.records import RunRecords
-from core_rl_trainer.loop.evaluation import SHOWN, RolloutSample, rollout_samples
+from core_rl_trainer.loop.evaluation import (
+    SHOWN,
+    ExampleSample,
+    RolloutSample,
+    example_samples,
+    rollout_samples,
+)
 from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.recipe.placement import RankSlot
@@ -114,7 +120,9 @@ def test_samples_tell_prompt_model_and_environment_apart() -> None:
     ).with_sequences(
         rewards=torch.arange(2.0 * (SHOWN + 1)), group=torch.arange(SHOWN + 1).repeat_interleave(2)
     )
-    found = rollout_samples(batch, tokenizer)
+    samples: list[dict[str, Any]] = [{"answer": 3}, {"answer": None}, {}, {"answer": "½"}, {}]
+    found = rollout_samples(batch, tokenizer, samples)
+    assert [sample.answer for sample in found] == ["3", None, None, "½"]
     assert [sample.reward for sample in found] == [2.0 * n for n in range(SHOWN)]  # one for each prompt
     assert found[0] == RolloutSample(
         prompt="<s>1+2=",
@@ -123,6 +131,33 @@ def test_samples_tell_prompt_model_and_environment_apart() -> None:
         tokens=3,
         versions=(3, 4),
         stop_reason="stop",
+        answer="3",
+    )
+
+
+def test_examples_show_trained_tokens_and_metrics() -> None:
+    tokenizer = support.make_tokenizer()
+    prompt, good, bad = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("1+2=", "3", "4+")
+    )
+    masks = [[False] * 4 + [True], [False] * 4 + [True, False]]
+    batch = SequenceBatch.from_sequences([prompt + good, prompt + bad], tokens={"loss_mask": masks})
+    metrics = {"loss": float("nan"), "accuracy": 0.5}
+    assert example_samples(batch, ("chosen", "rejected"), tokenizer, metrics) == (
+        ExampleSample(
+            title="chosen",
+            prompt="1+2=",
+            segments=(("model", "3"),),
+            tokens=1,
+            metrics={"loss": None, "accuracy": 0.5},
+        ),
+        ExampleSample(
+            title="rejected",
+            prompt="1+2=",
+            segments=(("model", "4"), ("environment", "+")),
+            tokens=1,
+            metrics={"loss": None, "accuracy": 0.5},
+        ),
     )
 
 
@@ -180,6 +215,16 @@ def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
     )
     assert "<th>rollout</th><td><code>vllm</code></td>" in text
     assert "with fsdp and vllm <span" in text
+
+
+def test_page_shows_examples_and_expected_answers(tmp_path: Path) -> None:
+    page = RunPage(recipe(tmp_path), tmp_path)
+    text = page.render(ROWS, [sample("7") | {"answer": HOSTILE}, sample("8")], status="running")
+    assert text.count("expected <code>&lt;script&gt;") == 1
+    example = {"step": 8, "title": "chosen", "prompt": "1+", "segments": [["model", HOSTILE]], "tokens": 1}
+    text = page.render(ROWS, [example | {"metrics": {"loss": None, "accuracy": 0.5}}], status="running")
+    assert "<h2>Examples</h2>" in text and "Samples of rollouts" not in text
+    assert "chosen<br>loss -<br>accuracy 0.5<br>1 trained tokens" in text and "<script" not in text
 
 
 def test_a_long_answer_is_shortened(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.step_log import StepLog
 from core_rl_trainer.logs.trackio_log import TrackioBoard
 from core_rl_trainer.logs.wandb_log import WandbBoard
-from core_rl_trainer.loop.evaluation import RolloutSample
+from core_rl_trainer.loop.evaluation import ExampleSample, RolloutSample
 from core_rl_trainer.loop.prepared import Placement
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
@@ -65,8 +65,8 @@ class RunRecords:
         """Add the metrics of ``step``."""
         self._metrics.write(step, metrics)
 
-    def add_samples(self, step: int, samples: Sequence[RolloutSample]) -> None:
-        """Add rollouts of the evaluation after ``step``."""
+    def add_samples(self, step: int, samples: Sequence[RolloutSample | ExampleSample]) -> None:
+        """Add completions or examples of the evaluation after ``step``."""
         for sample in samples:
             self._samples.append({"step": step, **asdict(sample)})
 

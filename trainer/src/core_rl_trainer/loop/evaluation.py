@@ -1,21 +1,25 @@
-"""The result of an evaluation: means over the evaluation data, and some completions as text."""
+"""The result of an evaluation: means over the evaluation data, and some completions or examples as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Evaluation", "RolloutSample", "rollout_samples"]
+__all__ = ["SHOWN", "Evaluation", "ExampleSample", "RolloutSample", "example_samples", "rollout_samples"]
+
+Segments = tuple[tuple[str, str], ...]
 
 SHOWN = 4
-"""Completions that are kept of an evaluation: the first of each of the first prompts, so that they can be compared."""
+"""Prompts or examples of an evaluation whose texts are written: the first, so that they can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,7 @@ class RolloutSample:
     """One episode as text, with its special tokens."""
 
     prompt: str
-    segments: tuple[tuple[str, str], ...]
+    segments: Segments
     """What follows the prompt: who wrote it, ``model`` or ``environment``, and the text."""
     reward: float
     tokens: int
@@ -31,40 +35,98 @@ class RolloutSample:
     versions: tuple[int, int]
     """The lowest and the highest version of the weights that they come from."""
     stop_reason: str
+    answer: str | None = None
+    """The expected answer, where the example has the field ``answer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSample:
+    """A sequence of an example as text, with its special tokens."""
+
+    title: str
+    """``example``, or its place in a pair: ``chosen`` or ``rejected``."""
+    prompt: str
+    segments: Segments
+    """Trained tokens as ``model``, the tokens between them as ``environment``."""
+    tokens: int
+    """Trained tokens."""
+    metrics: dict[str, float | None]
+    """Metrics of the example alone; None for a number that is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Metrics whose names begin with ``eval_``, and some of the completions behind them."""
+    """Metrics whose names begin with ``eval_``, and some of the completions or examples behind them."""
 
     metrics: dict[str, float]
-    samples: tuple[RolloutSample, ...] = ()
+    samples: tuple[RolloutSample, ...] | tuple[ExampleSample, ...] = ()
 
 
-def rollout_samples(batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase) -> tuple[RolloutSample, ...]:
-    """The first sequence of each of the first groups of ``batch``: a completion of each of some prompts."""
+def rollout_samples(
+    batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Mapping[str, Any]]
+) -> tuple[RolloutSample, ...]:
+    """A completion of each of the first prompts; the groups of ``batch`` are the numbers of ``samples``."""
     first: dict[int, int] = {}
     for number, group in enumerate(batch["group"].tolist()):
         first.setdefault(group, number)
     chosen = list(first.values())[:SHOWN]
-    return tuple(_samples(batch.select(chosen), tokenizer))
+    answers = [samples[group].get("answer") for group in list(first)[:SHOWN]]
+    return tuple(_samples(batch.select(chosen), tokenizer, answers))
 
 
-def _samples(batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase) -> Iterator[RolloutSample]:
+def example_samples(
+    batch: SequenceBatch,
+    titles: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    metrics: Mapping[str, float],
+) -> tuple[ExampleSample, ...]:
+    """The sequences of one example, called ``titles``, with its ``metrics``."""
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    sequences = zip(
+        titles, batch.input_ids.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+    )
+    samples = []
+    for title, ids, trained in sequences:
+        prompt, segments = _texts(ids.tolist(), trained.tolist(), tokenizer)
+        tokens = int(trained.sum())
+        sample = ExampleSample(title=title, prompt=prompt, segments=segments, tokens=tokens, metrics=finite)
+        samples.append(sample)
+    return tuple(samples)
+
+
+def _texts(
+    ids: Sequence[int], marked: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, Segments]:
+    """The text before the first of the ``marked`` tokens, and the texts from there on."""
+    runs = [
+        (by_model, str(tokenizer.decode([token for token, _ in run])))
+        for by_model, run in groupby(zip(ids, marked, strict=True), lambda pair: pair[1])
+    ]
+    prompt = "" if runs[0][0] else runs.pop(0)[1]
+    return prompt, tuple(("model" if by_model else "environment", text) for by_model, text in runs)
+
+
+def _samples(
+    batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase, answers: Sequence[Any]
+) -> Iterator[RolloutSample]:
     fields = (batch.input_ids, batch.loss_mask, batch["versions"])
     sequences = zip(*(values.split(batch.lengths) for values in fields), strict=True)
     for number, (ids, drawn, versions) in enumerate(sequences):
-        runs = [
-            (by_model, str(tokenizer.decode([token for token, _ in run])))
-            for by_model, run in groupby(zip(ids.tolist(), drawn.tolist(), strict=True), lambda pair: pair[1])
-        ]
-        prompt = "" if runs[0][0] else runs.pop(0)[1]
+        prompt, segments = _texts(ids.tolist(), drawn.tolist(), tokenizer)
         own = versions[drawn].tolist() or [-1]
         yield RolloutSample(
             prompt=prompt,
-            segments=tuple(("model" if by_model else "environment", text) for by_model, text in runs),
+            segments=segments,
             reward=float(batch["rewards"][number]),
             tokens=int(drawn.sum()),
             versions=(min(own), max(own)),
             stop_reason=str(batch.meta["stop_reason"][number]),
+            answer=_answer(answers[number]),
         )
+
+
+def _answer(value: Any) -> str | None:
+    """An answer of the data as text."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)

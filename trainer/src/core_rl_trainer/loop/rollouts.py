@@ -134,7 +134,7 @@ class Rollouts:
                 "eval_reward_greedy": float(greedy["rewards"].double().mean()),
                 **reward_metrics(sampled, "eval_"),
             },
-            samples=rollout_samples(sampled, self._tokenizer),
+            samples=rollout_samples(sampled, self._tokenizer, samples),
         )
 
     def _completions(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.checkpoint.run import RunCheckpoint
@@ -32,7 +32,7 @@ from core_rl_trainer.data.tokenizers import (
     vocabulary_size,
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
-from core_rl_trainer.loop.evaluation import Evaluation
+from core_rl_trainer.loop.evaluation import SHOWN, Evaluation, ExampleSample, example_samples
 from core_rl_trainer.loop.loop import Clock
 from core_rl_trainer.loop.parts import part_writers, restore_parts
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
@@ -42,6 +42,9 @@ from core_rl_trainer.loop.role_plan import TrainPlan, plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.recipe.placement import place_ranks, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["SupervisedLoop", "plan_supervised", "prepare_supervised", "trained_head"]
 
@@ -77,7 +80,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     def opened(directory: RunDirectory, hosts: Hosts) -> Iterator[SupervisedLoop]:
         finetune = FinetuneSpec(dataset_size=directory.schedule_steps * size, train_batch_size=size)
         with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.timeouts.call_s, hosts=hosts) as group:
-            yield SupervisedLoop(recipe, interface, group, data, directory)
+            yield SupervisedLoop(recipe, interface, group, data, directory, tokenizer)
 
     workload = Workload(
         examples=len(data.train),
@@ -125,7 +128,9 @@ class SupervisedLoop:
         engine: EngineGroup,
         data: TrainingData,
         directory: RunDirectory,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
+        self._tokenizer = tokenizer
         self._tokenizer_path = recipe.model.path
         self._interface = interface
         with_reference = REFERENCE in interface.wanted_fields
@@ -137,6 +142,9 @@ class SupervisedLoop:
         self._data = NumberedBatches(prompt_loader(data.train, recipe.data.batch_size, recipe.seed))
         paired = interface.trains_on == "preferences"
         self._make_batch: MakeBatch = preference_batch if paired else demonstration_batch
+        self._titles = ("chosen", "rejected") if paired else ("example",)
+        shown = "eval" if data.held_out is not None else "train"
+        self._shown = None if shown == "train" and recipe.data.streaming else shown
         self._references: dict[str, ReferenceCache] = {}
 
     def start(self) -> None:
@@ -167,13 +175,26 @@ class SupervisedLoop:
         return self._references[name].add_to(batch, samples) if self._references else batch
 
     def evaluate(self) -> Evaluation:
-        """The loss and its metrics over the evaluation data; none without such data."""
+        """The loss and its metrics over the evaluation data, and some examples; else examples of the training data."""
         held_out = self._datasets.get("eval")
         if held_out is None:
-            return Evaluation(metrics={})
+            return Evaluation(metrics={}, samples=self._samples())
         samples = [held_out[index] for index in range(len(held_out))]
         metrics = self._interface.evaluate(self._engine, self._batch("eval", samples), self._mb_spec)
-        return Evaluation(metrics={f"eval_{name}": value for name, value in metrics.items()})
+        return Evaluation(
+            metrics={f"eval_{name}": value for name, value in metrics.items()}, samples=self._samples()
+        )
+
+    def _samples(self) -> tuple[ExampleSample, ...]:
+        """The first examples as text, each with the metrics of the present weights; none of streamed data."""
+        if self._shown is None:
+            return ()
+        dataset, samples = self._datasets[self._shown], list[ExampleSample]()
+        for index in range(min(SHOWN, len(dataset))):
+            batch = self._batch(self._shown, [dataset[index]])
+            metrics = self._interface.evaluate(self._engine, batch, self._mb_spec)
+            samples += example_samples(batch, self._titles, self._tokenizer, metrics)
+        return tuple(samples)
 
     def save_model(self, path: Path) -> None:
         """The model in Hugging Face format, with its tokenizer."""
