@@ -247,6 +247,18 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         ({"placement": {"actor": [-1]}}, "'placement.actor.devices.0' = -1"),
         ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
         ({"reward_model": {"path": "nowhere"}}, "reward_model.path = 'nowhere': no such directory"),
+        (
+            {
+                "algorithm": {
+                    "type_": "ppo",
+                    "args": {
+                        "mask_truncated_completions": True,
+                        "advantage": {"type": "gae", "bootstrap_truncated": True},
+                    },
+                }
+            },
+            "'ppo'.*bootstrap_truncated has no effect; set one of them to false",
+        ),
         ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
         ({"algorithm": {"type_": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
         ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
@@ -258,6 +270,14 @@ def test_what_does_not_fit_together_is_named_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, support.recipe_values(start, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_reward_filter_without_rewards_is_refused(start: Path, tmp_path: Path) -> None:
+    section, name = {"path": str(start / "model")}, "core_rl_trainer.rewards.functions:rewards_differ"
+    values = support.recipe_values(start, tmp_path / "out", reward=None, reward_model=section)
+    values["rollout"]["should_accept"] = name
+    with pytest.raises(ConfigError, match="would reject every prompt.*drop_equal_groups=true"):
+        run(tmp_path, values)
 
 
 def test_a_sync_that_takes_too_long_names_its_time_limit(

@@ -11,6 +11,7 @@ from typing import Any
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.errors import ConfigError
 from core_rl.launch.hosts.base import Hosts
+from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
 from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
@@ -35,6 +36,7 @@ from core_rl_trainer.loop.run_directory import RunDirectory
 from core_rl_trainer.loop.user_code import load_user_code, open_user_code
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.rollout import RolloutSection
+from core_rl_trainer.rewards.functions import rewards_differ
 
 __all__ = ["prepare_online"]
 
@@ -54,6 +56,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     plan = plan_roles(recipe, algorithm.wanted_fields)
     check_layouts(recipe, lambda fewer: plan_roles(fewer, algorithm.wanted_fields).trained())
     loaded = load_user_code(recipe)
+    _check_filter(recipe, loaded.should_accept)
     tokenizer, vocabulary = load_tokenizer(recipe.model.path), vocabulary_size(recipe.model.path)
     sampling = recipe.rollout
     settings = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
@@ -86,6 +89,16 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
         open=opened,
         memory_sender=plan.sender().machine if recipe.rollout.sync == "tensor" else None,
     )
+
+
+def _check_filter(recipe: Recipe, should_accept: AcceptFn | None) -> None:
+    """Refuse `rewards_differ` where the reward model alone decides: before its scores all rewards are 0."""
+    earned = recipe.reward_functions or recipe.rollout.environment
+    if should_accept is rewards_differ and not earned:
+        raise ConfigError(
+            f"rollout.should_accept = {recipe.rollout.should_accept!r} would reject every prompt: it compares rewards "
+            "before the scores of the reward_model are added; set algorithm.args.drop_equal_groups=true instead"
+        )
 
 
 def _workload(recipe: Recipe, algorithm: ModelInterface[Any], data: TrainingData) -> Workload:

@@ -57,9 +57,10 @@ class RolloutSection(Config):
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     """Prompts that are completed at one time."""
     should_accept: str | None = None
-    """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions. False replaces
-    them by those of another prompt. ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without
-    a signal, as DAPO (arXiv:2503.14476) does."""
+    """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions, before the scores
+    of a reward model. False replaces them by those of another prompt.
+    ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without a signal, as DAPO (arXiv:2503.14476)
+    does."""
     reward_timeout_s: float | None = Field(default=None, gt=0.0)
     """The time limit of one call of a reward, in seconds; null for that of ``timeout_s``."""
     reward_processes: int = Field(default=0, ge=0)

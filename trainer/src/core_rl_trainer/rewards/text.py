@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
+from core_rl_trainer.data.end_tokens import all_end_tokens
 from core_rl_trainer.data.examples import answer_text
 from core_rl_trainer.rewards.calls import name_of
 from core_rl_trainer.rewards.functions import load_callable
@@ -71,7 +72,7 @@ def completion_text(
 ) -> str:
     """The text of a completion: without special tokens, or with all of them but the end token that it stops at."""
     ids = list(output_ids)
-    if not skip_special_tokens and ids and ids[-1] == tokenizer.eos_token_id:
+    if not skip_special_tokens and ids and ids[-1] in all_end_tokens(tokenizer):
         ids.pop()
     return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
